@@ -1,0 +1,6 @@
+"""Typed containers between the stops of the data: completions, trajectories, batches."""
+
+from agilerl.data.batch import RolloutBatch, collate
+from agilerl.data.trajectories import Completion, Trajectory
+
+__all__ = ["Completion", "RolloutBatch", "Trajectory", "collate"]

@@ -1,0 +1,25 @@
+"""Every error that a user can cause or meet, in one small tree."""
+
+
+class AgileRLError(Exception):
+    """Base of all errors raised on purpose; its message says what was expected, what was found and what to do."""
+
+
+class ConfigError(AgileRLError, ValueError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+
+class EnvError(AgileRLError):
+    """An environment or dataset breaks its protocol, or does not exist."""
+
+
+class RewardError(AgileRLError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class CheckpointError(AgileRLError):
+    """A checkpoint or run directory is missing, damaged, in use, or does not fit."""
+
+
+class EngineError(AgileRLError):
+    """A rollout engine cannot do what was asked of it."""
