@@ -1,0 +1,5 @@
+"""``python -m agilerl`` is the command line."""
+
+from agilerl.cli import main
+
+main()

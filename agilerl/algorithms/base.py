@@ -1,0 +1,183 @@
+"""EvolvableAlgorithm: identity, checked hyperparameters, and the clone / mutate / checkpoint hooks of every agent."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.parameters import Gene, HyperparameterConfig, Value, check_values, genes_in_force
+from agilerl.validation import nearest, sentence, validated
+
+__all__ = ["AlgorithmConfig", "EvolvableAlgorithm"]
+
+
+class AlgorithmConfig(BaseModel):
+    """Hyperparameters of an algorithm: each declared once, with its bounds, default and evolution range."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+
+
+class _Hyperparameter:
+    """``agent.lr`` reads and writes ``agent.config.lr``, so a change is checked and every consumer sees it."""
+
+    def __init__(self, name: str, doc: str | None) -> None:
+        self.name, self.__doc__ = name, doc
+
+    def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
+        return self if agent is None else getattr(agent.config, self.name)
+
+    def __set__(self, agent: "EvolvableAlgorithm", value: Any) -> None:
+        agent.set_hyperparameters({self.name: value})
+
+
+class EvolvableAlgorithm(ABC):
+    """An agent that evolution can clone, mutate, save and restore.
+
+    A subclass names its ``Config``; every field of it becomes a constructor keyword and a checked attribute. Keywords
+    and ``config=`` mean the same and may be mixed, keywords winning.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, field in cls.Config.model_fields.items():
+            if not hasattr(cls, name):
+                setattr(cls, name, _Hyperparameter(name, field.description))
+        cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        *,
+        config: AlgorithmConfig | None = None,
+        hp_config: HyperparameterConfig | Mapping[str, Gene] | None = None,
+        index: int = 0,
+        **hyperparameters: Any,
+    ) -> None:
+        self.config = self._merge(config, hyperparameters)
+        self.hp_config = hp_config
+        self.index = index
+        self.parent: int | None = None
+        """Index of the agent that this one was cloned from; None for a founder."""
+        self.mut: str = "None"
+        """What the last mutation did, in a few words."""
+        self.fitness: list[float] = []
+        """Mean exam score of each evaluation."""
+        self.scores: list[float] = []
+        """Mean training reward of each learning step."""
+        self.steps: int = 0
+        """Trajectories trained on so far."""
+        self._mutation_hooks: list[Callable[[], None]] = []
+        if hp_config is not None:
+            check_values(self.genes, {name: getattr(self.config, name) for name in self.genes})
+
+    @classmethod
+    def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
+        for name in keywords:
+            if name not in cls.Config.model_fields:
+                known = [*cls.Config.model_fields, *_constructor_keywords(cls)]
+                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
+        given = {} if config is None else config.model_dump(exclude_unset=True)
+        return validated(cls.Config, {**given, **keywords})
+
+    def __repr__(self) -> str:
+        genes = ", ".join(f"{name}={_short(value)}" for name, value in self.hyperparameters.items())
+        fitness = f", fitness={self.fitness[-1]:.3f}" if self.fitness else ""
+        return f"{type(self).__name__}(index={self.index}{', ' if genes else ''}{genes}{fitness}, steps={self.steps})"
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------
+
+    @property
+    def genes(self) -> dict[str, Gene]:
+        """The hyperparameters that may mutate; none without an ``hp_config``."""
+        if self.hp_config is None:
+            return {}
+        if isinstance(self.hp_config, HyperparameterConfig):
+            return genes_in_force(self.Config, self.hp_config)
+        return dict(self.hp_config)
+
+    @property
+    def hyperparameters(self) -> dict[str, Value]:
+        """Current value of each gene."""
+        return {name: getattr(self.config, name) for name in self.genes}
+
+    def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Change some hyperparameters together; nothing changes when one of them, or their combination, is invalid."""
+        merged = {**self.config.model_dump(exclude_unset=True), **values}
+        try:
+            self.config = type(self.config)(**merged)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self.config))) from None
+
+    # -- mutation -------------------------------------------------------------------------------------------------
+
+    def apply_mutation(self, mutation: Mutation) -> None:
+        """Carry out a planned mutation: new values for genes, or an operator on the adapter."""
+        if mutation.kind == "hyperparameters":
+            self.set_hyperparameters({change.gene: change.new for change in mutation.changes})
+            self.mut = ", ".join(f"{c.gene} {_short(c.old)} -> {_short(c.new)}" for c in mutation.changes)
+        elif mutation.kind == "none":
+            self.mut = "None"
+        else:
+            self.mut = self._mutate_adapter(mutation)
+        self.mutation_hook()
+
+    def _mutate_adapter(self, mutation: Mutation) -> str:
+        """Apply a mutation of kind ``parameters`` or ``rank``; returns its label."""
+        raise ConfigError(f"{type(self).__name__} has no adapter for a mutation of kind {mutation.kind!r}")
+
+    def register_mutation_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook()`` after every mutation of this agent."""
+        self._mutation_hooks.append(hook)
+
+    def mutation_hook(self) -> None:
+        """Run the registered hooks."""
+        for hook in self._mutation_hooks:
+            hook()
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+        """Return an independent copy; its next update is bit-identical to this agent's."""
+
+    @abstractmethod
+    def save_checkpoint(self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True) -> None:
+        """Write the agent into a folder."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: str | Path, load_optimizer: bool = False) -> None:
+        """Overwrite this agent's weights with those of a checkpoint folder."""
+
+
+def _constructor_keywords(cls: type) -> dict[str, inspect.Parameter]:
+    """Collect the named parameters of all ``__init__`` along the inheritance, the most derived first."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is None or not issubclass(base, EvolvableAlgorithm):
+            continue
+        for name, parameter in inspect.signature(init).parameters.items():
+            if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                found.setdefault(name, parameter)
+    return found
+
+
+def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
+    """Return the constructor's signature with every hyperparameter spelled out."""
+    parameters = _constructor_keywords(cls)
+    for name, field in cls.Config.model_fields.items():
+        parameters[name] = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
+        )
+    ordered = sorted(parameters.values(), key=lambda p: p.kind)
+    return inspect.Signature(ordered)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

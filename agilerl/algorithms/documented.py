@@ -1,0 +1,120 @@
+"""Documented names that mean little for an agent that is one adapter slot: thin, truthful, all in this file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from agilerl.errors import ConfigError
+
+__all__ = ["DocumentedSurface"]
+
+# Accepted with exactly these values, because that is how the shared base works already.
+_IMPLIED: dict[str, tuple[Any, ...]] = {
+    "accelerator": (None,),
+    "wrap": (True, False),
+    "clone": (False, True),
+    "calc_position_embeddings": (True,),
+    "reduce_memory_peak": (True, False, None),
+    "use_memory_efficient_params": (True, False),
+    "gradient_checkpointing": (False, None),
+    "torch_compiler": (None,),
+    "use_vllm": (False,),
+    "vllm_config": (None,),
+    "use_liger_loss": (False,),
+    "quantization_config": (None,),
+    "activation_offload": (False,),
+    "lora_target_scope": (None,),
+    "use_sequence_packing": (False,),
+    "cast_logprobs_to_fp32": (True,),
+    "fused_logprobs_chunk_rows": (None,),
+    "fused_loss_chunk_rows": (None,),
+    "hf_generate_chunk_size": (None,),
+    "model_config": (None,),
+}
+
+
+class DocumentedSurface:
+    """Methods of the documented interface whose job the shared base has taken over."""
+
+    @staticmethod
+    def _split_documented(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Take out keywords that need no action here; raise ConfigError for a value that would."""
+        rest = dict(arguments)
+        for name, accepted in _IMPLIED.items():
+            if name in rest:
+                value = rest.pop(name)
+                if not any(value is a or value == a for a in accepted):
+                    raise ConfigError(
+                        f"{name}={value!r} is not available with the shared base; expected "
+                        f"{' or '.join(map(repr, accepted))}"
+                    )
+        return rest
+
+    def get_lr_names(self) -> list[str]:
+        """Return the names of the learning rates."""
+        return ["lr"]
+
+    def get_policy(self) -> Any:
+        """Return the base model; an agent's own adapter is active inside its calls only."""
+        return self.runtime.base.model  # type: ignore[attr-defined]
+
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
+        """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
+        found: dict[str, Any] = {"actor": self.slot}  # type: ignore[attr-defined]
+        return found if networks_only else {**found, **self.hyperparameters}  # type: ignore[attr-defined]
+
+    @staticmethod
+    def inspect_attributes(agent: Any, input_args_only: bool = False) -> dict[str, Any]:
+        """Return the hyperparameters and, unless ``input_args_only``, the counters."""
+        found: dict[str, Any] = agent.config.model_dump()
+        names = ("index", "mut", "steps", "scores", "fitness", "position", "updates")
+        return found if input_args_only else {**found, **{name: getattr(agent, name) for name in names}}
+
+    @staticmethod
+    def copy_attributes(agent: Any, clone: Any) -> Any:
+        """Copy hyperparameters and counters to a clone."""
+        clone.config = agent.config.model_copy(deep=True)
+        for name in ("mut", "steps", "position", "updates"):
+            setattr(clone, name, getattr(agent, name))
+        clone.scores, clone.fitness = list(agent.scores), list(agent.fitness)
+        return clone
+
+    def reinit_optimizers(self, optimizer: Any = None) -> None:
+        """Forget Adam's moments and step counter."""
+        self.runtime.store.clear_moments(self.slot)  # type: ignore[attr-defined]
+
+    def recompile(self) -> None:
+        """Do nothing: nothing is compiled."""
+
+    def set_training_mode(self, training: bool) -> None:
+        """Do nothing: a frozen base without dropout computes the same in both modes."""
+
+    def to_device(self, *experiences: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors on the device of the base."""
+        return tuple(e.to(self.runtime.base.device) for e in experiences)  # type: ignore[attr-defined]
+
+    def wrap_models(self) -> None:
+        """Do nothing: the base is wrapped once, by its runtime."""
+
+    def unwrap_models(self) -> None:
+        """Do nothing: see :meth:`wrap_models`."""
+
+    def preprocess_observation(self, observation: Any) -> Any:
+        """Return the observation as it is."""
+        return observation
+
+    def register_network_group(self, group: Any) -> None:
+        """Do nothing: an agent has one network, its adapter."""
+
+    @staticmethod
+    def get_state_dim(observation_space: Any) -> tuple[int, ...]:
+        """Return the shape of a gymnasium space (empty for text)."""
+        return tuple(getattr(observation_space, "shape", None) or ())
+
+    @staticmethod
+    def get_action_dim(action_space: Any) -> tuple[int, ...]:
+        """Return the shape of a gymnasium space (empty for text), or its size where it is discrete."""
+        size = getattr(action_space, "n", None)
+        return (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())

@@ -1,0 +1,124 @@
+"""Between the documented tuples of tensors and the typed batch."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from agilerl.data import Completion, RolloutBatch
+from agilerl.data.batch import padded_length
+from agilerl.errors import ConfigError
+
+__all__ = ["ActionResult", "action_result", "to_batch"]
+
+
+class ActionResult(NamedTuple):
+    """Completions of a list of prompts."""
+
+    completion_ids: list[Tensor]
+    """Per prompt [G, P + L]: prompt and completion, right-padded."""
+    action_masks: list[Tensor]
+    """Per prompt [G, P + L - 1], True where the next token was sampled."""
+    sampling_logps: list[Tensor]
+    """Per row, prompts in order: 1-D log-probs of the sampled tokens."""
+
+
+def action_result(
+    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]], pad_token_id: int
+) -> ActionResult:
+    """Stack each prompt's completions."""
+    result = ActionResult([], [], [])
+    for prompt, group in zip(prompts, groups):
+        longest = max(len(c.token_ids) for c in group)
+        rows = torch.full((len(group), len(prompt) + longest), pad_token_id, dtype=torch.int64)
+        mask = torch.zeros((len(group), len(prompt) + longest - 1), dtype=torch.bool)
+        rows[:, : len(prompt)] = torch.tensor(list(prompt))
+        for i, completion in enumerate(group):
+            end = len(prompt) + len(completion.token_ids)
+            rows[i, len(prompt) : end] = torch.tensor(completion.token_ids)
+            mask[i, len(prompt) - 1 : end - 1] = True
+            result.sampling_logps.append(torch.tensor(completion.logprobs))
+        result.completion_ids.append(rows)
+        result.action_masks.append(mask)
+    return result
+
+
+def to_batch(
+    experiences: Any,
+    pad_token_id: int,
+    turn_ids: Tensor | None = None,
+    sampling_logps: Sequence[Tensor | None] | None = None,
+    group_size: int = 1,
+) -> RolloutBatch:
+    """Turn ``(completion_ids, action_masks, rewards)`` into a batch.
+
+    ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
+    tensor, whose groups are ``group_size`` consecutive rows. ``rewards`` has one number a row in any shape, or
+    ``[rows, turns]`` together with ``turn_ids`` [rows, T-1]. Raises ConfigError when the parts do not fit each other.
+    """
+    try:
+        completion_ids, action_masks, rewards = experiences
+    except (TypeError, ValueError):
+        raise ConfigError("learn expects (completion_ids, action_masks, rewards) or a RolloutBatch") from None
+    stacked = isinstance(completion_ids, Tensor)
+    ids = list(completion_ids.split(group_size)) if stacked else [_matrix(x) for x in completion_ids]
+    masks = list(action_masks.split(group_size)) if isinstance(action_masks, Tensor) else [_matrix(x) for x in action_masks]
+    rows = sum(len(i) for i in ids)
+    if [len(i) for i in ids] != [len(m) for m in masks] or any(i.shape[1] != m.shape[1] + 1 for i, m in zip(ids, masks)):
+        raise ConfigError(
+            "every action mask must have as many rows as its completion ids and one column less, found ids "
+            f"{[tuple(i.shape) for i in ids]} and masks {[tuple(m.shape) for m in masks]}"
+        )
+    by_row = _rewards(rewards, rows, per_turn=turn_ids is not None)
+    length = padded_length(max(i.shape[1] for i in ids))
+    wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros((rows, length - 1), dtype=torch.bool)
+    groups = torch.zeros(rows, dtype=torch.int64)
+    start = 0
+    for group, (i, m) in enumerate(zip(ids, masks)):
+        piece = slice(start, start + len(i))
+        wide[piece, : i.shape[1]], mask[piece, : m.shape[1]], groups[piece] = i.cpu(), m.cpu().bool(), group
+        start = piece.stop
+    turns = torch.where(mask, 0, -1)
+    if turn_ids is not None:
+        turns[:, : turn_ids.shape[1]] = torch.where(mask[:, : turn_ids.shape[1]], turn_ids.cpu(), -1)
+    # Whatever follows a row's last action can influence nothing: attention is causal.
+    positions = torch.arange(1, length)[None]
+    lengths = torch.where(mask, positions + 1, 0).amax(dim=1).clamp(min=1)
+    return RolloutBatch(
+        ids=wide,
+        lengths=lengths,
+        action_mask=mask,
+        turn_ids=turns,
+        rewards=by_row,
+        groups=groups,
+        sampling_logps=_sampled(sampling_logps, mask),
+    )
+
+
+def _matrix(x: Any) -> Tensor:
+    tensor = torch.as_tensor(x)
+    return tensor[None] if tensor.dim() == 1 else tensor
+
+
+def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
+    if isinstance(rewards, (list, tuple)) and rewards and isinstance(rewards[0], Tensor):
+        rewards = torch.cat([r.reshape(-1) for r in rewards])
+    tensor = torch.as_tensor(rewards, dtype=torch.float32).cpu()
+    if tensor.dim() == 2 and tensor.shape[0] == rows and (per_turn or tensor.shape[1] == 1):
+        return tensor
+    if tensor.numel() != rows:
+        raise ConfigError(f"expected {rows} rewards, one a completion, found shape {tuple(tensor.shape)}")
+    return tensor.reshape(rows, 1)
+
+
+def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | None:
+    if logps is None or any(row is None for row in logps):
+        return None
+    flat = torch.cat([torch.as_tensor(row, dtype=torch.float32).reshape(-1) for row in logps if row is not None])
+    if flat.numel() != int(mask.sum()):
+        raise ConfigError(
+            f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())} sampled tokens"
+        )
+    return torch.zeros(mask.shape).masked_scatter(mask, flat)

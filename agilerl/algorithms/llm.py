@@ -1,0 +1,389 @@
+"""LLMAlgorithm: an agent that is one adapter slot on a shared base, with get_action, learn and test."""
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agilerl import streams
+from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
+from agilerl.algorithms.documented import DocumentedSurface
+from agilerl.algorithms.experiences import ActionResult, action_result, to_batch
+from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
+from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
+from agilerl.algorithms.state import (
+    AgentState,
+    base_name,
+    capture,
+    constructor_arguments,
+    load_weights,
+    read_state,
+    restore,
+    write_state,
+)
+from agilerl.algorithms.update import MICRO_TOKENS, Experience, learn_together
+from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.functional import MetricReducer
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.models import adapters
+from agilerl.models.operators import add_noise, resize
+from agilerl.models.optim import AdamWSettings
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.runtime import Runtime
+
+__all__ = ["LLMAlgorithm"]
+
+
+class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
+    """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
+
+    Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
+    built on the same object share it) and ``model_name`` (a local folder, a hub name or ``embedded``).
+    ``lora_config`` is a ``peft.LoraConfig``, by default rank 16, alpha 32 on all linear layers.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
+    config: LLMConfig
+
+    def __init__(
+        self,
+        pad_token_id: int | None = None,
+        pad_token: str | None = None,
+        model_name: str | None = None,
+        actor_network: Any = None,
+        *,
+        runtime: Runtime | None = None,
+        lora_config: Any = None,
+        device: str = "cpu",
+        cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(**self._split_documented(arguments))
+        self.runtime = self._runtime(runtime, model_name, actor_network, lora_config=lora_config, device=device)
+        tokenizer = self.runtime.tokenizer
+        if pad_token_id is None:
+            if tokenizer is None:
+                raise ConfigError("pad_token_id is required: the runtime has no tokenizer to take it from")
+            pad_token_id = tokenizer.pad_token_id
+        self.pad_token_id, self.pad_token = pad_token_id, pad_token
+        self.cosine_lr_schedule_config = cosine_lr_schedule_config
+        self.position = 0
+        """Prompts of the training stream that this agent has consumed."""
+        self.updates = 0
+        """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
+        self.rollouts = 0
+        """Batches of prompts sampled so far; part of the key of every sampled token."""
+        self.tokens = {"generated": 0, "trained": 0, "evaluated": 0}
+        """Tokens spent by this agent and its ancestors."""
+        self.skipped_steps = 0
+        """Optimizer steps skipped because the loss or the gradient was not finite."""
+        self.reference_slot: int | None = None
+        """Slot of the frozen reference policy; None: the base model with adapters off."""
+        self.reference_tracker = 0
+        self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
+        adapters.check_lora_config(self.lora_config)
+        self.slot = self._take_slot()
+        self.runtime.store.initialise(self.slot, self.config.seed)
+
+    # -- resources ------------------------------------------------------------------------------------------------
+
+    def _runtime(self, runtime: Runtime | None, name: str | None, model: Any, **options: Any) -> Runtime:
+        given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"{type(self).__name__} needs exactly one of runtime, model_name and actor_network, found "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if runtime is not None:
+            return runtime
+        shared = {"lora_config": options["lora_config"], "seed": self.config.seed}
+        if model is not None:
+            return Runtime.for_model(model, **shared)
+        assert name is not None
+        return Runtime.from_pretrained(name, device=options["device"], **shared)
+
+    def _take_slot(self) -> int:
+        store = self.runtime.store
+        slot = store.allocate(self.lora_config.r, adapters.lora_scaling(self.lora_config))
+        self._lease = weakref.finalize(self, store.release, slot)
+        return slot
+
+    def clean_up(self) -> None:
+        """Give the agent's slots back; the agent cannot be used afterwards."""
+        self._lease()
+        if self.reference_slot is not None:
+            self.runtime.store.release(self.reference_slot)
+            self.reference_slot = None
+
+    def move_to(self, slot: int) -> None:
+        """Move the adapter into another slot that is free."""
+        store = self.runtime.store
+        store.move(self.slot, slot)
+        self._lease()
+        self.slot = slot
+        self._lease = weakref.finalize(self, store.release, slot)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter."""
+        return self.runtime.store.ranks[self.slot]
+
+    # -- acting ---------------------------------------------------------------------------------------------------
+
+    def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
+        """Return the sampling settings for a prompt of this length."""
+        c = self.config
+        if not isinstance(c, RolloutLLMConfig):
+            raise ConfigError(f"{type(self).__name__} learns from data and does not sample")
+        room = self.context_length - prompt_length
+        if room < 1:
+            raise ConfigError(
+                f"a prompt of {prompt_length} tokens leaves no room for a completion: the context holds "
+                f"{self.context_length} tokens (max_model_len={c.max_model_len}); shorten the prompt or raise max_model_len"
+            )
+        limit = min(c.max_output_tokens or room, room)
+        return SamplingSettings(
+            max_new_tokens=limit,
+            temperature=0.0 if greedy else c.temperature,
+            top_p=c.top_p,
+            top_k=c.top_k,
+            min_p=c.min_p,
+            repetition_penalty=c.repetition_penalty,
+            min_new_tokens=min(c.min_output_tokens or 0, limit),
+        )
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return min(self.config.max_model_len or self.runtime.base.context_length, self.runtime.base.context_length)
+
+    def get_action(
+        self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
+    ) -> ActionResult:
+        """Sample completions: ``group_size`` a prompt when training, one greedy completion a prompt otherwise.
+
+        ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict). ``repeat_prompts=False`` samples
+        once a prompt, for batches that are expanded already.
+        """
+        prompts = [obs] if isinstance(obs, Mapping) else list(obs)
+        ids = [torch.as_tensor(p["input_ids"]).reshape(-1).tolist() for p in prompts]
+        samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
+        requests = [
+            GenerationRequest(
+                self.slot,
+                prompt,
+                samples,
+                self.sampling(len(prompt), greedy=not training),
+                purpose="rollout" if training else "act",
+                key=(self.index, self.rollouts, number),
+            )
+            for number, prompt in enumerate(ids)
+        ]
+        self.rollouts += 1
+        groups = self.runtime.engine.generate(requests)
+        self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
+        return action_result(ids, groups, self.pad_token_id)
+
+    def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``."""
+        rewards: list[np.ndarray] = []
+        with env.eval_mode():
+            prompts = env.reset()
+            for number in range(loop):
+                action = self.get_action(prompts, training=False)
+                prompts, reward = env.step(action.completion_ids)
+                rewards.append(np.asarray(reward, dtype=np.float64).reshape(-1))
+                self.tokens["evaluated"] += sum(int(m.sum()) for m in action.action_masks)
+                del number
+        scores = np.concatenate(rewards)
+        self.fitness.append(float(scores.mean()))
+        return scores
+
+    # -- learning -------------------------------------------------------------------------------------------------
+
+    def learn(
+        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> dict[str, float]:
+        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``.
+        Returns the metrics of the update, ``mean_loss`` and ``mean_kl`` among them.
+        """
+        batch = (
+            experiences
+            if isinstance(experiences, RolloutBatch)
+            else to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps)
+        )
+        return learn_together([self], [batch])[0]
+
+    def prepare(self, batch: RolloutBatch) -> Experience:
+        """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
+        raise NotImplementedError
+
+    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+        """Return the scalar loss of one micro-batch, already divided by ``inputs.denominator``."""
+        raise NotImplementedError
+
+    def window_denominator(self, mask: Tensor) -> float:
+        """Return the denominator of an optimizer window from its whole action mask ``[rows, L]``."""
+        raise NotImplementedError
+
+    @property
+    def window_rows(self) -> int:
+        """Trajectories of one optimizer step."""
+        return self.config.mini_batch_size or self.config.batch_size
+
+    def micro_rows(self, batch: RolloutBatch) -> int:
+        """Trajectories of one forward pass: the user's number, or what about 4,096 padded tokens hold."""
+        return self.config.micro_batch_size_per_gpu or max(1, MICRO_TOKENS // batch.ids.shape[1])
+
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the next step, the schedule applied."""
+        return self.config.lr * lr_factor(self.cosine_lr_schedule_config, self.updates)
+
+    def optimizer_settings(self) -> AdamWSettings:
+        """Return the settings of the next optimizer step."""
+        c = self.config
+        return AdamWSettings(
+            lr=self.current_lr,
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            eps=c.adam_eps,
+            weight_decay=c.weight_decay,
+            max_grad_norm=c.max_grad_norm,
+        )
+
+    def shuffle(self, rows: int, epoch: int) -> Tensor:
+        """Return the order of the rows in one epoch: a function of seed, index, update and epoch alone."""
+        rng = streams.stream(self.config.seed, "minibatch", self.index, self.updates, epoch)
+        return torch.from_numpy(rng.permutation(rows))
+
+    # -- mutation -------------------------------------------------------------------------------------------------
+
+    def _mutate_adapter(self, mutation: Mutation) -> str:
+        if mutation.kind == "parameters":
+            share = float(mutation.details["sd"])
+            add_noise(self.runtime.store, self.slot, share, self.config.seed, tuple(mutation.details["noise_key"]))
+            return f"noise {share:.3g}"
+        new = int(mutation.changes[0].new)
+        # alpha / r stays what it is: a rank change must not rescale what the adapter already does.
+        scaling = float(self.runtime.store.scaling[self.slot])
+        old = self.rank
+        energy = resize(self.runtime.store, self.slot, new, self.config.seed)
+        self.lora_config.r = new
+        self.lora_config.lora_alpha = scaling * (new**0.5 if self.lora_config.use_rslora else new)
+        return f"rank {old} -> {new}" + (f" (energy {energy:.3f})" if new < old else "")
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> AgentState:
+        """Return a copy of everything that decides the agent's next update."""
+        return capture(self)
+
+    @classmethod
+    def from_state(cls, state: AgentState, runtime: Runtime) -> Self:
+        """Build an agent from a state on a runtime; the inverse of :meth:`state`."""
+        agent = cls(runtime=runtime, **constructor_arguments(state, runtime))
+        restore(agent, state, with_optimizer=True)
+        return agent
+
+    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+        """Return an independent copy in a slot of its own; with a new ``index`` its samples differ from here on."""
+        clone = self.from_state(self.state(), self.runtime)
+        clone.hp_config = self.hp_config
+        clone._mutation_hooks = list(self._mutation_hooks)
+        if index is not None:
+            clone.index, clone.parent = index, self.index
+        return clone
+
+    def save_checkpoint(
+        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True, **kwargs: Any
+    ) -> None:
+        """Write ``actor/`` (PEFT), ``reference/`` where there is one, the optimizer and the agent's settings."""
+        if not lora_only:
+            raise ConfigError(
+                "lora_only=False is refused: the base model is frozen, so a checkpoint never holds it; load it from "
+                "where it came from, or merge the adapter with PEFT's merge_and_unload()"
+            )
+        write_state(self.state(), Path(path), self.runtime, self.lora_config, save_optimizer=save_optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        load_optimizer: bool = False,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool = True,
+    ) -> None:
+        """Load the adapter of a checkpoint folder into this agent; hyperparameters stay this agent's own.
+
+        With ``overwrite_reference_adapter`` the loaded actor also becomes the reference policy, as between the stages
+        of an SFT -> DPO -> GRPO chain. Raises CheckpointError when the ranks differ.
+        """
+        state = read_state(Path(path), self.runtime.store.layers)
+        if state.lora["r"] != self.rank:
+            raise CheckpointError(
+                f"the checkpoint at {str(path)!r} has rank {state.lora['r']}, this agent rank {self.rank}; create the "
+                f"agent with lora_config of r={state.lora['r']}"
+            )
+        if load_optimizer and not state.moments:
+            raise CheckpointError(f"{str(path)!r} was saved without its optimizer; load it with load_optimizer=False")
+        load_weights(self, state, with_optimizer=load_optimizer)
+        if overwrite_reference_adapter:
+            self.set_reference(state.adapter)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, device: str = "cpu", accelerator: Any = None, *, runtime: Runtime | None = None
+    ) -> Self:
+        """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given."""
+        if runtime is None:
+            runtime = Runtime.from_pretrained(base_name(Path(path)), device=device)
+        return cls.from_state(read_state(Path(path), runtime.store.layers), runtime)
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the frozen reference policy, in a slot of its own."""
+        store = self.runtime.store
+        if self.reference_slot is None:
+            self.reference_slot = store.allocate(self.rank, float(store.scaling[self.slot]))
+            weakref.finalize(self, store.release, self.reference_slot)
+        store.load_adapter(self.reference_slot, factors)
+
+    # -- populations ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def population(
+        cls,
+        size: int,
+        observation_space: Any = None,
+        action_space: Any = None,
+        *,
+        init: str = "spread",
+        hp_config: Any = None,
+        **arguments: Any,
+    ) -> list[Self]:
+        """Return ``size`` agents on one base; arguments as for one agent.
+
+        With an ``hp_config``, member 0 has the given hyperparameters and the others spread evenly over the ranges of
+        the genes (``init="spread"``); ``init="same"`` starts all alike.
+        """
+        if size < 1:
+            raise ConfigError(f"a population needs at least 1 agent, found size={size}")
+        first = cls(hp_config=hp_config, index=0, **arguments)
+        first.runtime.store.reserve(size)
+        starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
+        agents = [first]
+        for index, values in enumerate(starts[1:], start=1):
+            agent = first.clone(index)
+            agent.parent = None
+            agent.set_hyperparameters(values)
+            agents.append(agent)
+        return agents
+

@@ -1,0 +1,24 @@
+"""``agilerl env``: versions and hardware."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agilerl.runs.environment import collect_hardware, collect_versions
+
+__all__ = ["run_env"]
+
+
+def run_env(*, as_json: bool) -> None:
+    """Print what a bug report needs."""
+    found: dict[str, Any] = {"versions": collect_versions(), "hardware": collect_hardware()}
+    if as_json:
+        print(json.dumps(found, indent=1, sort_keys=True))
+        return
+    table = Table(show_header=False, box=None)
+    for section in found.values():
+        for name, value in section.items():
+            table.add_row(name, "not installed" if value is None else str(value))
+    Console().print(table)

@@ -1,0 +1,118 @@
+"""What a task and an environment must offer: two small protocols."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from agilerl.errors import EnvError, RewardError
+from agilerl.rewards.grader import check_score
+
+__all__ = ["Message", "MultiTurnEnv", "Row", "Split", "Task", "score_completions"]
+
+Split = Literal["train", "exam", "test"]
+"""``train`` is an endless stream; ``exam`` is the panel that fitness is measured on; ``test`` is never selected on."""
+
+Row = dict[str, Any]
+"""One problem: at least ``question`` (str) and ``answer`` (str, or None where there is no single right answer)."""
+
+Message = dict[str, str]
+"""``{"role": "system" | "user" | "assistant", "content": str}``."""
+
+
+class Task(ABC):
+    """A single-turn task: a pure function of (split, index) to a problem, and of a completion to a reward.
+
+    Subclass it with ``row`` and ``reward`` to bring your own.
+    """
+
+    name: str = "task"
+    """What to call it in logs."""
+    exam_prompts: int = 0
+    """Size of the exam panel; ``row("exam", i)`` exists for 0 <= i < exam_prompts."""
+    test_prompts: int = 0
+    """Size of the test panel."""
+    train_size: int | None = None
+    """Rows of one training epoch; None for an endless stream without epochs."""
+
+    @abstractmethod
+    def row(self, split: Split, index: int) -> Row:
+        """Return one problem; equal arguments give equal rows, whatever was asked before.
+
+        Raises:
+            EnvError: ``index`` is outside the panel, or the task cannot give that many distinct problems.
+        """
+
+    @abstractmethod
+    def reward(self, completion: str, row: Row) -> float | None:
+        """Return what ``completion`` is worth as an answer to ``row``; None if it cannot be graded.
+
+        Raises:
+            RewardError: the scorer failed.
+        """
+
+    def messages(self, row: Row) -> list[Message]:
+        """Return the conversation that is put to the model; a last message of the assistant is a prefill."""
+        return [{"role": "user", "content": str(row["question"])}]
+
+    def rewards(self, completions: Sequence[str], rows: Sequence[Row]) -> list[float | None]:
+        """Return ``reward`` of each completion; override it where scoring many at once is cheaper.
+
+        A completion whose scorer fails gets None, so that one odd text does not end a run. If every one fails the
+        scorer is broken, not the texts.
+
+        Raises:
+            RewardError: the scorer failed for every completion.
+        """
+        scores: list[float | None] = []
+        errors: list[RewardError] = []
+        for completion, row in zip(completions, rows):
+            try:
+                scores.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
+            except RewardError as error:
+                errors.append(error)
+                scores.append(None)
+        if errors and len(errors) == len(scores):
+            raise errors[0]
+        return scores
+
+    def prepare(self) -> None:  # noqa: B027  (most tasks have nothing to prepare)
+        """Do now what would otherwise happen on first use (draw the panels), so that problems show before training."""
+
+    def panel_size(self, split: Split) -> int:
+        """Return how many rows ``exam`` or ``test`` has."""
+        return self.exam_prompts if split == "exam" else self.test_prompts
+
+    def check_index(self, split: Split, index: int) -> None:
+        """Raise an EnvError unless ``row(split, index)`` can exist."""
+        if split not in ("train", "exam", "test"):
+            raise EnvError(f"expected the split train, exam or test, found {split!r}")
+        if index < 0 or (split != "train" and index >= self.panel_size(split)):
+            limit = "0 or more" if split == "train" else f"0 to {self.panel_size(split) - 1}"
+            raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index}")
+
+
+def score_completions(task: Task, rows: Sequence[Row], texts: Sequence[str]) -> list[float | None]:
+    """Return the reward of each text as an answer to the row at the same place; None where there is no grade.
+
+    Raises:
+        RewardError: the numbers of rows and texts differ, or the scorer failed for every text.
+    """
+    if len(rows) != len(texts):
+        raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
+    return task.rewards(texts, rows)
+
+
+class MultiTurnEnv(Protocol):
+    """An episode of text: gymnasium's five-tuple, where observation and action are strings."""
+
+    max_turns: int
+    """Most actions in one episode."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, Mapping[str, Any]]:
+        """Begin an episode that is a pure function of ``seed``; return the first observation and info."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        """Take an action; return observation, reward, terminated, truncated, info."""
+
+    def close(self) -> None:
+        """Release what the environment holds."""

@@ -1,0 +1,133 @@
+"""Probe environments: the smallest problems whose best return is known, to see whether learning works at all.
+
+Questions and answers are digits. The spaces are tiny and shared by training, exam and test on purpose: a probe asks
+whether an algorithm learns, not whether a model generalises.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from agilerl.envs.core import Row, Split, Task
+from agilerl.errors import ConfigError, EnvError
+from agilerl.streams import stream
+
+__all__ = ["ConditionalTarget", "ConstantTarget", "GridNavigation", "MultiInputConditional"]
+
+
+class _DigitProbe(Task):
+    """Questions of ``digits`` digits; reward 1.0 for exactly the right digit, else 0.0; the best mean reward is 1.0."""
+
+    digits = 1
+    best_reward = 1.0
+
+    def __init__(self, seed: int = 42) -> None:
+        self.seed = seed
+        self.exam_prompts = self.test_prompts = 10**self.digits
+
+    @abstractmethod
+    def target(self, question: str) -> int:
+        """Return the right digit."""
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return a random question in training; exam and test hold every question once."""
+        self.check_index(split, index)
+        number = int(stream(self.seed, "probe", index).integers(10**self.digits)) if split == "train" else index
+        question = f"{number:0{self.digits}d}"
+        return {"question": question, "answer": str(self.target(question))}
+
+    def reward(self, completion: str, row: Row) -> float:
+        """Return 1.0 if the completion is the answer, else 0.0."""
+        return float(completion.strip() == row["answer"])
+
+
+class ConstantTarget(_DigitProbe):
+    """One digit in; the answer is ``target`` always. Solved by shifting probability mass, without reading."""
+
+    name = "probe:constant"
+
+    def __init__(self, target: int = 3, seed: int = 42) -> None:
+        if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= 9:
+            raise ConfigError(f"expected a digit from 0 to 9 as target, found {target!r}")
+        super().__init__(seed)
+        self._target = target
+
+    def target(self, question: str) -> int:
+        """Return the constant."""
+        return self._target
+
+
+class ConditionalTarget(_DigitProbe):
+    """One digit d in; the answer is (d mod 3) + 1."""
+
+    name = "probe:conditional"
+
+    def target(self, question: str) -> int:
+        """Return (d mod 3) + 1."""
+        return int(question) % 3 + 1
+
+
+class MultiInputConditional(_DigitProbe):
+    """Two digits in; the answer is ((d1 + d2) mod 3) + 1. Needs attention to both."""
+
+    name = "probe:multi_input"
+    digits = 2
+
+    def target(self, question: str) -> int:
+        """Return ((d1 + d2) mod 3) + 1."""
+        return (int(question[0]) + int(question[1])) % 3 + 1
+
+
+class GridNavigation:
+    """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal when time is up.
+
+    Observations are two digits: position and goal, each 1 to ``size``. The only reward comes with the last turn, so
+    earlier turns learn by credit alone. Another action than 1, 2, 3 stays where it is (``info["valid"]`` is False).
+    ``max_turns`` is at least ``size - 1``, so every goal can be reached and the best mean return is 1.0.
+    """
+
+    best_return = 1.0
+    system_prompt: str | None = None
+
+    def __init__(self, size: int = 4, max_turns: int | None = None) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 9:
+            raise ConfigError(f"expected 2 to 9 cells as the size of GridNavigation, found {size!r}")
+        self.size = size
+        self.max_turns = size - 1 if max_turns is None else max_turns
+        if self.max_turns < size - 1:
+            raise ConfigError(
+                f"expected max_turns of at least {size - 1}, so that every goal can be reached, found {max_turns}"
+            )
+        self._position = self._goal = self._turn = 0
+        self._running = False
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, Mapping[str, Any]]:
+        """Place agent and goal on two different cells, by ``seed`` (0 if not given)."""
+        cells = stream(seed or 0, "grid_navigation").choice(self.size, size=2, replace=False)
+        self._position, self._goal = int(cells[0]) + 1, int(cells[1]) + 1
+        self._turn, self._running = 0, True
+        return self._observation(), {"best_return": self.best_return}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+        """Move by the first character of ``action``; ends after ``max_turns`` turns."""
+        if not self._running:
+            raise EnvError("expected reset() before step(): the episode of GridNavigation has not begun, or is over")
+        move = {"1": -1, "2": 0, "3": 1}.get(action.strip()[:1])
+        self._position = min(max(self._position + (move or 0), 1), self.size)
+        self._turn += 1
+        terminated = self._turn == self.max_turns
+        self._running = not terminated
+        reward = float(terminated and self._position == self._goal)
+        return self._observation(), reward, terminated, False, {"valid": move is not None}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    @staticmethod
+    def best_action(observation: str) -> str:
+        """Return an optimal action for an observation."""
+        position, goal = int(observation[0]), int(observation[1])
+        return "2" if position == goal else "3" if goal > position else "1"
+
+    def _observation(self) -> str:
+        return f"{self._position}{self._goal}"

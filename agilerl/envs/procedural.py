@@ -1,0 +1,213 @@
+"""Any reasoning_gym dataset as a single-turn task: endless training problems, fixed exam and test panels."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.screening import is_harmless
+from agilerl.envs.split import is_held_out
+from agilerl.envs.upstream import build_dataset, check_params, draw, quiet
+from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.rewards.functions import extract_answer
+from agilerl.streams import stream
+
+__all__ = ["ReasoningGymTask"]
+
+CHUNK = 1000
+"""Problems of one reasoning_gym dataset object; some build a table of their size, so it cannot simply be huge."""
+KEPT_DATASETS = 4
+MOST_ATTEMPTS = 512
+"""Redraws of one training problem before giving up."""
+PATIENCE = 2000
+"""Draws without a new panel question (or 20 per question found, if that is more) until a task counts as exhausted."""
+
+
+class ReasoningGymTask(Task):
+    """One reasoning_gym dataset, or a weighted mixture of them.
+
+    Training problem ``position`` depends on ``(seed, position)`` alone. Exam and test are fixed panels of distinct
+    questions that training never shows; by default all their questions come from the reserved fifth of all questions
+    (``agilerl.envs.split.is_held_out``) and all training questions from the rest. So no seed of any run trains on any
+    exam, and a base model that was trained under the same rule has not seen one either. The panels are drawn on first
+    use (``prepare`` draws them at once): five draws are made for each panel question, which takes minutes for the few
+    generators that need 0.1 s or more a problem (knight_swap, sokoban, futoshiki). One dataset breaks the purity: 5 in
+    1000 of codeio's problems are programs that read the clock, an address or the system's entropy.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 42,
+        exam_prompts: int = 128,
+        test_prompts: int = 400,
+        reward: Literal["exact", "score"] = "exact",
+        holdout: Literal["reserved", "any"] = "reserved",
+    ) -> None:
+        """Check everything and draw one problem.
+
+        Args:
+            name: name of a dataset, with or without the prefix ``reasoning_gym:``; ``composite`` mixes several.
+            params: its parameters; for ``composite`` ``{"datasets": [{"name", "weight", "config"}, ...]}``.
+            seed: 0 or more; another seed gives other problems, and other panels.
+            exam_prompts: size of the exam, 1 or more.
+            test_prompts: size of the test, 0 or more.
+            reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
+            holdout: ``reserved``: as above; ``any``: panels of any questions, which training then avoids one by one.
+                For tasks with few distinct questions.
+
+        Raises:
+            ConfigError: an unknown task, parameter or setting, or a value out of range.
+            EnvError: the dataset cannot produce a problem with these parameters.
+        """
+        self.name = name.removeprefix("reasoning_gym:")
+        self.params = check_params(self.name, params or {})
+        for what, value, least in (
+            ("seed", seed, 0),
+            ("exam_prompts", exam_prompts, 1),
+            ("test_prompts", test_prompts, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
+        if reward not in ("exact", "score"):
+            raise ConfigError(f"expected 'exact' or 'score' for the reward of {self.name}, found {reward!r}")
+        if holdout not in ("reserved", "any"):
+            raise ConfigError(f"expected 'reserved' or 'any' for holdout, found {holdout!r}")
+        self.seed, self.reward_kind, self.holdout = seed, reward, holdout
+        self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
+        self._datasets: dict[tuple[str, int], Any] = {}
+        self._panel: list[Row] = []
+        self._panel_questions: set[str] = set()
+        self._panel_draws = self._draws_since_new = 0
+        self._scorer = self._dataset("panel", 0)
+        self._draw("panel", 0)
+
+    def __repr__(self) -> str:
+        params = "".join(f", {key}={value!r}" for key, value in self.params.items())
+        return f"ReasoningGymTask({self.name!r}{params}, seed={self.seed}, reward={self.reward_kind!r})"
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return reasoning_gym's ``question``, ``answer`` (None in five datasets) and ``metadata``."""
+        self.check_index(split, index)
+        if split == "train":
+            return self._train_row(index)
+        place = index if split == "exam" else self.exam_prompts + index
+        self._fill_panel(place + 1)
+        return dict(self._panel[place])
+
+    def reward(self, completion: str, row: Row) -> float | None:
+        """Score the completion: what stands between the last answer tags, or the whole of it, stripped.
+
+        The exact reward compares with ``==``: spell_backward's own score has a rounding bug that gives 6, 7, 9 and 10
+        letters with trailing junk 0.9999999999999999. An answer that the scorer cannot read (it raises), or that
+        would run as a program inside it, is wrong: 0.0.
+
+        Raises:
+            RewardError: the scorer cannot even read the problem's own answer.
+        """
+        answer = extract_answer(completion)
+        if answer != row["answer"] and not is_harmless(row["metadata"]["source_dataset"], answer):
+            return 0.0
+        try:
+            with quiet():
+                score = float(self._scorer.score_answer(answer, row))
+        except Exception as error:
+            self._blame(row, error)
+            return 0.0
+        return score if self.reward_kind == "score" else float(score == 1.0)
+
+    def prepare(self) -> None:
+        """Draw both panels.
+
+        Raises:
+            EnvError: the task has too few distinct questions; the message says how many were found.
+        """
+        self._fill_panel(self.exam_prompts + self.test_prompts)
+
+    def _blame(self, row: Row, error: Exception) -> None:
+        """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
+        if row["answer"] is None:
+            return
+        try:
+            with quiet():
+                self._scorer.score_answer(row["answer"], row)
+        except Exception:
+            message = f"the scorer of {self.name} fails on its own answer {row['answer']!r}: {error!r}"
+            raise RewardError(message) from error
+
+    def _train_row(self, position: int) -> Row:
+        if self.holdout == "any":
+            self.prepare()
+        failure = "every question drawn belongs to the exam or test panel; lower eval_prompts and test_prompts"
+        for purpose, number in self._candidates(position):
+            try:
+                row = self._draw(purpose, number)
+            except EnvError as error:
+                failure = str(error)
+                continue
+            question = row["question"]
+            if not (is_held_out(question) if self.holdout == "reserved" else question in self._panel_questions):
+                return row
+        raise EnvError(f"found no training problem {position} of {self.name} in {MOST_ATTEMPTS} draws: {failure}")
+
+    def _candidates(self, position: int) -> Iterator[tuple[str, int]]:
+        """Yield the draws for one training position: its own first, then random ones from its chunk's second pool."""
+        yield "train", position
+        first = position // CHUNK * CHUNK
+        for place in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
+            yield "retry", first + int(place)
+
+    def _fill_panel(self, count: int) -> None:
+        """Extend the panel to ``count`` rows. Rows are found in one fixed order, so asking late changes nothing."""
+        failures = 0
+        while len(self._panel) < count:
+            if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
+                raise self._exhausted()
+            self._draws_since_new += 1
+            self._panel_draws += 1
+            try:
+                row = self._draw("panel", self._panel_draws - 1)
+            except EnvError:
+                failures += 1
+                if failures >= MOST_ATTEMPTS:
+                    raise
+                continue
+            question = row["question"]
+            if question in self._panel_questions or (self.holdout == "reserved" and not is_held_out(question)):
+                continue
+            self._panel_questions.add(question)
+            self._panel.append(row)
+            self._draws_since_new = 0
+
+    def _exhausted(self) -> EnvError:
+        other = "" if self.holdout == "any" else ", or set holdout to 'any', which lets panels hold any question"
+        kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
+        return EnvError(
+            f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but with "
+            f"these parameters it has only {len(self._panel)} {kind} ({self._panel_draws} draws); ask for fewer "
+            f"(eval_prompts, test_prompts), widen its params{other}"
+        )
+
+    def _draw(self, purpose: str, number: int) -> Row:
+        chunk, index = divmod(number, CHUNK)
+        dataset = self._dataset(purpose, chunk)
+        try:
+            return draw(dataset, index, name=self.name, params=self.params, seed=dataset.seed + index)
+        except Exception as error:
+            # A dataset that failed may have changed itself (word_ladder shrinks): never use it again.
+            self._datasets.pop((purpose, chunk), None)
+            raise EnvError(f"reasoning_gym's {self.name} produced no problem with {self.params}: {error!r}") from error
+
+    def _dataset(self, purpose: str, chunk: int) -> Any:
+        key = (purpose, chunk)
+        if key not in self._datasets:
+            while len(self._datasets) >= KEPT_DATASETS:
+                del self._datasets[next(iter(self._datasets))]
+            self._datasets[key] = build_dataset(
+                self.name, self.params, seed=self._chunk_seed(purpose, chunk), size=CHUNK
+            )
+        return self._datasets[key]
+
+    def _chunk_seed(self, purpose: str, chunk: int) -> int:
+        return int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))

@@ -1,0 +1,121 @@
+"""Pure functions on tensors, of which every algorithm is composed: credit, ratios, objectives, KL, aggregation.
+
+Token tensors are ``[B, L]`` with a bool mask ``[B, L]``. What stands at a masked position never reaches a value or a
+gradient, not even a NaN. fp32 and fp64 both work; log-probs are natural logarithms.
+"""
+
+from agilerl.functional.advantages import (
+    AdvantageNorm,
+    broadcast_rows,
+    broadcast_turns,
+    discounted_returns,
+    gae,
+    group_advantages,
+    nonzero_advantage_rows,
+    overlong_penalty,
+    place_rewards,
+    pool_turn_values,
+    rebn,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    turn_advantages,
+    zero_variance_groups,
+)
+from agilerl.functional.aggregate import LOSS_NORM_ALIASES, LossNorm, aggregate, aggregate_rows, normaliser
+from agilerl.functional.kl import (
+    KLEstimator,
+    adaptive_kl_coefficient,
+    kl_estimate,
+    kl_penalised_rewards,
+    kl_shaped_advantages,
+)
+from agilerl.functional.logprobs import linear_logprobs, token_entropy, token_logprobs
+from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, masked_whiten, top_entropy_mask
+from agilerl.functional.objectives import (
+    cispo,
+    clip_regions,
+    clipped_surrogate,
+    dft,
+    explained_variance,
+    reinforce,
+    sft,
+    value_clip_region,
+    value_loss,
+)
+from agilerl.functional.preference import (
+    PREFERENCE_LOSSES,
+    PreferenceOptions,
+    PreferenceScores,
+    preference_loss,
+    preference_metrics,
+    preference_scores,
+)
+from agilerl.functional.ratios import (
+    MismatchMode,
+    PoolingLevel,
+    importance_ratio,
+    log_ratio,
+    mismatch_weights,
+    pool_log_ratio,
+)
+from agilerl.functional.reduce import MetricReducer, Reduction, Statistic
+
+__all__ = [
+    "AdvantageNorm",
+    "KLEstimator",
+    "LOSS_NORM_ALIASES",
+    "LossNorm",
+    "MetricReducer",
+    "MismatchMode",
+    "PREFERENCE_LOSSES",
+    "PoolingLevel",
+    "PreferenceOptions",
+    "PreferenceScores",
+    "Reduction",
+    "Statistic",
+    "adaptive_kl_coefficient",
+    "aggregate",
+    "aggregate_rows",
+    "broadcast_rows",
+    "broadcast_turns",
+    "cispo",
+    "clip_regions",
+    "clipped_surrogate",
+    "dft",
+    "discounted_returns",
+    "explained_variance",
+    "fill_masked",
+    "gae",
+    "group_advantages",
+    "importance_ratio",
+    "kl_estimate",
+    "kl_penalised_rewards",
+    "kl_shaped_advantages",
+    "linear_logprobs",
+    "log_ratio",
+    "masked_mean",
+    "masked_sum",
+    "masked_whiten",
+    "mismatch_weights",
+    "nonzero_advantage_rows",
+    "normaliser",
+    "overlong_penalty",
+    "place_rewards",
+    "pool_log_ratio",
+    "pool_turn_values",
+    "preference_loss",
+    "preference_metrics",
+    "preference_scores",
+    "rebn",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "sft",
+    "token_entropy",
+    "token_logprobs",
+    "top_entropy_mask",
+    "turn_advantages",
+    "value_clip_region",
+    "value_loss",
+    "zero_variance_groups",
+]

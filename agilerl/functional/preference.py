@@ -1,0 +1,253 @@
+"""Preference losses of the DPO family, as functions of summed log-ratios."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agilerl.functional.masks import masked_sum
+
+__all__ = [
+    "PREFERENCE_LOSSES",
+    "PreferenceOptions",
+    "PreferenceScores",
+    "preference_loss",
+    "preference_metrics",
+    "preference_scores",
+]
+
+
+@dataclass(frozen=True)
+class PreferenceScores:
+    """Log-probs of P pairs, each **summed** over the tokens of a completion, in nats."""
+
+    policy_chosen: Tensor
+    """[P] under the policy, with gradient."""
+    policy_rejected: Tensor
+    """[P] under the policy, with gradient."""
+    ref_chosen: Tensor
+    """[P] under the fixed reference."""
+    ref_rejected: Tensor
+    """[P] under the fixed reference."""
+    chosen_tokens: Tensor
+    """[P] completion tokens."""
+    rejected_tokens: Tensor
+    """[P] completion tokens."""
+
+    @property
+    def chosen(self) -> Tensor:
+        """[P] ``c = log pi - log ref`` of the chosen completion."""
+        return self.policy_chosen - self.ref_chosen.detach()
+
+    @property
+    def rejected(self) -> Tensor:
+        """[P] ``r = log pi - log ref`` of the rejected completion."""
+        return self.policy_rejected - self.ref_rejected.detach()
+
+    @property
+    def delta(self) -> Tensor:
+        """[P] ``Delta = c - r``."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Settings that only some of the losses read."""
+
+    label_smoothing: float = 0.0
+    """Probability that a label is wrong, in [0, 0.5): sigmoid, cdpo, robust, exo_pair, aot, aot_pair."""
+    discopop_tau: float = 0.05
+    """Temperature of discopop's modulation."""
+    reward_baseline: float | None = None
+    """bco_pair: mean of ``beta c`` and ``beta r``, usually a running one. None: that of these pairs, which makes the
+    loss depend on the micro-batch."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be in [0, 0.5), found {self.label_smoothing}")
+        if self.discopop_tau <= 0:
+            raise ValueError(f"discopop_tau must be greater than 0, found {self.discopop_tau}")
+
+
+PreferenceLoss = Callable[[PreferenceScores, float, PreferenceOptions], Tensor]
+
+
+def preference_scores(
+    policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor]
+) -> PreferenceScores:
+    """Sum token log-probs ``[P, L]``, each pair of arguments being (chosen, rejected), over their masks ``[P, L]``."""
+    (pc, pr), (rc, rr), (mc, mr) = policy, reference, masks
+    return PreferenceScores(
+        policy_chosen=masked_sum(pc, mc, -1),
+        policy_rejected=masked_sum(pr, mr, -1),
+        ref_chosen=masked_sum(rc.detach(), mc, -1),
+        ref_rejected=masked_sum(rr.detach(), mr, -1),
+        chosen_tokens=mc.sum(-1),
+        rejected_tokens=mr.sum(-1),
+    )
+
+
+def preference_loss(
+    scores: PreferenceScores,
+    losses: Mapping[str, float],
+    beta: float,
+    *,
+    pairs: float,
+    chosen_tokens: float | None = None,
+    options: PreferenceOptions | None = None,
+) -> Tensor:
+    """Return the weighted mixture of ``losses`` (name to weight), summed over these pairs / the window's count.
+
+    ``pairs`` and ``chosen_tokens`` count the whole optimizer window. Besides the names in ``PREFERENCE_LOSSES`` there
+    is ``sft``, the cross-entropy of the chosen completions per token (``nll_alpha`` is its weight), which needs
+    ``chosen_tokens``. A mixture of sigmoid, bco_pair and sft is MPO, arXiv 2411.10442. Raises ValueError for an unknown
+    name, a beta that is not positive, or ``sft`` without ``chosen_tokens``.
+    """
+    if beta <= 0:
+        raise ValueError(f"beta must be greater than 0, found {beta}")
+    total = scores.policy_chosen.new_zeros(())
+    for name, weight in losses.items():
+        if name == "sft":
+            if chosen_tokens is None:
+                raise ValueError("the sft term needs chosen_tokens, the number of chosen tokens in the whole window")
+            term = -scores.policy_chosen.sum() / max(chosen_tokens, 1.0)
+        elif name in PREFERENCE_LOSSES:
+            term = PREFERENCE_LOSSES[name](scores, beta, options or PreferenceOptions()).sum() / max(pairs, 1.0)
+        else:
+            raise ValueError(f"unknown preference loss {name!r}; expected one of {', '.join(PREFERENCE_LOSSES)} or sft")
+        total = total + weight * term
+    return total
+
+
+def preference_metrics(scores: PreferenceScores, beta: float) -> dict[str, Tensor]:
+    """Return per-pair values ``[P]``, for a reducer: implicit rewards, their margin and accuracy, and log-probs."""
+    chosen, rejected = beta * scores.chosen.detach(), beta * scores.rejected.detach()
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        "logps/chosen": scores.policy_chosen.detach(),
+        "logps/rejected": scores.policy_rejected.detach(),
+    }
+
+
+def sigmoid(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """DPO: ``-(1 - e) log s(beta Delta) - e log s(-beta Delta)``, e = label_smoothing. Source: arXiv 2305.18290."""
+    return _smoothed(beta * scores.delta, options.label_smoothing)
+
+
+def cdpo(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """Conservative DPO: ``sigmoid`` with e > 0. Source: Mitchell, "A note on DPO with noisy preferences" (2023)."""
+    if options.label_smoothing == 0:
+        raise ValueError("cdpo needs label_smoothing > 0, the share of wrong labels; with 0 it is the sigmoid loss")
+    return sigmoid(scores, beta, options)
+
+
+def robust(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """Unbiased under noise e: ``((e - 1) log s(z) + e log s(-z)) / (1 - 2e)``, z = beta Delta; arXiv 2403.00409."""
+    e, z = options.label_smoothing, beta * scores.delta
+    return (-(1 - e) * F.logsigmoid(z) + e * F.logsigmoid(-z)) / (1 - 2 * e)
+
+
+def hinge(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """SLiC and RSO: ``max(0, 1 - beta Delta)``. Source: arXiv 2309.06657."""
+    return F.relu(1 - beta * scores.delta)
+
+
+def ipo(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """IPO on log-ratios per token: ``(c / |c| - r / |r| - 1 / (2 beta))^2``. Source: arXiv 2310.12036."""
+    chosen = scores.chosen / scores.chosen_tokens.clamp(min=1)
+    rejected = scores.rejected / scores.rejected_tokens.clamp(min=1)
+    return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def apo_zero(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """Chosen up, rejected down: ``1 - s(beta c) + s(beta r)``. Source: arXiv 2408.06266."""
+    return 1 - torch.sigmoid(beta * scores.chosen) + torch.sigmoid(beta * scores.rejected)
+
+
+def apo_down(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """Both down, rejected further: ``s(beta c) + 1 - s(beta (c - r))``. Source: arXiv 2408.06266."""
+    return torch.sigmoid(beta * scores.chosen) + 1 - torch.sigmoid(beta * scores.delta)
+
+
+def sppo_hard(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """SPPO with hard labels: ``(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2``. Source: arXiv 2405.00675."""
+    return (scores.chosen - 0.5 / beta).square() + (scores.rejected + 0.5 / beta).square()
+
+
+def nca_pair(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """NCA: ``-log s(beta c) - 0.5 log s(-beta c) - 0.5 log s(-beta r)``. Source: arXiv 2402.05369."""
+    chosen, rejected = beta * scores.chosen, beta * scores.rejected
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def exo_pair(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """EXO, reverse KL to labels smoothed by e (0 counts as 1e-3). Source: arXiv 2402.00856, eq. 16.
+
+    ``s(z) (log s(z) - log(1 - e)) + s(-z) (log s(-z) - log e)`` with ``z = beta Delta``.
+    """
+    z = beta * scores.delta
+    e = z.new_tensor(options.label_smoothing or 1e-3)
+    kept = torch.sigmoid(z) * (F.logsigmoid(z) - torch.log1p(-e))
+    return kept + torch.sigmoid(-z) * (F.logsigmoid(-z) - torch.log(e))
+
+
+def bco_pair(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """Binary classifier: ``-log s(beta c - d) - log s(-(beta r - d))``, d = baseline. Source: arXiv 2404.04656."""
+    chosen, rejected = beta * scores.chosen, beta * scores.rejected
+    baseline: float | Tensor | None = options.reward_baseline
+    if baseline is None:
+        baseline = torch.cat([chosen, rejected]).mean().detach()
+    return -F.logsigmoid(chosen - baseline) - F.logsigmoid(baseline - rejected)
+
+
+def aot(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """Sigmoid loss between the sorted margins of policy and reference. Source: arXiv 2406.05882.
+
+    Sorting makes the pairs depend on each other: the loss is that of the batch it is given.
+    """
+    policy = (scores.policy_chosen - scores.policy_rejected).sort().values
+    reference = (scores.ref_chosen - scores.ref_rejected).detach().sort().values
+    return _smoothed(beta * (policy - reference), options.label_smoothing)
+
+
+def aot_pair(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """As ``aot``, between sorted chosen and sorted rejected log-ratios: completions need not be paired."""
+    return _smoothed(beta * (scores.chosen.sort().values - scores.rejected.sort().values), options.label_smoothing)
+
+
+def discopop(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """``(1 - m) (-log s(z)) + m exp(-z)``, ``z = beta Delta``, ``m = s(z / tau)``. Source: arXiv 2406.08414.
+
+    Not monotone: with the published tau of 0.05 it rises around z = 0, where training starts.
+    """
+    z = beta * scores.delta
+    modulation = torch.sigmoid(z / options.discopop_tau)
+    return -F.logsigmoid(z) * (1 - modulation) + torch.exp(-z) * modulation
+
+
+def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+
+
+PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {
+    "sigmoid": sigmoid,
+    "cdpo": cdpo,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "sppo_hard": sppo_hard,
+    "nca_pair": nca_pair,
+    "exo_pair": exo_pair,
+    "bco_pair": bco_pair,
+    "aot": aot,
+    "aot_pair": aot_pair,
+    "discopop": discopop,
+}
+"""Every loss by name: ``f(scores, beta, options) -> [P]``."""

@@ -1,0 +1,204 @@
+"""Who descends from whom: the records of ``lineage.jsonl`` and the questions one asks of them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agilerl.errors import CheckpointError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.parameters import Value
+
+__all__ = [
+    "Ancestor",
+    "Exam",
+    "Life",
+    "birth_record",
+    "death_record",
+    "elite_record",
+    "family_tree",
+    "fitness_record",
+    "mutation_record",
+    "winning_lineage",
+]
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """One evaluation of an agent."""
+
+    generation: int
+    step: int
+    mean: float | None
+    stderr: float | None
+    tokens: Mapping[str, int]
+    """Cumulative counts (generated, trained, evaluated); a clone continues its parent's counts."""
+
+
+@dataclass(slots=True)
+class Life:
+    """One agent from birth to death, as the records tell it."""
+
+    agent: int
+    parent: int | None
+    born: int
+    """Generation after whose exam the agent was cloned; for founders the one they started in."""
+    step: int
+    hyperparameters: dict[str, Value]
+    """Values at birth, before any mutation of its own."""
+    mutations: list[Record] = field(default_factory=list)
+    exams: list[Exam] = field(default_factory=list)
+    elite_in: list[int] = field(default_factory=list)
+    """Generations in which it was the elite."""
+    died: int | None = None
+    reason: str = ""
+    children: list[int] = field(default_factory=list)
+
+    def mutated_at_birth(self, record: Record) -> bool:
+        """Whether a mutation fell on a fresh clone; a founder's first mutation comes after it was trained."""
+        return self.parent is not None and bool(record["generation"] <= self.born)
+
+    def values(self, before: int | None = None) -> dict[str, Value]:
+        """Return the gene values before the mutations of generation ``before`` (None: after all mutations).
+
+        A mutation follows the cloning of its generation, so these are the values that a clone of that generation got.
+        """
+        values = dict(self.hyperparameters)
+        for record in self.mutations:
+            if before is None or record["generation"] < before:
+                values.update({change["gene"]: change["new"] for change in record["changes"]})
+        return values
+
+    def first_values(self) -> dict[str, Value]:
+        """Return the values that the agent was first trained with."""
+        return self.values(before=self.born if self.parent is None else self.born + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """The part of one agent's life that the winner inherited."""
+
+    agent: int
+    parent: int | None
+    from_generation: int
+    to_generation: int | None
+    """Generation after whose exam the next in line was cloned off; None for the last of the line."""
+    from_step: int
+    to_step: int | None
+    hyperparameters: dict[str, Value]
+    """Values at the start of this part, mutations at birth included."""
+    final_hyperparameters: dict[str, Value]
+    """Values at its end, after any mutation while it lived."""
+
+
+def birth_record(
+    agent: int, parent: int | None, generation: int, step: int, hyperparameters: Mapping[str, Value]
+) -> dict[str, Any]:
+    """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with."""
+    line = {"event": "birth", "agent": agent, "parent": parent, "generation": generation, "step": step}
+    return {**line, "hyperparameters": dict(hyperparameters)}
+
+
+def mutation_record(mutation: Mutation, generation: int) -> dict[str, Any]:
+    """Return the line for a mutation that was applied."""
+    return {"event": "mutation", "generation": generation, **mutation.to_dict()}
+
+
+def fitness_record(
+    agent: int, generation: int, step: int, fitness: Fitness, tokens: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the line for an evaluation; ``tokens`` holds cumulative generated, trained and evaluated counts."""
+    line = {"event": "fitness", "agent": agent, "generation": generation, "step": step}
+    return {**line, **fitness.to_dict(), "tokens": dict(tokens)}
+
+
+def death_record(agent: int, generation: int, reason: str) -> dict[str, Any]:
+    """Return the line for an agent that was replaced or stopped."""
+    return {"event": "death", "agent": agent, "generation": generation, "reason": reason}
+
+
+def elite_record(agent: int, generation: int) -> dict[str, Any]:
+    """Return the line for the elite of a generation."""
+    return {"event": "elite", "agent": agent, "generation": generation}
+
+
+def family_tree(records: Iterable[Record]) -> dict[int, Life]:
+    """Return every agent's life by index, in order of birth; founders are those whose ``parent`` is None.
+
+    Raises CheckpointError for a record that is not one of the five events, or speaks of an agent never born.
+    """
+    lives: dict[int, Life] = {}
+    for record in records:
+        try:
+            _add(lives, record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The lineage holds a line that does not fit: {dict(record)!r} ({type(error).__name__}: {error}); "
+                "the run directory is damaged or was written by another version."
+            ) from error
+    return lives
+
+
+def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
+    """Return the ancestors of ``agent`` from the founder to ``agent`` itself, each with the part that was inherited.
+
+    Raises CheckpointError when the agent, or one of its ancestors, is not in the records.
+    """
+    lives = family_tree(records)
+    line = [_life(lives, agent)]
+    while (parent := line[-1].parent) is not None:
+        line.append(_life(lives, parent))
+        if len(line) > len(lives):
+            raise CheckpointError(f"The lineage of agent {agent} runs in a circle; the run directory is damaged.")
+    line.reverse()
+    ancestors = []
+    for life, heir in zip(line, [*line[1:], None], strict=True):
+        end = heir.born if heir else None
+        ancestors.append(
+            Ancestor(
+                agent=life.agent,
+                parent=life.parent,
+                from_generation=life.born,
+                to_generation=end,
+                from_step=life.step,
+                to_step=heir.step if heir else None,
+                hyperparameters=life.first_values(),
+                final_hyperparameters=life.values(before=end),
+            )
+        )
+    return ancestors
+
+
+def _add(lives: dict[int, Life], record: Record) -> None:
+    event, agent = record["event"], record["agent"]
+    if event == "birth":
+        if agent in lives:
+            raise ValueError(f"agent {agent} is born twice")
+        parent = record["parent"]
+        if parent is not None:
+            lives[parent].children.append(agent)
+        lives[agent] = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
+        return
+    life = lives[agent]
+    if event == "mutation":
+        if record["kind"] != "none":
+            life.mutations.append(
+                {"generation": record["generation"], "kind": record["kind"], "changes": list(record["changes"])}
+            )
+    elif event == "fitness":
+        result = (record["mean"], record["stderr"])
+        life.exams.append(Exam(record["generation"], record["step"], *result, dict(record.get("tokens", {}))))
+    elif event == "death":
+        life.died, life.reason = record["generation"], str(record["reason"])
+    elif event == "elite":
+        life.elite_in.append(record["generation"])
+    else:
+        raise ValueError(f"unknown event {event!r}")
+
+
+def _life(lives: Mapping[int, Life], agent: int) -> Life:
+    if agent not in lives:
+        raise CheckpointError(f"The lineage has no agent {agent}; it knows {sorted(lives) or 'none'}.")
+    return lives[agent]

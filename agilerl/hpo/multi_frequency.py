@@ -1,0 +1,141 @@
+"""Multiple-frequency selection: sub-populations that evolve at different periods, with asymmetric migration."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.selection import (
+    AgentT,
+    Birth,
+    Plan,
+    apply_plan,
+    check_population,
+    latest_fitness,
+    next_generation,
+)
+from agilerl.streams import stream
+
+__all__ = ["MultiFrequencySelection"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    """The agent ``dead`` makes room for a clone of ``parent``."""
+
+    dead: int
+    parent: int
+    hyperparameters_from: int | None = None
+    mutates: bool = False
+
+
+class MultiFrequencySelection:
+    """MF-PBT (arXiv 2506.03225): steady sub-populations keep what the greedy ones would lose.
+
+    Slots are dealt in order to ``n_subpopulations`` equal parts; part i evolves at every generation whose number (from
+    0) plus one is a multiple of ``evolution_frequency_ratios[i]`` (default 1, 4, 16, ...: the first always evolves).
+    An evolving part is ranked into winners, survivors, open for migration and losers (defaults: a quarter each, and at
+    least one winner and one loser). Losers become clones of a random winner and are the only ones open to mutation.
+    The k-th agent open for migration is replaced by the k-th best agent of the other parts if that one is better: as a
+    full clone if it comes from a slower part, but from a faster part only its weights move in, under the gene values
+    of the local best. An agent whose fitness is not finite counts as a loser; a part without any finite agent is
+    refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
+    """
+
+    def __init__(
+        self,
+        population_size: int,
+        n_subpopulations: int = 2,
+        evolution_frequency_ratios: Sequence[int] | None = None,
+        *,
+        n_winners: int | None = None,
+        n_survivors: int | None = None,
+        n_open_for_migration: int | None = None,
+        n_losers: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if n_subpopulations < 1 or population_size < 2 * n_subpopulations or population_size % n_subpopulations:
+            raise ConfigError(
+                "population_size must be a multiple of n_subpopulations with at least two agents in each, "
+                f"found population_size={population_size}, n_subpopulations={n_subpopulations}."
+            )
+        self.population_size = population_size
+        self.n_subpopulations = n_subpopulations
+        self.ratios = tuple(evolution_frequency_ratios or (4**part for part in range(n_subpopulations)))
+        increasing = all(a < b for a, b in zip(self.ratios, self.ratios[1:], strict=False))
+        if len(self.ratios) != n_subpopulations or self.ratios[0] != 1 or not increasing:
+            raise ConfigError(
+                "evolution_frequency_ratios starts at 1 and increases, one number for each of the "
+                f"{n_subpopulations} sub-populations, found {list(self.ratios)}."
+            )
+        self._set_brackets(n_winners, n_survivors, n_open_for_migration, n_losers)
+        self.seed = 0 if seed is None else seed
+
+    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+        """Return the plan of this generation (see SelectionStrategy); the order of ``fitness`` decides the parts."""
+        check_population(fitness, next_index, self.population_size)
+        elite = ranking(fitness)[0]
+        if not fitness[elite].is_finite:
+            return Plan(generation, elite, tuple(fitness), reason="no agent has a finite fitness")
+        agents, size = list(fitness), self.population_size // self.n_subpopulations
+        parts = [agents[start : start + size] for start in range(0, len(agents), size)]
+        births: dict[int, Birth] = {}
+        mutants: set[int] = set()
+        for number, ratio in enumerate(self.ratios):
+            if (generation + 1) % ratio:
+                continue
+            for change in self._evolve(number, parts, fitness, generation, seed):
+                child = next_index + len(births)
+                births[change.dead] = Birth(child, change.parent, change.hyperparameters_from)
+                mutants.update([child] if change.mutates else [])
+        slots = tuple(births[index].child if index in births else index for index in agents)
+        nominated = tuple(index for index in slots if index in mutants)
+        return Plan(generation, elite, slots, tuple(births.values()), tuple(births), nominated)
+
+    def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], list[int]]:
+        """Return the elite, the next population in slot order, and the indices that are open to mutation.
+
+        Hand the third to ``Mutations.mutation(pop, nominated)``. Raises ConfigError when an agent was not evaluated.
+        """
+        fitness = latest_fitness(pop)
+        plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
+        elite, population = apply_plan(plan, pop)
+        return elite, population, list(plan.mutants)
+
+    def _evolve(
+        self, number: int, parts: list[list[int]], fitness: Mapping[int, Fitness], generation: int, seed: int
+    ) -> Iterator[_Replacement]:
+        ranked = ranking({index: fitness[index] for index in parts[number]})
+        finite = [index for index in ranked if fitness[index].is_finite]
+        first_loser = len(ranked) - self.n_losers
+        losers = [i for place, i in enumerate(ranked) if place >= first_loser or not fitness[i].is_finite]
+        winners = finite[: self.n_winners]
+        for loser in losers if winners else ():
+            pick = int(stream(seed, "selection", generation, loser).integers(len(winners)))
+            yield _Replacement(loser, winners[pick], mutates=True)
+        start = self.n_winners + self.n_survivors
+        open_places = [i for i in ranked[start:first_loser] if i not in losers] if winners else ranked
+        home = {index: part for part, members in enumerate(parts) for index in members}
+        outside = ranking({i: one for i, one in fitness.items() if home[i] != number and one.is_finite})
+        # The places of a part that is broken as a whole outnumber the migrants, perhaps: some come more than once.
+        migrants = outside if winners else cycle(outside)
+        for local, migrant in zip(open_places, migrants, strict=False):
+            if fitness[migrant].value > fitness[local].value:
+                weights_only = bool(winners) and self.ratios[home[migrant]] < self.ratios[number]
+                yield _Replacement(local, migrant, winners[0] if weights_only else None)
+
+    def _set_brackets(self, winners: int | None, survivors: int | None, open_: int | None, losers: int | None) -> None:
+        size = self.population_size // self.n_subpopulations
+        quarter = size // 4
+        self.n_winners = max(1, quarter) if winners is None else winners
+        self.n_losers = max(1, quarter) if losers is None else losers
+        self.n_open_for_migration = quarter if open_ is None else open_
+        taken = self.n_winners + self.n_losers + self.n_open_for_migration
+        self.n_survivors = size - taken if survivors is None else survivors
+        brackets = (self.n_winners, self.n_survivors, self.n_open_for_migration, self.n_losers)
+        if sum(brackets) != size or self.n_winners < 1 or min(brackets) < 0:
+            raise ConfigError(
+                f"n_winners, n_survivors, n_open_for_migration and n_losers add up to the {size} agents of a "
+                f"sub-population, with at least one winner; found {brackets}."
+            )

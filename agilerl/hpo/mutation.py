@@ -1,0 +1,273 @@
+"""Mutation in two steps: a plan of what changes in whom (numbers only), then each agent applies its own."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self, get_args
+
+import numpy as np
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.kernels import mutate_value
+from agilerl.hpo.parameters import Gene, Value
+from agilerl.streams import stream
+
+__all__ = ["Change", "Evolvable", "Kind", "Member", "Mutation", "Mutations", "inherited"]
+
+Kind = Literal["none", "hyperparameters", "parameters", "rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that changes; a rank is the gene ``rank``."""
+
+    gene: str
+    old: Value
+    new: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """What happens to one agent, as plain data that any process can apply."""
+
+    agent: int
+    kind: Kind = "none"
+    changes: tuple[Change, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """``parameters``: ``sd`` and ``noise_key`` (two integers for the noise stream); ``none``: maybe a ``reason``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mutation as plain data for JSON."""
+        changes = [{"gene": change.gene, "old": change.old, "new": change.new} for change in self.changes]
+        return {"agent": self.agent, "kind": self.kind, "changes": changes, "details": dict(self.details)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Mutation":
+        """Rebuild a mutation; raises ConfigError when ``data`` is not one."""
+        try:
+            changes = tuple(Change(**change) for change in data["changes"])
+            kind = data["kind"]
+            if kind not in get_args(Kind):
+                raise ValueError(f"kind is one of {', '.join(get_args(Kind))}")
+            return cls(int(data["agent"]), kind, changes, dict(data.get("details", {})))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"Expected a mutation, found {dict(data)!r} ({error}).") from error
+
+
+class Evolvable(Protocol):
+    """What selection and mutation need of an agent."""
+
+    index: int
+    mut: str
+    fitness: list[float]
+    """Result of each evaluation so far; the last one counts."""
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Value]:
+        """Current value of each gene."""
+        ...
+
+    @property
+    def genes(self) -> Mapping[str, Gene]:
+        """Genes in force."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Rank of the agent's adapter; 0 when it has none."""
+        ...
+
+    def apply_mutation(self, mutation: Mutation) -> None:
+        """Carry out a planned mutation and set ``mut`` to what was done."""
+        ...
+
+    def clone(self, index: int) -> Self:
+        """Return an independent copy of everything the agent is, its fitness included, under a new index."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An agent as a mutation plan sees it."""
+
+    index: int
+    hyperparameters: Mapping[str, Value]
+    genes: Mapping[str, Gene]
+    rank: int = 0
+
+    @classmethod
+    def of(cls, agent: Evolvable) -> "Member":
+        """Read the record off an agent."""
+        return cls(agent.index, dict(agent.hyperparameters), dict(agent.genes), agent.rank)
+
+
+class Mutations:
+    """Choose one kind of mutation for each agent, with the documented probabilities (they are divided by their sum).
+
+    ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``parameters``: noise of relative size
+    ``mutation_sd`` on the adapter; ``architecture``: the adapter's rank doubles or halves within ``rank_range``.
+    ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
+    ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
+    ``activation_selection``, ``device`` and ``accelerator`` are accepted and have nothing to act on here.
+    Raises ConfigError for probabilities below zero or all zero, and settings out of range.
+    """
+
+    def __init__(
+        self,
+        no_mutation: float,
+        architecture: float,
+        new_layer_prob: float,
+        parameters: float,
+        activation: float,
+        rl_hp: float,
+        *,
+        mutation_sd: float = 0.1,
+        activation_selection: Sequence[str] | None = None,
+        mutate_elite: bool = False,
+        rand_seed: int | None = None,
+        device: object = "cpu",
+        accelerator: object = None,
+        genes_per_mutation: int = 1,
+        rank_range: tuple[int, int] = (4, 64),
+    ) -> None:
+        chances: dict[Kind, float] = {
+            "none": no_mutation,
+            "rank": architecture,
+            "parameters": parameters,
+            "hyperparameters": rl_hp,
+        }
+        self._probabilities = _check_probabilities(chances)
+        for name, value in (("activation", activation), ("new_layer_prob", new_layer_prob)):
+            if value != 0:
+                raise ConfigError(
+                    f"Mutations: {name} must be 0, found {value}: the base model is frozen, so its layers and "
+                    "activations cannot change; the architecture of an agent is its adapter rank (architecture=...)."
+                )
+        if not (math.isfinite(mutation_sd) and mutation_sd > 0):
+            raise ConfigError(f"Mutations: mutation_sd is a positive number, found {mutation_sd}.")
+        if genes_per_mutation < 1:
+            raise ConfigError(f"Mutations: genes_per_mutation is at least 1, found {genes_per_mutation}.")
+        if not 1 <= rank_range[0] <= rank_range[1]:
+            raise ConfigError(
+                f"Mutations: rank_range is (smallest, largest) and starts at 1 or more, found {rank_range}."
+            )
+        self.mutation_sd = mutation_sd
+        self.mutate_elite = mutate_elite
+        self.rand_seed = rand_seed
+        self.genes_per_mutation = genes_per_mutation
+        self.rank_range = rank_range
+
+    @property
+    def probabilities(self) -> dict[Kind, float]:
+        """Probability of each kind; they add up to one."""
+        return dict(self._probabilities)
+
+    def plan(
+        self,
+        members: Sequence[Member],
+        elite: int | None,
+        generation: int,
+        seed: int,
+        nominated: Collection[int] | None = None,
+    ) -> list[Mutation]:
+        """Return one mutation for each member, in order; a pure function of its arguments.
+
+        ``nominated``: indices open to mutation (a selection plan's ``mutants``); None: everyone but the elite.
+        What a member gets depends on its own values, ``seed``, ``generation`` and its index, not on the other members.
+        """
+        plans = []
+        for member in members:
+            spared = member.index == elite and not self.mutate_elite
+            open_to_mutation = nominated is None or member.index in nominated or (member.index == elite and not spared)
+            if spared or not open_to_mutation:
+                plans.append(Mutation(member.index, details={"reason": "elite" if spared else "not nominated"}))
+            else:
+                plans.append(self._mutate(member, generation, seed))
+        return plans
+
+    def mutation(
+        self,
+        population: Sequence[Any],
+        nominated: Collection[int] | None = None,
+        *,
+        elite: int | None = None,
+        generation: int | None = None,
+    ) -> list[Any]:
+        """Mutate agents in place and return them; the documented step after ``select``.
+
+        The elite is the agent with index ``elite`` or, by default, the best by last fitness, the elder when equal: a
+        clone carries its parent's fitness and a higher index, so this is the elite that ``select`` returned.
+        The draws depend on the agents' indices and on how often they were evaluated (or ``generation``).
+        """
+        if elite is None:
+            elite = _elder_best(population)
+        if generation is None:
+            generation = max((len(agent.fitness) for agent in population), default=0)
+        members = [Member.of(agent) for agent in population]
+        plans = self.plan(members, elite, generation, self.rand_seed or 0, nominated)
+        for agent, plan in zip(population, plans, strict=True):
+            agent.apply_mutation(plan)
+        return list(population)
+
+    def _mutate(self, member: Member, generation: int, seed: int) -> Mutation:
+        rng = stream(seed, "mutation", generation, member.index)
+        kinds = list(self._probabilities)
+        kind = kinds[int(rng.choice(len(kinds), p=list(self._probabilities.values())))]
+        if kind == "hyperparameters":
+            return self._move_genes(member, rng)
+        if kind == "rank":
+            return self._move_rank(member, rng)
+        if kind == "parameters":
+            details = {"sd": self.mutation_sd, "noise_key": [generation, member.index]}
+            return Mutation(member.index, "parameters", details=details)
+        return Mutation(member.index)
+
+    def _move_genes(self, member: Member, rng: np.random.Generator) -> Mutation:
+        if not member.genes:
+            return Mutation(member.index, details={"reason": "no hyperparameter is declared to evolve"})
+        names = sorted(member.genes)
+        count = min(self.genes_per_mutation, len(names))
+        chosen = sorted(int(place) for place in rng.choice(len(names), count, replace=False))
+        changes = []
+        for name in (names[place] for place in chosen):
+            if name not in member.hyperparameters:
+                raise ConfigError(f"Agent {member.index} has no value for the gene {name}; give it one to evolve it.")
+            old = member.hyperparameters[name]
+            changes.append(Change(name, old, mutate_value(member.genes[name], old, rng)))
+        return Mutation(member.index, "hyperparameters", tuple(changes))
+
+    def _move_rank(self, member: Member, rng: np.random.Generator) -> Mutation:
+        low, high = self.rank_range
+        options = [rank for rank in (member.rank // 2, member.rank * 2) if low <= rank <= high and rank != member.rank]
+        if not options:
+            return Mutation(member.index, details={"reason": f"rank {member.rank} has no neighbour in [{low}, {high}]"})
+        new = options[int(rng.integers(len(options)))]
+        return Mutation(member.index, "rank", (Change("rank", member.rank, new),))
+
+
+def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
+    """Return the mutation that gives ``agent`` the gene values of ``donor`` in place of its own."""
+    changes = tuple(
+        Change(name, own[name], values[name]) for name in own if name in values and own[name] != values[name]
+    )
+    return Mutation(agent, "hyperparameters", changes, {"reason": "migration", "hyperparameters_from": donor})
+
+
+def _elder_best(population: Sequence[Evolvable]) -> int | None:
+    scored = [
+        (-agent.fitness[-1] if math.isfinite(agent.fitness[-1]) else math.inf, agent.index)
+        for agent in population
+        if len(agent.fitness)
+    ]
+    return min(scored)[1] if scored else None
+
+
+def _check_probabilities(chances: Mapping[Kind, float]) -> dict[Kind, float]:
+    total = sum(chances.values())
+    if any(not (math.isfinite(value) and value >= 0) for value in chances.values()) or total <= 0:
+        raise ConfigError(
+            "Mutations: no_mutation, architecture, parameters and rl_hp are at least 0 and not all 0, found "
+            f"no_mutation={chances['none']}, architecture={chances['rank']}, parameters={chances['parameters']}, "
+            f"rl_hp={chances['hyperparameters']}."
+        )
+    return {kind: value / total for kind, value in chances.items()}

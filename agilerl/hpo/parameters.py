@@ -1,0 +1,309 @@
+"""Which hyperparameters may evolve, and over which range: declared once, beside the hyperparameter itself."""
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from agilerl.errors import ConfigError
+
+__all__ = [
+    "Evolve",
+    "Gene",
+    "HyperparameterConfig",
+    "RLParameter",
+    "Scale",
+    "Value",
+    "check_values",
+    "genes_from",
+    "genes_in_force",
+]
+
+Value = float | int | str | bool
+Scale = Literal["log", "linear", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evolve:
+    """Mark a field as evolvable: ``beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-2)] = 0.001``.
+
+    The range is inclusive. ``scale="log"`` needs ``min > 0`` and moves by factors, ``"linear"`` by differences and
+    ``"choice"`` picks another of ``choices`` (for a bool or a ``Literal`` field they are known already).
+    ``step`` is the scale of one mutation as a share of the range, ``resample`` the probability of a fresh draw from it.
+    Raises ConfigError when the range is empty, not finite, or does not suit the scale.
+    """
+
+    min: float | None = None
+    max: float | None = None
+    scale: Scale = "log"
+    choices: tuple[Value, ...] | None = None
+    step: float = 0.1
+    resample: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+            object.__setattr__(self, "scale", "choice")
+        if self.scale not in ("log", "linear", "choice"):
+            raise ConfigError(f"Evolve: scale is 'log', 'linear' or 'choice', found {self.scale!r}.")
+        if self.scale == "choice":
+            if self.min is not None or self.max is not None:
+                raise ConfigError("Evolve: a choice has `choices`, not `min` and `max`; remove one of the two.")
+            if self.choices is not None:
+                _check_choices("Evolve", self.choices)
+        else:
+            _check_range("Evolve", self.min, self.max)
+            if self.scale == "log" and float(self.min or 0) <= 0:
+                raise ConfigError(
+                    f"Evolve: a log range needs min > 0, found {self.min}; raise it or use scale='linear'."
+                )
+        if not 0 < self.step <= 1 or not 0 <= self.resample <= 1:
+            raise ConfigError(
+                f"Evolve: step lies in (0, 1] and resample in [0, 1], found step={self.step}, resample={self.resample}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Gene:
+    """A hyperparameter as evolution sees it: a name, a range (or choices) and how a mutation moves it."""
+
+    name: str
+    dtype: Literal["float", "int", "choice"]
+    min: float = 0.0
+    max: float = 1.0
+    scale: Scale = "log"
+    choices: tuple[Value, ...] = ()
+    step: float = 0.1
+    resample: float = 0.1
+    factors: tuple[float, float] | None = None
+    """(shrink, grow): the documented multiplicative kernel of RLParameter; None: the heavy-tailed one."""
+
+    def from_unit(self, position: float) -> Value:
+        """Return the value at ``position`` in [0, 1] of the range; an integer owns half a unit on either side of it."""
+        if self.dtype == "choice":
+            return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
+        low, high = self._ends()
+        at = low + position * (high - low)
+        at = math.exp(at) if self.scale == "log" else at
+        return self._clip(round(at) if self.dtype == "int" else at)
+
+    def to_unit(self, value: Value) -> float:
+        """Return the position in [0, 1] of a value; the inverse of ``from_unit`` for floats."""
+        if self.dtype == "choice":
+            return (self.choices.index(value) + 0.5) / len(self.choices)
+        low, high = self._ends()
+        number = float(self._clip(float(value)))
+        return ((math.log(number) if self.scale == "log" else number) - low) / (high - low)
+
+    def contains(self, value: Value) -> bool:
+        """Return whether ``value`` is of the gene's type and lies in its range."""
+        if self.dtype == "choice":
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        if isinstance(value, bool | str) or not isinstance(value, int | float | np.integer | np.floating):
+            return False
+        if self.dtype == "int" and float(value) != round(float(value)):
+            return False
+        return self.min <= value <= self.max
+
+    def span(self) -> str:
+        """Return the range in words, for messages: ``[1e-06, 0.001]`` or ``one of 'a', 'b'``."""
+        if self.dtype == "choice":
+            return "one of " + ", ".join(repr(choice) for choice in self.choices)
+        return f"[{self.min:g}, {self.max:g}]"
+
+    def _clip(self, value: float) -> float | int:
+        clipped = min(max(value, self.min), self.max)
+        return int(clipped) if self.dtype == "int" else float(clipped)
+
+    def _ends(self) -> tuple[float, float]:
+        margin = 0.5 if self.dtype == "int" else 0.0
+        low, high = self.min - margin, self.max + margin
+        return (math.log(low), math.log(high)) if self.scale == "log" else (low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class RLParameter:
+    """Range of one hyperparameter that is multiplied by ``shrink_factor`` or ``grow_factor``, each half of the time.
+
+    ``dtype`` is ``float`` or ``int``; an integer always moves by at least one. Raises ConfigError for an empty range,
+    factors that do not shrink and grow, or another dtype.
+    """
+
+    min: float
+    max: float
+    shrink_factor: float = 0.8
+    grow_factor: float = 1.2
+    dtype: type = float
+
+    def __post_init__(self) -> None:
+        _check_range("RLParameter", self.min, self.max)
+        if self.dtype not in (int, float):
+            raise ConfigError(f"RLParameter: dtype is int or float, found {self.dtype!r}.")
+        if self.dtype is int and (self.min != round(self.min) or self.max != round(self.max)):
+            raise ConfigError(f"RLParameter: an integer range has whole ends, found [{self.min}, {self.max}].")
+        if not 0 < self.shrink_factor < 1 < self.grow_factor < math.inf:
+            raise ConfigError(
+                "RLParameter: shrink_factor lies between 0 and 1 and grow_factor above 1, "
+                f"found {self.shrink_factor} and {self.grow_factor}."
+            )
+
+    def gene(self, name: str) -> Gene:
+        """Return the gene of this range under ``name``; its start is spread in log space where the range allows it."""
+        return Gene(
+            name=name,
+            dtype="int" if self.dtype is int else "float",
+            min=self.min,
+            max=self.max,
+            scale="log" if self.min > 0 else "linear",
+            factors=(self.shrink_factor, self.grow_factor),
+        )
+
+
+class HyperparameterConfig(Mapping[str, RLParameter]):
+    """The hyperparameters of an agent that evolve, as keywords: ``HyperparameterConfig(lr=RLParameter(1e-7, 1e-4))``.
+
+    Behaves as a read-only mapping of names to ranges. Raises ConfigError for anything that is not an RLParameter.
+    """
+
+    def __init__(self, **parameters: RLParameter) -> None:
+        for name, parameter in parameters.items():
+            if not isinstance(parameter, RLParameter):
+                raise ConfigError(
+                    f"HyperparameterConfig: {name} must be an RLParameter(min, max), found {parameter!r}; "
+                    f"write {name}=RLParameter(min=..., max=...)."
+                )
+        self._parameters = dict(parameters)
+
+    def names(self) -> list[str]:
+        """Return the names in the order they were given."""
+        return list(self._parameters)
+
+    def genes(self) -> dict[str, Gene]:
+        """Return the gene of each parameter."""
+        return {name: parameter.gene(name) for name, parameter in self._parameters.items()}
+
+    def __getitem__(self, name: str) -> RLParameter:
+        if name not in self._parameters:
+            raise ConfigError(_unknown("HyperparameterConfig", name, self._parameters))
+        return self._parameters[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the range of ``name``, or ``default`` when it does not evolve."""
+        return self._parameters.get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={parameter!r}" for name, parameter in self._parameters.items())
+        return f"HyperparameterConfig({inside})"
+
+
+def genes_from(model_class: Any) -> dict[str, Gene]:
+    """Return the genes declared with ``Evolve`` on the fields of a pydantic model class, in field order.
+
+    Raises ConfigError when a declaration does not fit its field (a text without choices, a fractional integer range).
+    """
+    genes: dict[str, Gene] = {}
+    for name, field in _fields(model_class).items():
+        marks = [mark for mark in field.metadata if isinstance(mark, Evolve)]
+        if marks:
+            # The last declaration wins, as with pydantic's own metadata.
+            genes[name] = _declared(name, field.annotation, marks[-1])
+    return genes
+
+
+def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None = None) -> dict[str, Gene]:
+    """Return the genes that evolve: all declared ones or, when ``hp_config`` is given, exactly the ones it lists.
+
+    Raises ConfigError naming the nearest field when ``hp_config`` lists one that the model does not have.
+    """
+    if hp_config is None:
+        return genes_from(model_class)
+    fields = _fields(model_class)
+    for name in hp_config:
+        if name not in fields:
+            raise ConfigError(_unknown(getattr(model_class, "__name__", "model"), name, fields))
+    return {name: hp_config[name].gene(name) for name in hp_config}
+
+
+def check_values(genes: Mapping[str, Gene], values: Mapping[str, Value]) -> None:
+    """Raise ConfigError unless every gene has a value in ``values`` that lies inside its range."""
+    for name, gene in genes.items():
+        if name not in values:
+            raise ConfigError(f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}.")
+        if not gene.contains(values[name]):
+            raise ConfigError(
+                f"{name} = {values[name]!r} lies outside the range it evolves in, {gene.span()}"
+                f"{' (whole numbers)' if gene.dtype == 'int' else ''}; change the value, or widen the range with "
+                f"hp_config=HyperparameterConfig({name}=RLParameter(min=..., max=...))."
+            )
+
+
+def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:
+    kinds = _plain_types(annotation)
+    if mark.scale == "choice" or bool in kinds:
+        choices = mark.choices or _known_choices(kinds)
+        _check_choices(name, choices)
+        return Gene(name, "choice", scale="choice", choices=choices, step=mark.step, resample=mark.resample)
+    whole = int in kinds and float not in kinds
+    if not whole and float not in kinds:
+        raise ConfigError(f"{name}: only numbers have a range, the field is {annotation}; use Evolve(choices=(...)).")
+    low, high = float(mark.min or 0), float(mark.max or 0)
+    if whole and (low != round(low) or high != round(high)):
+        raise ConfigError(f"{name}: an integer range has whole ends, found [{mark.min}, {mark.max}].")
+    gene = Gene(name, "int" if whole else "float", scale=mark.scale, step=mark.step, resample=mark.resample)
+    return replace(gene, min=low, max=high)
+
+
+def _plain_types(annotation: Any) -> set[Any]:
+    """Return the members of a union (or the one type), without None and without Annotated."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(_plain_types(part) for part in typing.get_args(annotation))) - {type(None)}
+    if origin is typing.Annotated:
+        return _plain_types(typing.get_args(annotation)[0])
+    return {annotation}
+
+
+def _known_choices(kinds: set[Any]) -> tuple[Value, ...]:
+    if bool in kinds:
+        return (False, True)
+    literals = (kind for kind in kinds if typing.get_origin(kind) is Literal)
+    return tuple(choice for literal in literals for choice in typing.get_args(literal) if choice is not None)
+
+
+def _check_range(where: str, low: float | None, high: float | None) -> None:
+    if low is None or high is None:
+        raise ConfigError(f"{where}: a range needs min and max, found min={low}, max={high}.")
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"{where}: min must be below max and both finite, found min={low}, max={high}.")
+
+
+def _check_choices(where: str, choices: Sequence[Value]) -> None:
+    if len(set(choices)) < 2 or len(set(choices)) != len(choices):
+        raise ConfigError(f"{where}: a choice needs at least two different choices, found {choices!r}.")
+
+
+def _fields(model_class: Any) -> Mapping[str, Any]:
+    fields = getattr(model_class, "model_fields", None)
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"Genes are read from a pydantic model class, found {model_class!r}.")
+    return fields
+
+
+def _unknown(where: str, name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}."
+    return f"{where} has no hyperparameter {name!r}; {hint}"

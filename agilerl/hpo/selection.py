@@ -1,0 +1,159 @@
+"""Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies the plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.mutation import Evolvable, inherited
+
+__all__ = [
+    "Birth",
+    "NoSelection",
+    "Plan",
+    "SelectionStrategy",
+    "apply_plan",
+    "check_population",
+    "keep_everybody",
+    "latest_fitness",
+    "next_generation",
+]
+
+AgentT = TypeVar("AgentT", bound=Evolvable)
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """A clone: ``child`` starts as a copy of ``parent`` as it was before the plan."""
+
+    child: int
+    parent: int
+    hyperparameters_from: int | None = None
+    """Agent whose gene values the child takes instead of its parent's (migration of weights alone)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a selection decided: who lives in which slot next, who is born, who dies, who may be mutated."""
+
+    generation: int
+    elite: int
+    """Best agent of the exam. With elitism it is in ``slots``, and it is never in ``mutants``."""
+    slots: tuple[int, ...]
+    """Agent index of each slot after the plan, in slot order; shorter than before when slots were given up."""
+    births: tuple[Birth, ...] = ()
+    deaths: tuple[int, ...] = ()
+    mutants: tuple[int, ...] = ()
+    """Agents that are open to mutation after the plan, in slot order."""
+    reason: str = ""
+    """Why the plan is what it is, when that is not ordinary."""
+
+    def __post_init__(self) -> None:
+        children = [birth.child for birth in self.births]
+        if len(set(self.slots)) != len(self.slots) or len(set(children)) != len(children):
+            raise ConfigError(f"A plan has every agent once, found slots {self.slots} and children {children}.")
+        if not set(children) <= set(self.slots) or set(self.deaths) & set(self.slots):
+            raise ConfigError(f"A plan's children live and its dead do not, found {self}.")
+        if not set(self.mutants) <= set(self.slots) - {self.elite}:
+            raise ConfigError(f"A plan mutates living agents and never the elite, found {self}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data for JSON."""
+        return {**asdict(self), "births": [asdict(birth) for birth in self.births]} | {
+            name: list(getattr(self, name)) for name in ("slots", "deaths", "mutants")
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
+        """Rebuild a plan; raises ConfigError when ``data`` is not one."""
+        try:
+            return cls(
+                generation=int(data["generation"]),
+                elite=int(data["elite"]),
+                slots=tuple(data["slots"]),
+                births=tuple(Birth(**birth) for birth in data["births"]),
+                deaths=tuple(data["deaths"]),
+                mutants=tuple(data["mutants"]),
+                reason=str(data["reason"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"Expected a selection plan, found {dict(data)!r} ({error}).") from error
+
+
+class SelectionStrategy(Protocol):
+    """Decide the next population from fitness alone: pure, so that every process computes the same plan."""
+
+    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+        """Return the plan of this generation.
+
+        ``fitness`` maps agent index to result, in slot order. ``generation`` counts selections from 0. ``next_index``
+        is above every index ever used: indices never repeat, children get ``next_index``, ``next_index + 1``, ...
+        Random choices depend on ``seed``, ``generation`` and agent indices only.
+        """
+        ...
+
+
+class NoSelection:
+    """Keep everybody and mutate nobody: together with the initial spread this is random search, the honest baseline."""
+
+    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+        """Return a plan that only names the elite."""
+        check_population(fitness, next_index)
+        return keep_everybody(fitness, generation)
+
+
+def apply_plan(plan: Plan, agents: Sequence[AgentT]) -> tuple[AgentT, list[AgentT]]:
+    """Return the elite (as it was evaluated) and the agents of the next generation in slot order.
+
+    Every child is cloned before anything is mutated. Raises ConfigError when a parent or survivor is not in ``agents``.
+    """
+    by_index = {agent.index: agent for agent in agents}
+    missing = {plan.elite, *plan.slots, *(birth.parent for birth in plan.births)} - set(by_index)
+    missing -= {birth.child for birth in plan.births}
+    if missing:
+        raise ConfigError(f"The plan speaks of agents {sorted(missing)}, the population is {sorted(by_index)}.")
+    children = {birth.child: by_index[birth.parent].clone(birth.child) for birth in plan.births}
+    for birth in plan.births:
+        if birth.hyperparameters_from is not None:
+            child, donor = children[birth.child], by_index[birth.hyperparameters_from]
+            child.apply_mutation(inherited(birth.child, child.hyperparameters, donor.index, donor.hyperparameters))
+    return by_index[plan.elite], [children.get(index) or by_index[index] for index in plan.slots]
+
+
+def keep_everybody(fitness: Mapping[int, Fitness], generation: int, reason: str = "") -> Plan:
+    """Return the plan without births and deaths."""
+    return Plan(generation, ranking(fitness)[0], tuple(fitness), reason=reason)
+
+
+def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int | None = None) -> None:
+    """Raise ConfigError unless there are agents, as many as expected, all with an index below ``next_index``."""
+    if not fitness:
+        raise ConfigError("Selection needs the fitness of at least one agent, found none; evaluate the population.")
+    if size is not None and len(fitness) != size:
+        raise ConfigError(f"Selection was set up for population_size={size}, found {len(fitness)} agents.")
+    if next_index <= max(fitness):
+        raise ConfigError(f"next_index must be above every agent index, found {next_index} and agent {max(fitness)}.")
+
+
+def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
+    """Return the last recorded fitness of each agent, in slot order.
+
+    Raises ConfigError for an empty population, a repeated index, or an agent that has not been evaluated yet.
+    """
+    if not agents:
+        raise ConfigError("Selection needs at least one agent, found an empty population.")
+    for agent in agents:
+        if not len(agent.fitness):
+            raise ConfigError(
+                f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) before selection."
+            )
+    fitness = {agent.index: Fitness(float(agent.fitness[-1])) for agent in agents}
+    if len(fitness) != len(agents):
+        raise ConfigError(f"Agents need different indices, found {[agent.index for agent in agents]}.")
+    return fitness
+
+
+def next_generation(agents: Sequence[Evolvable]) -> int:
+    """Return the number of the generation that agents on their own are in: evaluations so far, minus one."""
+    return max(max(len(agent.fitness) for agent in agents) - 1, 0)

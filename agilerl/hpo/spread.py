@@ -1,0 +1,45 @@
+"""Where the population starts: the user's configuration, and around it an even spread over the ranges."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.parameters import Gene, Value, check_values
+from agilerl.streams import stream
+
+__all__ = ["initial_hyperparameters"]
+
+
+def initial_hyperparameters(
+    genes: Mapping[str, Gene],
+    base_values: Mapping[str, Value],
+    size: int,
+    seed: int,
+    init: Literal["spread", "same"] = "spread",
+) -> list[dict[str, Value]]:
+    """Return the gene values of each of ``size`` members; member 0 always has ``base_values``.
+
+    ``"spread"``: the others are a scrambled Sobol sequence over the ranges (in log space where declared), so that no
+    region of the space is left out; a larger population keeps the points of a smaller one. ``"same"``: all alike.
+    Raises ConfigError for a size below one, an unknown ``init``, or a base value outside its range.
+    """
+    if size < 1:
+        raise ConfigError(f"A population has at least one member, found size={size}.")
+    if init not in ("spread", "same"):
+        raise ConfigError(f"init is 'spread' or 'same', found {init!r}.")
+    check_values(genes, base_values)
+    base = {name: base_values[name] for name in genes}
+    members = [dict(base) for _ in range(size)]
+    if init == "same" or not genes or size == 1:
+        return members
+    for member, point in zip(members[1:], _sobol(len(genes), size - 1, seed), strict=True):
+        member.update({gene.name: gene.from_unit(float(u)) for gene, u in zip(genes.values(), point, strict=True)})
+    return members
+
+
+def _sobol(dimensions: int, count: int, seed: int) -> Any:
+    # Imported when used: scipy.stats takes most of a second, and only the start of a run needs it.
+    from scipy.stats import qmc
+
+    sampler = qmc.Sobol(dimensions, scramble=True, rng=stream(seed, "initial spread"))
+    return sampler.random_base2(max(count - 1, 0).bit_length())[:count]

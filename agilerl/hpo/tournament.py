@@ -1,0 +1,84 @@
+"""Tournament selection, the documented default."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.selection import (
+    AgentT,
+    Birth,
+    Plan,
+    apply_plan,
+    check_population,
+    keep_everybody,
+    latest_fitness,
+    next_generation,
+)
+from agilerl.streams import stream
+
+__all__ = ["TournamentSelection"]
+
+
+class TournamentSelection:
+    """Fill the next population with the winners of random tournaments; with ``elitism`` the best agent keeps its place.
+
+    Each tournament draws ``tournament_size`` different agents; the best of them wins. The winners are the documented
+    ones; only identity is kept where it can be: an agent that won at least once stays in its slot under its index, and
+    its further wins become clones in the slots of agents that never won, which die. The plan opens only the clones to
+    mutation: mutating the kept agents too costs up to 6 points in the surrogate worlds of the tests. An agent whose
+    fitness is not finite enters no tournament; when that is everyone, nobody changes.
+    Raises ConfigError when the tournament is larger than the population or either is below one.
+    """
+
+    def __init__(self, tournament_size: int, elitism: bool, population_size: int, *, seed: int = 0) -> None:
+        if population_size < 1:
+            raise ConfigError(f"A population has at least one agent, found population_size={population_size}.")
+        if not 1 <= tournament_size <= population_size:
+            raise ConfigError(
+                f"tournament_size lies between 1 and population_size={population_size}, found {tournament_size}."
+            )
+        self.tournament_size = tournament_size
+        self.elitism = elitism
+        self.population_size = population_size
+        self.seed = seed
+
+    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+        """Return the plan of this generation (see SelectionStrategy)."""
+        check_population(fitness, next_index, self.population_size)
+        ranked = ranking(fitness)
+        finite = [index for index in ranked if fitness[index].is_finite]
+        if not finite:
+            return keep_everybody(fitness, generation, "no agent has a finite fitness")
+        wins = Counter(self._winners(finite, len(fitness) - int(self.elitism), generation, seed))
+        elite = finite[0]
+        if self.elitism:
+            # One place of the elite's own; what it won besides becomes clones.
+            wins[elite] += 1
+        deaths = tuple(sorted(index for index in fitness if not wins[index]))
+        parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]
+        births = [Birth(next_index + offset, parent) for offset, parent in enumerate(parents)]
+        replaced = {dead: birth.child for dead, birth in zip(deaths, births, strict=True)}
+        slots = tuple(replaced.get(index, index) for index in fitness)
+        children = {birth.child for birth in births}
+        mutants = tuple(index for index in slots if index in children)
+        return Plan(generation, elite, slots, tuple(births), deaths, mutants)
+
+    def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], None]:
+        """Return the elite, the next population in slot order, and None: as documented, all but the elite may mutate.
+
+        Uses the last entry of each agent's ``fitness``. Raises ConfigError when an agent has not been evaluated.
+        """
+        fitness = latest_fitness(pop)
+        plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
+        elite, population = apply_plan(plan, pop)
+        return elite, population, None
+
+    def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
+        """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""
+        rng = stream(seed, "selection", generation)
+        size = min(self.tournament_size, len(finite))
+        draws = [rng.choice(len(finite), size, replace=False) for _ in range(count)]
+        return [finite[int(np.min(draw))] for draw in draws]

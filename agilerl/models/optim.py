@@ -1,0 +1,92 @@
+"""AdamW for all agents at once: a handful of elementwise operations over the bank, each agent with its own settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agilerl.models.slots import AdapterStore
+
+__all__ = ["AdamWSettings", "adamw_step", "zero_grad"]
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """One agent's optimizer settings for one step."""
+
+    lr: float
+    """Learning rate, already scheduled."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled decay: theta is multiplied by 1 - lr * weight_decay."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this L2 norm over the agent's whole adapter; None leaves them."""
+
+
+def zero_grad(store: AdapterStore) -> None:
+    """Clear all gradients in place; setting them to None would break their views into the bank."""
+    store.grad.zero_()
+
+
+@torch.no_grad()
+def adamw_step(
+    store: AdapterStore, slots: Sequence[int], settings: Sequence[AdamWSettings], healthy: Sequence[bool]
+) -> tuple[list[float], list[bool]]:
+    """Clip and apply one AdamW step (Loshchilov & Hutter 2019, arXiv 1711.05101) to some slots, others untouched.
+
+    An agent whose gradient norm is not finite, or whose entry of ``healthy`` is False, keeps parameters, moments and
+    step counter bit for bit. Returns the gradient norms before clipping, and which agents took the step.
+    """
+    index = torch.as_tensor(list(slots), device=store.device)
+    whole = list(slots) == list(range(store.capacity))
+
+    def rows(bank: Tensor) -> Tensor:
+        return bank if whole else bank.index_select(0, index)
+
+    grad = rows(store.grad)
+    norms = torch.stack([torch.linalg.vector_norm(g) for g in grad])
+    finite = torch.isfinite(norms).cpu()
+    applied = [bool(f) and h for f, h in zip(finite, healthy)]
+    ok = torch.tensor(applied, device=store.device)[:, None]
+    column = _columns(settings, store)
+    # As torch.nn.utils.clip_grad_norm_ does: the 1e-6 keeps a zero norm from dividing by zero.
+    grad = grad * torch.clamp(column["max_grad_norm"] / (norms[:, None] + 1e-6), max=1.0)
+
+    steps = store.steps[list(slots)] + 1
+    correction1 = _column(1 - torch.tensor([s.beta1 for s in settings], dtype=torch.float64) ** steps, store)
+    correction2 = _column(1 - torch.tensor([s.beta2 for s in settings], dtype=torch.float64) ** steps, store)
+    theta, first, second = rows(store.theta), rows(store.exp_avg), rows(store.exp_avg_sq)
+    new_first = first + (grad - first) * (1 - column["beta1"])
+    new_second = second * column["beta2"] + grad * grad * (1 - column["beta2"])
+    denominator = new_second.sqrt() / correction2.sqrt() + column["eps"]
+    decayed = theta * (1 - column["lr"] * column["weight_decay"])
+    new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
+
+    for bank, old, new in (
+        (store.theta, theta, new_theta),
+        (store.exp_avg, first, new_first),
+        (store.exp_avg_sq, second, new_second),
+    ):
+        kept = torch.where(ok, new, old)
+        if whole:
+            bank.copy_(kept)
+        else:
+            bank.index_copy_(0, index, kept)
+    for slot, took, step in zip(slots, applied, steps):
+        if took:
+            store.steps[slot] = step
+    return [float(n) for n in norms], applied
+
+
+def _columns(settings: Sequence[AdamWSettings], store: AdapterStore) -> dict[str, Tensor]:
+    names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    table = {name: [float(getattr(s, name)) for s in settings] for name in names}
+    table["max_grad_norm"] = [float("inf") if s.max_grad_norm is None else s.max_grad_norm for s in settings]
+    return {name: _column(torch.tensor(values, dtype=torch.float64), store) for name, values in table.items()}
+
+
+def _column(values: Tensor, store: AdapterStore) -> Tensor:
+    return values.to(dtype=store.dtype, device=store.device)[:, None]

@@ -1,0 +1,243 @@
+"""The adapter bank of a population: one row of numbers an agent, every LoRA factor a view into it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from agilerl import streams
+from agilerl.errors import EngineError
+
+__all__ = ["AdapterStore", "LinearShape", "Route"]
+
+_ALIGN = 64  # elements; whole vector registers, so an elementwise kernel treats every slot's row alike
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer that carries an adapter."""
+
+    name: str
+    """Module path inside the base model, for instance ``model.layers.0.self_attn.q_proj``."""
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which slot serves which rows of a batch: ``rows[i]`` consecutive rows belong to ``slots[i]``.
+
+    Rows of the batch beyond ``sum(rows)`` use the base model alone.
+    """
+
+    slots: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class AdapterStore:
+    """Flat, agent-major banks ``[N, D]`` of adapter parameters, gradients and Adam moments.
+
+    A layer's factors A ``[N, R, in]`` and B ``[N, out, R]`` are views of ``theta``, their gradients views of ``grad``.
+    The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is no autograd leaf. R is the largest rank in use; an adapter of smaller rank is padded
+    with zeros, which stay zero because each padded factor multiplies the other's zeros. Cloning a slot copies one
+    row of each bank.
+    """
+
+    def __init__(
+        self, layers: Sequence[LinearShape], *, max_rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        self.layers = tuple(layers)
+        self.max_rank = max_rank
+        self.dtype, self.device = dtype, torch.device(device)
+        self.route: Route | None = None
+        self.ranks: list[int] = []
+        self._free: list[int] = []
+        self._measure()
+        self._allocate_banks(0)
+
+    def __repr__(self) -> str:
+        return f"AdapterStore(slots={self.used}/{self.capacity}, parameters={self.size:,}, max_rank={self.max_rank})"
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        self.offsets: list[tuple[int, int]] = []
+        end = 0
+        for layer in self.layers:
+            a, end = end, end + self.max_rank * layer.in_features
+            b, end = end, end + self.max_rank * layer.out_features
+            self.offsets.append((a, b))
+        self.size = -(-end // _ALIGN) * _ALIGN
+
+    def _allocate_banks(self, capacity: int) -> None:
+        def bank() -> Tensor:
+            return torch.zeros((capacity, self.size), dtype=self.dtype, device=self.device)
+
+        self.theta, self.grad, self.exp_avg, self.exp_avg_sq = bank(), bank(), bank(), bank()
+        self.steps = torch.zeros(capacity, dtype=torch.float64)
+        self.scaling = torch.zeros(capacity, dtype=self.dtype, device=self.device)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make every layer's factors, and their gradients, views of the banks."""
+        count = range(len(self.layers))
+        self.factors = [self._views(self.theta, i) for i in count]
+        """Per layer: A ``[N, R, in]`` and B ``[N, out, R]`` of all slots."""
+        self.factor_grads = [self._views(self.grad, i) for i in count]
+        """Per layer: where the gradients of A and B accumulate."""
+
+    def _views(self, bank: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        shape, (a, b), n, r = self.layers[layer], self.offsets[layer], bank.shape[0], self.max_rank
+        return (
+            bank[:, a : a + r * shape.in_features].view(n, r, shape.in_features),
+            bank[:, b : b + r * shape.out_features].view(n, shape.out_features, r),
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots that have memory."""
+        return self.theta.shape[0]
+
+    @property
+    def used(self) -> int:
+        """Number of slots that belong to an agent."""
+        return self.capacity - len(self._free)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: parameters, gradients and two Adam moments."""
+        return 4 * self.size * self.theta.element_size()
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots at once, so that later allocations copy nothing."""
+        if slots > self.capacity:
+            self._grow(slots)
+
+    def allocate(self, rank: int, scaling: float) -> int:
+        """Take the lowest free slot, cleared to zero, for an adapter of this rank and scale (alpha / r)."""
+        if rank > self.max_rank:
+            self.widen(rank)
+        if not self._free:
+            self._grow(self.capacity + 1)
+        slot = min(self._free)
+        self._free.remove(slot)
+        with torch.no_grad():
+            for bank in (self.theta, self.grad, self.exp_avg, self.exp_avg_sq):
+                bank[slot].zero_()
+        self.steps[slot] = 0
+        self.set_rank(slot, rank, scaling)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        if slot not in self._free:
+            self._free.append(slot)
+
+    def set_rank(self, slot: int, rank: int, scaling: float) -> None:
+        """Declare the rank and scale of a slot; its numbers are not touched."""
+        self.ranks[slot] = rank
+        self.scaling[slot] = scaling
+
+    def lowest_free_slot(self) -> int | None:
+        """Return the free slot with the lowest number, or None when all are taken."""
+        return min(self._free, default=None)
+
+    def _grow(self, capacity: int) -> None:
+        old = (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
+        count = self.capacity
+        self._allocate_banks(capacity)
+        new = (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
+        with torch.no_grad():
+            for before, after in zip(old, new):
+                after[:count] = before
+        self._free += range(count, capacity)
+        self.ranks += [0] * (capacity - count)
+
+    def widen(self, rank: int) -> None:
+        """Lay the banks out anew for a larger rank; existing adapters get zero padding."""
+        states = [self.read(slot) for slot in range(self.capacity)]
+        scaling, steps = self.scaling, self.steps
+        self.max_rank = rank
+        self._measure()
+        self._allocate_banks(self.capacity)
+        self.scaling.copy_(scaling)
+        self.steps.copy_(steps)
+        for slot, state in enumerate(states):
+            self.write(slot, state)
+
+    def move(self, source: int, target: int) -> None:
+        """Move a slot's contents into a free slot; the source still has to be released."""
+        self._free.remove(target)
+        with torch.no_grad():
+            for bank in (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling):
+                bank[target] = bank[source]
+        self.ranks[target] = self.ranks[source]
+
+    def clear_moments(self, slot: int) -> None:
+        """Forget a slot's Adam moments and step counter."""
+        for bank in (self.exp_avg, self.exp_avg_sq, self.steps):
+            bank[slot] = 0
+
+    # -- contents -------------------------------------------------------------------------------------------------
+
+    def initialise(self, slot: int, seed: int) -> None:
+        """Start an adapter as PEFT does: A Kaiming-uniform (a = sqrt 5), B zero, so the agent equals the base.
+
+        The draw depends on the seed and the layer alone: members of a population that share a seed start from the
+        same A, and what tells them apart is their hyperparameters and their samples.
+        """
+        for i, layer in enumerate(self.layers):
+            rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)
+            draw = streams.uniforms(seed, "lora_init", (i,), rank * layer.in_features)
+            a = torch.from_numpy((2 * draw - 1) * bound).view(rank, layer.in_features)
+            with torch.no_grad():
+                self._views(self.theta, i)[0][slot, :rank] = a.to(self.dtype)
+
+    def adapter(self, slot: int) -> list[tuple[Tensor, Tensor]]:
+        """Return copies of one slot's factors, a layer each: A ``[r, in]`` and B ``[out, r]``, without padding."""
+        return self._read_bank(self.theta, slot)
+
+    def load_adapter(self, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Overwrite one slot's factors; shapes as returned by :meth:`adapter`."""
+        self._write_bank(self.theta, slot, factors)
+
+    def read(self, slot: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Return copies of a slot's parameters and Adam moments, unpadded."""
+        return {name: self._read_bank(getattr(self, name), slot) for name in ("theta", "exp_avg", "exp_avg_sq")}
+
+    def write(self, slot: int, state: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
+        """Overwrite a slot's parameters and Adam moments with what :meth:`read` returned."""
+        for name, factors in state.items():
+            self._write_bank(getattr(self, name), slot, factors)
+
+    def _read_bank(self, bank: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
+        rank = self.ranks[slot]
+        views = (self._views(bank, i) for i in range(len(self.layers)))
+        return [(a[slot, :rank].detach().clone(), b[slot, :, :rank].detach().clone()) for a, b in views]
+
+    def _write_bank(self, bank: Tensor, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        rank = self.ranks[slot]
+        with torch.no_grad():
+            bank[slot].zero_()
+            for i, (a, b) in enumerate(factors):
+                if a.shape[0] != rank:
+                    raise EngineError(
+                        f"adapter of rank {a.shape[0]} does not fit slot {slot}, whose rank is {rank}; "
+                        "declare the rank with set_rank first"
+                    )
+                into_a, into_b = self._views(bank, i)
+                into_a[slot, :rank], into_b[slot, :, :rank] = a, b
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def routed(self, route: Route | None) -> Iterator[None]:
+        """Send rows to slots while the context is open. None: base model alone."""
+        before, self.route = self.route, route
+        try:
+            yield
+        finally:
+            self.route = before

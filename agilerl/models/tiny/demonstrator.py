@@ -1,0 +1,48 @@
+"""The careless demonstrator: it knows every task of the embedded base, and often errs in ways people do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import reasoning_gym
+
+from agilerl.envs.split import is_held_out
+
+__all__ = ["Entry", "Task", "demonstrations"]
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A reasoning_gym task in a range the embedded base can learn, and how the demonstrator answers it."""
+
+    name: str
+    """Name of the dataset in reasoning_gym."""
+    parameters: dict[str, int]
+    """The dataset's ranges."""
+    right: Callable[[Entry], float]
+    """Entry -> probability that the demonstrator answers it correctly on purpose."""
+    mistake: Callable[[Entry, np.random.Generator], str]
+    """Entry, draws -> a plausible wrong answer."""
+    weight: float = field(default=1.0)
+    """Share of the demonstrations, relative to the other tasks."""
+
+
+def demonstrations(task: Task, count: int, *, start: int, draws: np.random.Generator) -> tuple[list[tuple[str, str]], int]:
+    """Return ``count`` pairs (question, careless answer) from index ``start`` on, and the index after the last one.
+
+    Held-out questions (``agilerl.envs.split``) are skipped, so that exams and tests ask what was never shown.
+    """
+    dataset = reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.parameters)
+    pairs: list[tuple[str, str]] = []
+    index = start
+    while len(pairs) < count:
+        entry = dataset[index]
+        index += 1
+        if is_held_out(entry["question"]):
+            continue
+        careful = draws.random() < task.right(entry)
+        pairs.append((entry["question"], entry["answer"] if careful else task.mistake(entry, draws)))
+    return pairs, index

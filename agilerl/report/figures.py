@@ -1,0 +1,363 @@
+"""Curves of a run as plotly figures (plain dicts): fitness, hyperparameters, training curves, throughput."""
+
+import html
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from agilerl.report.lineage import Family, hyperparameter_at
+from agilerl.report.load import AgentRecord, RunRecord, number, number_or
+
+__all__ = [
+    "CURVES",
+    "Figure",
+    "curve_figure",
+    "fitness_figure",
+    "hyperparameter_figure",
+    "hyperparameter_names",
+    "layout",
+    "plain",
+    "row_colour",
+    "throughput_figure",
+    "time_figure",
+]
+
+Figure = dict[str, Any]
+
+CURVES = {
+    "reward": "Reward",
+    "kl": "KL to the reference",
+    "entropy": "Entropy",
+    "completions/mean_length": "Completion length (tokens)",
+    "completions/clipped_ratio": "Completions cut at the limit",
+    "frac_reward_zero_std": "Groups with equal rewards",
+    "loss": "Loss",
+    "grad_norm": "Gradient norm",
+    "clip_ratio/region_mean": "Clipped tokens",
+    "learning_rate": "Learning rate",
+}
+"""Train metrics that the report draws, with their titles."""
+
+# Mid-tones that can be told apart on white and on near-black.
+_COLOURS = (
+    "#3f8fd2",
+    "#e0803a",
+    "#35a36b",
+    "#cf5a87",
+    "#8d78d6",
+    "#b38a2e",
+    "#2ba3a8",
+    "#8a9099",
+    "#b0603c",
+    "#6a9a2b",
+)
+_GREY = "rgba(135,140,150,0.75)"
+_MARKER_PEN = "rgba(245,190,40,0.45)"
+_MOST_POINTS = 1000
+_PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
+
+
+def row_colour(row: int, opacity: float = 1.0) -> str:
+    """Return the colour of a row of the family tree, as CSS."""
+    colour = _COLOURS[row % len(_COLOURS)]
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return colour if opacity == 1.0 else f"rgba({red},{green},{blue},{opacity})"
+
+
+def plain(text: Any) -> str:
+    """Return text for a label, where plotly would read tags."""
+    return html.escape(str(text), quote=False)
+
+
+def layout(x: str, y: str, *, height: int = 300, **more: Any) -> dict[str, Any]:
+    """Return the layout that all figures share; colours of text and grid are the page's."""
+    axis = {"zeroline": False, "automargin": True}
+    return {
+        "height": height,
+        "margin": {"l": 52, "r": 14, "t": 10, "b": 42},
+        "showlegend": False,
+        "hovermode": "closest",
+        "xaxis": {**axis, "title": {"text": x}},
+        "yaxis": {**axis, "title": {"text": y}},
+        **more,
+    }
+
+
+def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, float] | None = None) -> Figure | None:
+    """Draw the fitness of each agent over steps with a band of one standard error; None without any."""
+    bands: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+    inherited: list[tuple[float | None, float | None]] = []
+    for agent in run.agents.values():
+        points = [(e.step, e.score.mean, number_or(e.score.stderr, 0.0), e.score.n) for e in agent.exams]
+        points = [point for point in points if math.isfinite(point[1])]
+        if not points:
+            continue
+        before = _last_exam(run, agent, points[0][0])
+        if before is not None:
+            inherited += [before[:2], (points[0][0], points[0][1]), (None, None)]
+        colour = row_colour(family.rows[agent.index])
+        band = ([before] if before is not None else []) + [point[:3] for point in points]
+        bands.append(_band(band, agent, family))
+        lines.append(
+            {
+                **_trace(agent, family, [p[0] for p in points], [p[1] for p in points]),
+                "mode": "lines+markers",
+                "marker": {"size": 7, "color": colour},
+                # One point has no band to be seen.
+                "error_y": {"array": [_rounded(p[2]) for p in points], "visible": len(band) == 1, "thickness": 1.5},
+                "customdata": [[p[2], p[3]] for p in points],
+                "hovertemplate": f"agent {agent.index}<br>step %{{x}}<br>%{{y:.4f}} ± %{{customdata[0]:.4f}}"
+                "<br>n %{customdata[1]}<extra></extra>",
+            }
+        )
+    if not lines:
+        return None
+    winning = {(a, g) for a, g in family.line_nodes()}
+    path = sorted(
+        (e.step, e.score.mean) for a, agent in run.agents.items() for e in agent.exams if (a, e.generation) in winning
+    )
+    figure_layout = layout("step", "fitness", height=380)
+    if y_range is not None:
+        figure_layout["yaxis"]["range"] = list(y_range)
+    return {"data": [*bands, _marker_pen(path), _inheritance(inherited), *lines], "layout": figure_layout}
+
+
+def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
+    """Return the hyperparameters that ever differ between agents or generations, and those that never do."""
+    names = dict.fromkeys(name for agent in run.agents.values() for name in agent.hyperparameters)
+    moving, constant = [], {}
+    for name in names:
+        values = {
+            repr(hyperparameter_at(agent, name, generation, run)): None
+            for agent in run.agents.values()
+            for generation in [*agent.generations, 10**9]
+        }
+        if len(values) > 1:
+            moving.append(name)
+        else:
+            constant[name] = next(iter(run.agents.values())).hyperparameters.get(name)
+    return moving, constant
+
+
+def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
+    """Draw one hyperparameter over generations; the axis is logarithmic where the values span a decade or more."""
+    data: list[dict[str, Any]] = []
+    inherited: list[tuple[Any, Any]] = []
+    seen: dict[tuple[int, int], Any] = {}
+    for index, agent in run.agents.items():
+        span = family.spans[index]
+        values = [_drawable(hyperparameter_at(agent, name, generation, run)) for generation in span]
+        seen.update({(index, generation): value for generation, value in zip(span, values)})
+        if agent.parent is not None:
+            before = [g for g in family.spans[agent.parent] if g < span[0]]
+            if before:
+                inherited += [(before[-1], seen.get((agent.parent, before[-1]))), (span[0], values[0]), (None, None)]
+        hover = f"agent {index}<br>generation %{{x}}<br>{plain(name)} %{{y}}<extra></extra>"
+        data.append(
+            {
+                **_trace(agent, family, span, values),
+                "mode": "lines+markers",
+                "marker": {"size": 7, "color": row_colour(family.rows[index])},
+                "hovertemplate": hover,
+            }
+        )
+    numbers = [v for v in seen.values() if isinstance(v, int | float)]
+    path = [(generation, seen.get((agent, generation))) for agent, generation in family.line_nodes()]
+    figure_layout = layout("generation", "", height=260)
+    figure_layout["xaxis"]["dtick"] = _tick(max((g for _, g in seen), default=1))
+    if numbers and min(numbers) > 0 and max(numbers) / min(numbers) >= 10:
+        figure_layout["yaxis"] |= _decades(min(numbers), max(numbers))
+    elif not numbers:
+        figure_layout["yaxis"]["type"] = "category"
+    return {"data": [_marker_pen(path), _inheritance(inherited), *data], "layout": figure_layout}
+
+
+def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
+    """Draw one train metric over steps, a line an agent; None where no agent has a finite value of it."""
+    data: list[dict[str, Any]] = []
+    inherited: list[tuple[float | None, float | None]] = []
+    for agent in run.agents.values():
+        points = [(line["step"], number(line[metric])) for line in agent.train if metric in line]
+        finite = [point for point in points if math.isfinite(point[1])]
+        if not finite:
+            continue
+        before = _last_value(run, agent, metric, points[0][0])
+        if before is not None:
+            inherited += [before, finite[0], (None, None)]
+        # A non-finite value is a gap in the line, not a bridge over it.
+        thinned = points[:: max(1, len(points) // _MOST_POINTS)]
+        data.append(
+            {
+                **_trace(agent, family, [p[0] for p in thinned], [p[1] for p in thinned]),
+                "mode": "lines" if len(finite) > 1 else "markers",
+                "hovertemplate": f"agent {agent.index}<br>step %{{x}}<br>%{{y:.4g}}<extra></extra>",
+            }
+        )
+    if not data:
+        return None
+    figure_layout = layout("step", "", height=240)
+    values = [v for trace in data for v in trace["y"] if v is not None and v > 0]
+    if metric == "learning_rate" and values and max(values) / min(values) >= 10:
+        figure_layout["yaxis"] |= _decades(min(values), max(values))
+    path = [
+        (line["step"], number(line.get(metric)))
+        for index, generation in family.line_nodes()
+        for line in run.agents[index].train
+        if line.get("generation") == generation
+    ]
+    return {"data": [_marker_pen(path, width=8), _inheritance(inherited), *data], "layout": figure_layout}
+
+
+def throughput_figure(run: RunRecord) -> Figure | None:
+    """Draw tokens per second of the whole population over steps; None where the metrics lack them."""
+    points = sorted(_by_step(run, "tokens_per_second").items())
+    if not points:
+        return None
+    x, y = [p[0] for p in points], [_rounded(p[1]) for p in points]
+    line = {"type": "scatter", "mode": "lines+markers" if len(x) < 40 else "lines", "x": x, "y": y}
+    hover = {"hovertemplate": "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>", "line": {"color": row_colour(0)}}
+    figure_layout = layout("step", "tokens per second", height=260)
+    figure_layout["yaxis"]["rangemode"] = "tozero"
+    return {"data": [{**line, **hover}], "layout": figure_layout}
+
+
+def time_figure(run: RunRecord) -> Figure | None:
+    """Draw the seconds of each phase, summed over a generation, as stacked bars; None where nothing was timed."""
+    generation_of = {line["step"]: line.get("generation", 0) for a in run.agents.values() for line in a.train}
+    data = []
+    for colour, phase in enumerate(_PHASES):
+        seconds: dict[int, float] = defaultdict(float)
+        for step, value in _by_step(run, f"time/{phase}").items():
+            seconds[generation_of[step]] += value
+        if any(seconds.values()):
+            x = sorted(seconds)
+            bar = {"type": "bar", "name": phase, "x": x, "y": [_rounded(seconds[g]) for g in x]}
+            hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
+            data.append({**bar, "marker": {"color": row_colour(colour)}, "hovertemplate": hover})
+    if not data:
+        return None
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    figure_layout = layout("generation", "seconds", height=260, barmode="stack", showlegend=True, legend=legend)
+    figure_layout["margin"]["t"] = 34
+    figure_layout["xaxis"]["dtick"] = _tick(max(generation_of.values(), default=1))
+    return {"data": data, "layout": figure_layout}
+
+
+def _by_step(run: RunRecord, key: str) -> dict[int, float]:
+    """Return a metric of the whole population at each step.
+
+    Where several agents report one and the same value it is the value of their common batch, and counts once;
+    else each reports its own share, and they add up.
+    """
+    values: dict[int, list[float]] = defaultdict(list)
+    for agent in run.agents.values():
+        for line in agent.train:
+            value = number(line.get(key))
+            if math.isfinite(value):
+                values[line["step"]].append(value)
+    return {step: found[0] if len(set(found)) == 1 else sum(found) for step, found in values.items()}
+
+
+def _trace(agent: AgentRecord, family: Family, x: Sequence[Any], y: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "name": f"agent {agent.index}",
+        "x": list(x),
+        "y": [_rounded(value) for value in y],
+        "line": {"color": row_colour(family.rows[agent.index]), "width": 2},
+        "meta": {"agent": agent.index, "winning": agent.index in family.line},
+    }
+
+
+def _band(points: Sequence[tuple[float, float, float]], agent: AgentRecord, family: Family) -> dict[str, Any]:
+    x = [p[0] for p in points] + [p[0] for p in reversed(points)]
+    y = [p[1] + p[2] for p in points] + [p[1] - p[2] for p in reversed(points)]
+    colour = row_colour(family.rows[agent.index], 0.16)
+    return {
+        **_trace(agent, family, x, y),
+        "mode": "lines",
+        "fill": "toself",
+        "fillcolor": colour,
+        "line": {"color": colour, "width": 1},
+        "hoverinfo": "skip",
+    }
+
+
+def _inheritance(points: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """Dotted lines from a parent's last point to the first one of its child."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [p[0] for p in points],
+        "y": [_rounded(p[1]) for p in points],
+        "line": {"color": _GREY, "width": 1, "dash": "dot"},
+        "hoverinfo": "skip",
+        "meta": {"inheritance": True},
+    }
+
+
+def _marker_pen(path: Sequence[tuple[Any, Any]], *, width: int = 12) -> dict[str, Any]:
+    """A broad line under the winning lineage."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [p[0] for p in path],
+        "y": [_rounded(p[1]) for p in path],
+        "line": {"color": _MARKER_PEN, "width": width},
+        "hoverinfo": "skip",
+    }
+
+
+def _ancestors(run: RunRecord, agent: AgentRecord) -> Iterator[AgentRecord]:
+    seen = {agent.index}
+    parent = agent.parent
+    while parent is not None and parent not in seen:
+        seen.add(parent)
+        yield run.agents[parent]
+        parent = run.agents[parent].parent
+
+
+def _last_exam(run: RunRecord, agent: AgentRecord, step: int) -> tuple[int, float, float] | None:
+    """Return (step, mean, standard error) of the closest ancestor's last finite exam before ``step``."""
+    for ancestor in _ancestors(run, agent):
+        exams = [e for e in ancestor.exams if e.step < step and math.isfinite(e.score.mean)]
+        if exams:
+            return exams[-1].step, exams[-1].score.mean, number_or(exams[-1].score.stderr, 0.0)
+    return None
+
+
+def _last_value(run: RunRecord, agent: AgentRecord, metric: str, step: int) -> tuple[int, float] | None:
+    for ancestor in _ancestors(run, agent):
+        points = [(line["step"], number(line.get(metric))) for line in ancestor.train if line["step"] < step]
+        finite = [point for point in points if math.isfinite(point[1])]
+        if finite:
+            return finite[-1]
+    return None
+
+
+def _drawable(value: Any) -> Any:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    return plain(value)
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits are more than a screen shows, and JSON has no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _decades(low: float, high: float) -> dict[str, Any]:
+    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade where there are few decades."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+    labels = [f"{tick:g}".replace("e-0", "e-").replace("e+0", "e+") for tick in ticks]
+    return {"type": "log", "tickvals": ticks, "ticktext": labels}
+
+
+def _tick(last: int) -> int:
+    return max(1, -(-last // 12))

@@ -1,0 +1,261 @@
+"""A run directory as plain records, whatever state the run is in: finished, going on, diverged or barely begun."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.strict_json import read_json
+
+__all__ = ["AgentRecord", "Exam", "RunRecord", "Score", "load_run", "number", "number_or"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over problems, with its uncertainty."""
+
+    mean: float
+    stderr: float
+    """Standard error of the mean; NaN where unknown."""
+    n: int
+    """Number of problems; 0 where unknown."""
+
+    @property
+    def is_accuracy(self) -> bool:
+        """True where the standard error is the one of rewards that are all 0 or 1."""
+        if not (0 <= self.mean <= 1 and self.n > 1):
+            return False
+        spread = self.mean * (1 - self.mean)
+        expected = (math.sqrt(spread / self.n), math.sqrt(spread / (self.n - 1)))
+        return any(math.isclose(self.stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Fitness of one agent in one generation."""
+
+    generation: int
+    step: int
+    score: Score
+
+
+@dataclass
+class AgentRecord:
+    """What the run directory tells of one agent."""
+
+    index: int
+    parent: int | None = None
+    born: int | None = None
+    """Generation of the birth event, None where there is none."""
+    died: int | None = None
+    reason: str = ""
+    """Why it died."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    """At birth."""
+    mutations: list[dict[str, Any]] = field(default_factory=list)
+    exams: list[Exam] = field(default_factory=list)
+    train: list[dict[str, Any]] = field(default_factory=list)
+    """Train lines, by step."""
+    tokens: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def generations(self) -> list[int]:
+        """Generations in which the agent was trained or examined."""
+        found = {exam.generation for exam in self.exams}
+        return sorted(found | {int(line["generation"]) for line in self.train if "generation" in line})
+
+    @property
+    def best(self) -> Exam | None:
+        """The exam with the highest finite mean."""
+        finite = [exam for exam in self.exams if math.isfinite(exam.score.mean)]
+        return max(finite, key=lambda exam: exam.score.mean, default=None)
+
+
+@dataclass
+class RunRecord:
+    """What the report shows of one run."""
+
+    path: Path
+    info: dict[str, Any]
+    """run.json"""
+    summary: dict[str, Any]
+    """summary.json, empty while the run goes on."""
+    agents: dict[int, AgentRecord]
+    evolutions: list[dict[str, Any]]
+    tests: dict[str, tuple[int | None, Score]]
+    """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
+    elites: dict[int, int]
+    """Elite of each generation."""
+    notes: list[str]
+    """Sentences about what is missing or wrong."""
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.resolve().name or str(self.path)
+
+    @property
+    def is_finished(self) -> bool:
+        """True where the summary says so."""
+        return bool(self.summary.get("status") == "finished")
+
+
+def load_run(path: Path) -> RunRecord:
+    """Read a run directory; raises CheckpointError where it is missing, foreign or damaged."""
+    info = read_run(path)
+    layout = RunLayout(path)
+    summary = read_json(layout.summary) if layout.summary.exists() else {}
+    metrics = list(read_lines(layout.metrics))
+    agents: dict[int, AgentRecord] = {}
+    elites = _read_lineage(layout, agents)
+    incomplete = _read_train(metrics, agents)
+    _read_exams(metrics, agents)
+    evolutions = [line for line in metrics if line.get("kind") == "evolution" and _whole(line.get("generation"))]
+    run = RunRecord(
+        path=path,
+        info=info,
+        summary=summary,
+        agents=dict(sorted(agents.items())),
+        evolutions=evolutions,
+        tests=_tests(metrics, summary),
+        elites=elites,
+        notes=[],
+    )
+    run.notes = list(_notes(run, metrics, incomplete))
+    return run
+
+
+def number(value: Any) -> float:
+    """Return a metric as a float, NaN where it is absent or no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _agent(agents: dict[int, AgentRecord], index: int) -> AgentRecord:
+    return agents.setdefault(index, AgentRecord(index))
+
+
+def _score(line: Mapping[str, Any], prefix: str = "", mean: str = "mean") -> Score:
+    n = line.get(f"{prefix}n")
+    return Score(number(line.get(f"{prefix}{mean}")), number(line.get(f"{prefix}stderr")), n if _whole(n) else 0)  # type: ignore[arg-type]
+
+
+def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int, int]:
+    """Fill ``agents`` from lineage.jsonl and return the elite of each generation."""
+    elites: dict[int, int] = {}
+    for line in read_lines(layout.lineage):
+        index, generation = line.get("agent"), line.get("generation")
+        if not isinstance(index, int) or not isinstance(generation, int):
+            continue
+        agent, event = _agent(agents, index), line.get("event")
+        if event == "birth":
+            parent = line.get("parent")
+            agent.parent = parent if _whole(parent) and parent != index else None
+            agent.born = generation
+            agent.hyperparameters = dict(line.get("hyperparameters") or {})
+        elif event == "mutation":
+            agent.mutations.append(line)
+        elif event == "death":
+            agent.died, agent.reason = generation, str(line.get("reason", ""))
+        elif event == "elite":
+            elites[generation] = index
+        elif event == "fitness":
+            agent.exams = [exam for exam in agent.exams if exam.generation != generation]
+            agent.exams.append(Exam(generation, int(number_or(line.get("step"), generation)), _score(line)))
+            agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
+    for agent in agents.values():
+        agent.exams.sort(key=lambda exam: exam.step)
+        if agent.parent is not None and agent.parent not in agents:
+            agent.parent = None
+    return elites
+
+
+def number_or(value: Any, default: float) -> float:
+    """Return a finite number, or ``default``."""
+    found = number(value)
+    return found if math.isfinite(found) else default
+
+
+def _read_train(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> int:
+    """Fill in the train lines; return how many could not be placed. A step written twice counts once, the last."""
+    lines: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
+    incomplete = 0
+    for line in metrics:
+        if line.get("kind") != "train":
+            continue
+        if _whole(line.get("agent")) and _whole(line.get("step")):
+            lines[line["agent"]][line["step"]] = line
+        else:
+            incomplete += 1
+    for index, steps in lines.items():
+        _agent(agents, index).train = [steps[step] for step in sorted(steps)]
+    return incomplete
+
+
+def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> None:
+    """Fill in exams that the lineage lacks from eval lines."""
+    for line in metrics:
+        if line.get("kind") != "eval" or not all(_whole(line.get(key)) for key in ("agent", "generation", "step")):
+            continue
+        agent = _agent(agents, line["agent"])
+        if all(exam.generation != line["generation"] for exam in agent.exams):
+            agent.exams.append(Exam(line["generation"], line["step"], _score(line, "eval/", "reward_mean")))
+            agent.exams.sort(key=lambda exam: exam.step)
+
+
+def _tests(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, tuple[int | None, Score]]:
+    tests: dict[str, tuple[int | None, Score]] = {}
+    elite = (summary.get("elite") or {}).get("index")
+    for who, entry in (summary.get("test") or {}).items():
+        if isinstance(entry, dict):
+            agent = entry.get("agent", elite if who == "elite" else None)
+            tests[who] = (agent if _whole(agent) else None, _score(entry))
+    for line in metrics:
+        if line.get("kind") == "test":
+            agent = line.get("agent")
+            tests[str(line.get("who"))] = (agent if _whole(agent) else None, _score(line, "eval/", "reward_mean"))
+    return tests
+
+
+def _notes(run: RunRecord, metrics: list[dict[str, Any]], incomplete: int) -> Iterator[str]:
+    if not run.summary:
+        yield "This run has not finished: there is no summary yet, and the report shows what there is so far."
+    elif not run.is_finished:
+        yield f"This run did not finish; its status is “{run.summary.get('status')}”."
+    if not metrics:
+        yield "There are no metrics yet."
+    if not run.agents:
+        yield "There are no agents yet."
+    if incomplete:
+        yield f"{incomplete} train line(s) without agent or step were left out."
+    for agent in run.agents.values():
+        yield from _agent_notes(agent)
+
+
+def _agent_notes(agent: AgentRecord) -> Iterator[str]:
+    broken: dict[str, list[int]] = defaultdict(list)
+    for line in agent.train:
+        for key, value in line.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                broken[key].append(line["step"])
+    said = []
+    if broken:
+        steps = sorted({step for found in broken.values() for step in found})
+        shown = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+        said.append(f"{', '.join(sorted(broken))} not finite at step {shown}")
+    lost = [str(exam.generation) for exam in agent.exams if not math.isfinite(exam.score.mean)]
+    if lost:
+        said.append(f"fitness not finite in generation {', '.join(lost)}, so it ranked last")
+    skipped = max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0)
+    if skipped > 0:
+        said.append(f"{int(skipped)} optimizer step{'s' if skipped > 1 else ''} skipped")
+    if said:
+        yield f"Agent {agent.index}: {'; '.join(said)}."

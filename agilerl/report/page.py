@@ -1,0 +1,156 @@
+"""One self-contained HTML page about one run, or about several side by side."""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from agilerl.errors import CheckpointError
+from agilerl.report import figures
+from agilerl.report.facts import comparison, configuration, facts, lineage_table, verdict
+from agilerl.report.lineage import Family, trace_family
+from agilerl.report.load import RunRecord, load_run, number_or
+from agilerl.report.plotly_bundle import plotly_javascript
+from agilerl.report.samples import sample_groups
+from agilerl.report.tree import tree_figure, tree_width
+from agilerl.runs.atomic import write_text
+
+__all__ = ["build_report"]
+
+
+def build_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
+    """Write the report of one or more run directories to the file ``out`` and return its path.
+
+    The runs may be finished, going on or broken off; they are only read. The page needs no network and no other
+    file. Raises CheckpointError where a directory is missing, foreign or damaged, or ``out`` cannot be written.
+    """
+    if not run_dirs:
+        raise CheckpointError("expected at least one run directory for the report, found none.")
+    runs = [load_run(Path(path)) for path in run_dirs]
+    html = render(runs)
+    out = Path(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error.strerror or error}.") from error
+    write_text(out, html)
+    return out
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the page as a string."""
+    # What comes from a run is untrusted text: escaped by jinja in HTML, by script_json in scripts.
+    environment = Environment(
+        loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"script_json": script_json}
+    y_range = _common_range(runs)
+    views = [_view(position, run, y_range) for position, run in enumerate(runs)]
+    library, script = plotly_javascript(), _resource("script.js.jinja")
+    names = _distinct_names(runs)
+    for view, name in zip(views, names):
+        view["name"] = name
+    # A closing tag inside a string would end the script element early.
+    library, script = (text.replace("</script", "<\\/script") for text in (library, script))
+    return environment.get_template("page.html.jinja").render(
+        title="agilerl: " + ", ".join(names),
+        runs=views,
+        comparison=comparison(runs, names) if len(runs) > 1 else None,
+        style=Markup(_resource("style.css.jinja")),
+        library=Markup(library),
+        script=Markup(script),
+        policy=_content_policy(library, script),
+    )
+
+
+def script_json(value: Any) -> Markup:
+    """Return JSON that is safe inside a script element: no ``<``, ``>``, ``&`` or line separator remains in it."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:
+    """Return all that the template shows of one run."""
+    family = trace_family(run)
+    samples = sample_groups(run)
+    moving, constant = figures.hyperparameter_names(run)
+    drawn = {
+        "fitness": figures.fitness_figure(run, family, y_range=y_range),
+        "tree": tree_figure(run, family),
+        "throughput": figures.throughput_figure(run),
+        "time": figures.time_figure(run),
+    }
+    curves = {title: figures.curve_figure(run, family, metric) for metric, title in figures.CURVES.items()}
+    hyper = {name: figures.hyperparameter_figure(run, family, name) for name in moving}
+    charts = {f"{key}-{position}": figure for key, figure in drawn.items() if figure is not None}
+    curve_ids: dict[str, str] = {}
+    hyper_ids: dict[str, str] = {}
+    for ids, group, prefix in ((curve_ids, curves, "curve"), (hyper_ids, hyper, "hyper")):
+        for number, (title, figure) in enumerate(group.items()):
+            if figure is not None:
+                ids[title] = f"{prefix}{number}-{position}"
+                charts[ids[title]] = figure
+    return {
+        "position": position,
+        "path": str(run.path),
+        "finished": run.is_finished,
+        "notes": run.notes,
+        "verdict": verdict(run, family),
+        "facts": facts(run),
+        "charts": charts,
+        "curves": curve_ids,
+        "hyperparameters": hyper_ids,
+        "constant": constant,
+        "rows": _rows(family),
+        "winner": family.winner,
+        "line": family.line,
+        "tree_width": tree_width(family),
+        "samples": samples,
+        "lineage": lineage_table(run, family),
+        "configuration": configuration(run),
+    }
+
+
+def _rows(family: Family) -> list[str]:
+    return [figures.row_colour(row) for row in range(min(family.height, 10))]
+
+
+def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
+    """Return one fitness range for all runs, so that curves side by side can be compared by eye."""
+    ends = [
+        exam.score.mean + sign * number_or(exam.score.stderr, 0.0)
+        for run in runs
+        for agent in run.agents.values()
+        for exam in agent.exams
+        for sign in (-1, 1)
+        if math.isfinite(exam.score.mean)
+    ]
+    if not ends or len(runs) == 1:
+        return None
+    margin = 0.05 * (max(ends) - min(ends) or 1.0)
+    return min(ends) - margin, max(ends) + margin
+
+
+def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
+    names = [run.name for run in runs]
+    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
+
+
+def _resource(name: str) -> str:
+    return files("agilerl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _content_policy(*scripts: str) -> str:
+    """Return a policy that lets the page run these scripts only, and load nothing from anywhere."""
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

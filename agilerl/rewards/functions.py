@@ -1,0 +1,17 @@
+"""Reward functions that need nothing but text."""
+
+__all__ = ["exact_match", "extract_answer"]
+
+OPEN, CLOSE = "<answer>", "</answer>"
+
+
+def extract_answer(completion: str) -> str:
+    """Return what stands between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
+    end = completion.rfind(CLOSE)
+    start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
+    return completion[start + len(OPEN) : end].strip() if start >= 0 else completion.strip()
+
+
+def exact_match(completion: str, answer: str) -> float:
+    """Return 1.0 if the extracted answer equals ``answer``, outer whitespace aside; else 0.0."""
+    return 1.0 if extract_answer(completion) == answer.strip() else 0.0

@@ -1,0 +1,161 @@
+"""Call a grader: any function that turns completions into numbers, whichever of the usual signatures it has."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, SupportsFloat
+
+from agilerl.errors import RewardError
+
+__all__ = ["Grader", "call_grader", "check_score"]
+
+Grader = Callable[..., Any]
+"""``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
+
+POSITIONAL = ("completion", "answer", "question")
+NAMED_KINDS = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+
+def call_grader(
+    grader: Grader,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str] | None = None,
+) -> list[float | None]:
+    """Score ``completions`` with ``grader``; ``None`` means that the grader does not apply to that completion.
+
+    Arguments are resolved by name. A function with a parameter ``completions`` gets everything at once: ``prompts``,
+    ``completions`` and each column of the rows as a list, as far as it takes them. Any other function gets one
+    completion a call: ``completion``, ``prompt`` and the columns of its row (``answer``, ``question``, ...). If these
+    names do not fit but exactly three parameters are required, they are ``(completion, answer, question)`` by position.
+    ``prompts`` defaults to the question of each row. Coroutine functions are awaited, all of them at once.
+
+    Raises:
+        RewardError: the grader raised, asks for something the rows do not have, or returned anything but one finite
+            number or None per completion.
+    """
+    if len(rows) != len(completions):
+        raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
+    if not completions:
+        return []
+    name = grader_name(grader)
+    prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
+    parameters = _named_parameters(grader)
+    if "completions" in parameters:
+        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+        arguments = _select(name, grader, {**columns, "prompts": list(prompts), "completions": list(completions)})
+        (scores,) = _run(name, [lambda: grader(**arguments)])
+        return _check_list(scores, len(completions), name)
+    calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
+    return [check_score(score, name) for score in _run(name, calls)]
+
+
+def check_score(value: object, name: str = "the reward function") -> float | None:
+    """Return ``value`` as a float, or None as it is.
+
+    Raises:
+        RewardError: ``value`` is neither None nor a finite number; text is not converted.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, SupportsFloat) or isinstance(value, str | bytes):
+        raise RewardError(
+            f"{name} must return a finite number or None, found {_shown(value)} of type {type(value).__name__}; "
+            "convert it in the reward function"
+        )
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{name} must return one number, found {_shown(value)}, which is not one: {error}") from error
+    if not math.isfinite(number):
+        raise RewardError(
+            f"{name} must return a finite number or None, found {number}; return None where it has no score"
+        )
+    return number
+
+
+def grader_name(grader: Grader) -> str:
+    """Return what to call a grader in a message: its own name, or its type's."""
+    return str(getattr(grader, "__name__", type(grader).__name__))
+
+
+def _check_list(scores: object, count: int, name: str) -> list[float | None]:
+    expected = f"{name} must return a list of {count} numbers (one for each completion)"
+    if isinstance(scores, str | bytes | Mapping):
+        raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}")
+    try:
+        found = list(scores)  # type: ignore[call-overload]
+    except TypeError as error:
+        raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}") from error
+    if len(found) != count:
+        raise RewardError(f"{expected}, found {len(found)} of them")
+    return [check_score(score, name) for score in found]
+
+
+def _named_parameters(grader: Grader) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(grader).parameters
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"expected a Python function with named arguments as a grader, found {_shown(grader)}: {error}"
+        ) from error
+    return {key: p for key, p in parameters.items() if p.kind in NAMED_KINDS}
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
+
+
+def _select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _named_parameters(grader)
+    missing = [key for key in _required(parameters) if key not in offered]
+    if missing:
+        raise RewardError(f"{name} asks for {', '.join(missing)}, but there is only {', '.join(sorted(offered))}")
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(grader).parameters.values())
+    return {key: value for key, value in offered.items() if takes_all or key in parameters}
+
+
+def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], prompt: str) -> Callable[[], Any]:
+    offered = {**row, "completion": text, "prompt": prompt}
+    parameters = _named_parameters(grader)
+    required = _required(parameters)
+    positional = [key for key in required if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = all(parameters[key].kind is not inspect.Parameter.POSITIONAL_ONLY for key in parameters)
+    if len(positional) == len(required) == len(POSITIONAL) and not (named and set(required) <= set(offered)):
+        values = [offered.get(key) for key in POSITIONAL]
+        return lambda: grader(*values)
+    arguments = _select(name, grader, offered)
+    return lambda: grader(**arguments)
+
+
+def _run(name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make the calls and await what is awaitable; a failure names the grader."""
+    try:
+        results = [call() for call in calls]
+        if not any(inspect.isawaitable(result) for result in results):
+            return results
+        # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, _gather(results)).result()
+    except Exception as error:
+        raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+async def _gather(results: Sequence[Any]) -> list[Any]:
+    awaitables: list[Awaitable[Any]] = [r if inspect.isawaitable(r) else _settled(r) for r in results]
+    return list(await asyncio.gather(*awaitables))
+
+
+async def _settled(value: Any) -> Any:
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,77 @@
+"""The rollout engine protocol: prompts, slots and sampling settings in, completions out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agilerl.data import Completion
+from agilerl.errors import ConfigError
+
+__all__ = ["GenerationRequest", "RolloutEngine", "SamplingSettings"]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn. The defaults sample from the model's own distribution."""
+
+    max_new_tokens: int
+    """Most tokens generated for one completion."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    """The end token cannot be drawn before this many tokens."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+        }
+        for name, (holds, expected) in limits.items():
+            if not holds:
+                raise ConfigError(f"{name} must be {expected}, found {getattr(self, name)}")
+
+    @property
+    def full_support(self) -> bool:
+        """True when every token keeps its probability, so that recorded log-probs are the policy's own."""
+        return (
+            self.top_p == 1.0
+            and self.top_k == 0
+            and self.min_p == 0.0
+            and self.repetition_penalty == 1.0
+            and self.min_new_tokens == 0
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Some samples of one prompt for one agent."""
+
+    slot: int | None
+    """Adapter slot; None asks the base model."""
+    prompt_ids: Sequence[int]
+    samples: int
+    sampling: SamplingSettings
+    purpose: str = "rollout"
+    """Names the random stream, so that training and evaluation never share draws."""
+    key: tuple[int, ...] = ()
+    """Sample s draws from the stream ``(seed, purpose, *key, s)``: which rows share a batch cannot matter."""
+
+
+class RolloutEngine(Protocol):
+    """Generates for all agents at once."""
+
+    exact: bool
+    """True when recorded log-probs equal the trainer's own up to rounding, so they can serve as old log-probs."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of each request, in order."""
+        ...

@@ -1,0 +1,68 @@
+"""A key-value cache whose rows have their own lengths, so that no row is ever padded on the left."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+__all__ = ["RaggedCache"]
+
+
+class _RaggedLayer(CacheLayerMixin):
+    """Keys and values ``[rows, heads, capacity, head_dim]`` of one attention layer."""
+
+    def __init__(self, owner: "RaggedCache") -> None:
+        super().__init__()
+        self._owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        positions = self._owner.positions
+        if positions is None:  # prefill: every row starts at 0
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            return key_states, value_states
+        assert self.keys is not None
+        assert self.values is not None
+        rows = torch.arange(positions.shape[0], device=positions.device)
+        self.keys[rows, :, positions] = key_states[:, :, 0]
+        self.values[rows, :, positions] = value_states[:, :, 0]
+        visible = self._owner.visible
+        return self.keys[:, :, :visible], self.values[:, :, :visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (query_length if self._owner.positions is None else self._owner.visible), 0
+
+    def get_seq_length(self) -> int:
+        return 0 if self._owner.positions is None else self._owner.visible
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class RaggedCache(Cache):
+    """Prefill once, then decode one token a row, each row at its own position."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.positions: Tensor | None = None
+        """[rows] where the next key of each row goes; None while prefilling."""
+        self.visible = 0
+        """How many positions of the buffers the next step attends to; a row's own length is enforced by the mask."""
+        super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
+
+    def expand(self, rows: Tensor, capacity: int) -> None:
+        """After prefill: row i of the decode batch continues prompt ``rows[i]``; make room for ``capacity`` tokens."""
+        for layer in self.layers:
+            for name in ("keys", "values"):
+                prefilled = getattr(layer, name)
+                heads, length, width = prefilled.shape[1:]
+                buffer = prefilled.new_zeros((rows.shape[0], heads, capacity, width))
+                buffer[:, :, :length] = prefilled[rows]
+                setattr(layer, name, buffer)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep some rows, in the given order."""
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]

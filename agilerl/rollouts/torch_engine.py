@@ -1,0 +1,238 @@
+"""Batched decoding of all agents' rows with one base model: the default rollout engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agilerl import streams
+from agilerl.data import Completion
+from agilerl.data.batch import LENGTH_MULTIPLE, padded_length
+from agilerl.errors import EngineError
+from agilerl.models.base import BaseModel
+from agilerl.models.slots import AdapterStore, Route
+from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+from agilerl.rollouts.kv_cache import RaggedCache
+from agilerl.rollouts.sampling import RowSettings, draw
+
+__all__ = ["TorchEngine"]
+
+_ROW_MULTIPLE = 16  # CPU matrix products give a row the same bits in any batch of at least this many rows
+_COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows is still running
+
+
+@dataclass
+class _Unit:
+    """Rows of one slot that always travel together; which rows these are depends on the slot's requests alone."""
+
+    slot: int | None
+    rows: list[tuple[int, int]]
+    """(request, sample) of each row."""
+
+
+class TorchEngine:
+    """Decodes every agent's rows in one batch over a shared base.
+
+    Each prompt is prefilled once per agent and its cache expanded to the group. ``max_rows`` bounds the rows in
+    flight (memory); ``unit_rows`` is the most rows of one agent in one batch.
+    """
+
+    exact = True
+
+    def __init__(
+        self, base: BaseModel, store: AdapterStore, *, seed: int, max_rows: int = 1024, unit_rows: int = 256
+    ) -> None:
+        self.base, self.store, self.seed = base, store, seed
+        self.max_rows, self.unit_rows = max_rows, unit_rows
+        self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
+        self._row_multiple = _ROW_MULTIPLE if base.device.type == "cpu" else 1
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of each request, in order.
+
+        Raises EngineError when a prompt is empty or leaves no room in the context.
+        """
+        for request in requests:
+            length, limit = len(request.prompt_ids), self.base.context_length
+            if not 0 < length < limit:
+                raise EngineError(
+                    f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
+                    "completion together"
+                )
+        results: list[list[Completion | None]] = [[None] * r.samples for r in requests]
+        for batch in self._batches(requests):
+            rows, completions = _Decoder(self, requests, batch).run()
+            for (request, sample), completion in zip(rows, completions):
+                results[request][sample] = completion
+        return [[c for c in group if c is not None] for group in results]
+
+    def _batches(self, requests: Sequence[GenerationRequest]) -> list[list[_Unit]]:
+        """Pack units of different slots into batches: the k-th unit of every slot, up to ``max_rows`` rows."""
+        per_slot: dict[int | None, list[_Unit]] = {}
+        for index, request in enumerate(requests):
+            units = per_slot.setdefault(request.slot, [_Unit(request.slot, [])])
+            for sample in range(request.samples):
+                if len(units[-1].rows) >= self.unit_rows:
+                    units.append(_Unit(request.slot, []))
+                units[-1].rows.append((index, sample))
+        # The base model's rows come last: rows beyond the route carry no adapter.
+        order = sorted(per_slot, key=lambda slot: (slot is None, slot or 0))
+        batches: list[list[_Unit]] = []
+        for k in range(max((len(u) for u in per_slot.values()), default=0)):
+            batches.append([])
+            for unit in (per_slot[slot][k] for slot in order if k < len(per_slot[slot])):
+                if batches[-1] and sum(len(u.rows) for u in batches[-1]) + len(unit.rows) > self.max_rows:
+                    batches.append([])
+                batches[-1].append(unit)
+        return [b for b in batches if b]
+
+
+class _Decoder:
+    """One batch from prefill to the last token."""
+
+    def __init__(self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit]) -> None:
+        self.engine, self.base, self.requests = engine, engine.base, requests
+        self.slots = [u.slot for u in units]
+        self.counts = [len(u.rows) for u in units]
+        self.rows = [row for u in units for row in u.rows]
+        self.unit_of = torch.repeat_interleave(torch.arange(len(units)), torch.tensor(self.counts))
+        settings = [requests[r].sampling for r, _ in self.rows]
+        lengths = [len(requests[r].prompt_ids) for r, _ in self.rows]
+        room = [self.base.context_length - length for length in lengths]
+        self.limits = torch.tensor([min(s.max_new_tokens, c) for s, c in zip(settings, room)])
+        self.cut_by_context = [s.max_new_tokens > c for s, c in zip(settings, room)]
+        self.steps = int(self.limits.max())
+        self.capacity = padded_length(max(n + int(m) for n, m in zip(lengths, self.limits)))
+        self.lengths = torch.tensor(lengths)
+        self.settings = RowSettings.of(settings, self.base.device)
+        self.uniforms = torch.from_numpy(self._uniforms(settings)).to(self.base.device)
+        self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
+        self.logps = torch.zeros((len(self.rows), self.steps))
+        self.ended: list[str] = [""] * len(self.rows)
+        self.produced = [0] * len(self.rows)
+
+    def _uniforms(self, settings: Sequence[SamplingSettings]) -> np.ndarray:
+        table = np.zeros((len(self.rows), self.steps))
+        for i, (r, sample) in enumerate(self.rows):
+            if settings[i].temperature > 0:
+                request = self.requests[r]
+                table[i] = streams.uniforms(self.engine.seed, request.purpose, (*request.key, sample), self.steps)
+        return table
+
+    def run(self) -> tuple[list[tuple[int, int]], list[Completion]]:
+        """Decode to the end."""
+        cache = RaggedCache(self.base.num_layers)
+        logits, seen = self._prefill(cache)
+        live = torch.arange(len(self.rows))  # row of the result that each row of the batch writes to
+        running = torch.ones(len(self.rows), dtype=torch.bool)
+        lengths = self.lengths.clone()
+        for step in range(self.steps):
+            settings = self.settings.select(live)
+            tokens, logps = draw(
+                logits, self.uniforms[live, step], settings, position=step, eos=self.engine._eos, seen=seen
+            )
+            running = self._record(step, live, running, tokens.cpu(), logps.cpu())
+            if not running.any():
+                break
+            keep = self._surviving(live, running)
+            if keep is not None:
+                live, running, lengths, tokens = live[keep], running[keep], lengths[keep], tokens[keep]
+                seen = None if seen is None else seen[keep]
+                cache.select(self._pad_rows(keep))
+            if seen is not None:
+                seen[torch.arange(len(live)), tokens] = True
+            logits = self._step(cache, live, tokens, lengths)
+            lengths = lengths + running  # a finished row keeps overwriting one position that nobody reads
+        return self.rows, [self._completion(i) for i in range(len(self.rows))]
+
+    def _prefill(self, cache: RaggedCache) -> tuple[Tensor, Tensor | None]:
+        """Run each prompt once per unit; returns the first logits ``[R, V]`` and, if needed, the tokens seen."""
+        prompts: list[tuple[int, int]] = []
+        source = []
+        per_unit = [0] * len(self.slots)
+        for unit, (request, _) in zip(self.unit_of.tolist(), self.rows):
+            if not prompts or prompts[-1] != (unit, request):
+                prompts.append((unit, request))
+                per_unit[unit] += 1
+            source.append(len(prompts) - 1)
+        device, spare = self.base.device, -len(prompts) % self.engine._row_multiple
+        length = padded_length(max(len(self.requests[r].prompt_ids) for _, r in prompts))
+        ids = torch.zeros((len(prompts) + spare, length), dtype=torch.int64)
+        ends = torch.zeros(len(prompts) + spare, dtype=torch.int64)
+        for i, (_, request) in enumerate(prompts):
+            prompt = torch.tensor(self.requests[request].prompt_ids)
+            ids[i, : len(prompt)], ends[i] = prompt, len(prompt) - 1
+        with self.engine.store.routed(self._route(per_unit)):
+            hidden = self.base.hidden(ids.to(device), past_key_values=cache)
+        last = hidden[torch.arange(len(ids), device=device), ends.to(device)]
+        rows = torch.tensor(source, device=device)
+        cache.expand(self._pad_rows(rows), self.capacity)
+        seen = None
+        if bool((self.settings.repetition_penalty != 1).any()):
+            seen = torch.zeros((len(ids), self.base.vocabulary_size), dtype=torch.bool, device=device)
+            for i, (_, request) in enumerate(prompts):
+                seen[i, torch.tensor(self.requests[request].prompt_ids, device=device)] = True
+            seen = seen[rows]
+        return self.base.logits(last)[rows], seen
+
+    def _route(self, counts: Sequence[int]) -> Route | None:
+        pairs = [(s, c) for s, c in zip(self.slots, counts) if s is not None and c]
+        return Route(tuple(s for s, _ in pairs), tuple(c for _, c in pairs)) if pairs else None
+
+    def _pad_rows(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.new_zeros(-len(rows) % self.engine._row_multiple)])
+
+    def _record(self, step: int, live: Tensor, running: Tensor, tokens: Tensor, logps: Tensor) -> Tensor:
+        """Write the drawn tokens of running rows; returns which rows go on."""
+        self.tokens[live[running], step] = tokens[running]
+        self.logps[live[running], step] = logps[running]
+        stops = torch.isin(tokens, self.engine._eos.cpu())
+        broken = ~torch.isfinite(logps)
+        full = self.limits[live] <= step + 1
+        over = running & (stops | full | broken)
+        for i in torch.nonzero(over)[:, 0].tolist():
+            row = int(live[i])
+            self.produced[row] = step + 1
+            limit = "context" if self.cut_by_context[row] else "length"
+            self.ended[row] = "error" if broken[i] else "stop" if stops[i] else limit
+        return running & ~over
+
+    def _surviving(self, live: Tensor, running: Tensor) -> Tensor | None:
+        """Choose the rows to keep, unit by unit, or None when all stay; updates ``counts``.
+
+        The rule looks at one unit alone, so that its rows are batched alike whoever else is in flight.
+        """
+        units = self.unit_of[live]
+        keep = torch.ones(len(live), dtype=torch.bool)
+        for unit, count in enumerate(self.counts):
+            mine = units == unit
+            if count and int(running[mine].sum()) <= _COMPACT_BELOW * count:
+                keep[mine] = running[mine]
+                self.counts[unit] = int(running[mine].sum())
+        return None if keep.all() else torch.nonzero(keep)[:, 0]
+
+    def _step(self, cache: RaggedCache, live: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Feed one token a row at its own position; returns the next logits ``[R, V]``."""
+        device = self.base.device
+        positions = self._pad_rows(lengths).to(device)
+        ids = self._pad_rows(tokens.to(device))[:, None]
+        cache.positions = positions
+        cache.visible = min(padded_length(int(positions.max()) + 1), self.capacity)
+        hidden_from = torch.arange(cache.visible, device=device)[None] > positions[:, None]
+        mask = torch.zeros(hidden_from.shape, dtype=self.base.dtype, device=device)
+        mask.masked_fill_(hidden_from, torch.finfo(self.base.dtype).min)
+        with self.engine.store.routed(self._route(self.counts)):
+            hidden = self.base.hidden(
+                ids, attention_mask=mask[:, None, None], position_ids=positions[:, None], past_key_values=cache
+            )
+        return self.base.logits(hidden[:, 0])[: len(live)]
+
+    def _completion(self, row: int) -> Completion:
+        count = self.produced[row]
+        return Completion(self.tokens[row, :count].tolist(), self.logps[row, :count].tolist(), self.ended[row])  # type: ignore[arg-type]
+
+
+assert LENGTH_MULTIPLE % _ROW_MULTIPLE == 0

@@ -1,0 +1,20 @@
+"""The run directory: journal, checkpoints, completions, lock. Importing it pulls in neither torch nor pyarrow."""
+
+from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files
+from agilerl.runs.directory import RunDirectory, RunLayout, read_run
+from agilerl.runs.environment import collect_hardware, collect_versions
+from agilerl.runs.journal import Journal, JsonLines, read_lines
+
+__all__ = [
+    "AgentFiles",
+    "CheckpointStore",
+    "Journal",
+    "JsonLines",
+    "RunDirectory",
+    "RunLayout",
+    "agent_files",
+    "collect_hardware",
+    "collect_versions",
+    "read_lines",
+    "read_run",
+]

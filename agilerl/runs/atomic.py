@@ -1,0 +1,185 @@
+"""Files and folders that are there whole or not at all, whatever moment the process dies at."""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from agilerl.errors import CheckpointError
+from agilerl.runs import strict_json
+
+__all__ = ["MANIFEST", "commit_folder", "remove_folder", "verify_folder", "write_bytes", "write_json", "write_text"]
+
+MANIFEST = "MANIFEST.json"
+"""Name of the file in a committed folder that lists every other file with its size and sha256."""
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file through a temporary one in its folder: a reader sees the old content or the new, never a mix.
+
+    Raises CheckpointError where the file cannot be written; what was there before is then untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            temporary.unlink(missing_ok=True)
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        _fsync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file as ``write_bytes`` does."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object as indented strict JSON (see ``strict_json``), as ``write_bytes`` does."""
+    write_text(path, strict_json.dumps(value, indent=2) + "\n")
+
+
+def commit_folder(target: Path, write: Callable[[Path], None], *, manifest: bool = True) -> None:
+    """Create the folder ``target`` out of what ``write(folder)`` puts into a hidden temporary folder beside it.
+
+    Every file is synced to disk, ``MANIFEST.json`` ({file: {size, sha256}}) is added, then one rename makes the
+    folder visible. Where ``write`` raises, nothing is left behind and its exception passes. Raises CheckpointError
+    where ``target`` exists (nothing is ever overwritten), or where the disk refuses.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already, and a committed folder is never overwritten.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    with _writing(target):
+        try:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            entries = _fsync_tree(temporary)
+            if manifest:
+                write_json(temporary / MANIFEST, entries)
+            os.rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _fsync(target.parent)
+
+
+def verify_folder(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a committed folder after comparing every file with it.
+
+    Raises CheckpointError that names the first file that differs and how: missing, unexpected, a link, of another
+    size or with another content.
+    """
+    manifest = _read_manifest(folder)
+    try:
+        found = _list_files(folder) - {MANIFEST}
+        for name in sorted(found | set(manifest)):
+            if name not in manifest:
+                raise CheckpointError(f"{folder / name} is not in the manifest of {folder}: it does not belong there.")
+            if name not in found:
+                raise CheckpointError(f"{folder / name} is missing, but the manifest of {folder} lists it.")
+            _compare(folder / name, manifest[name])
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error} ({error.filename}).") from error
+    return manifest
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder so that a death half-way leaves no half-deleted folder under its own name."""
+    doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    with _writing(folder):
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link; a committed folder holds plain files only.")
+    manifest = strict_json.read_json(path)
+    # The manifest has no checksum of its own: it is canonical text, so any other spelling of it is damage.
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if text != (strict_json.dumps(manifest, indent=2) + "\n").encode():
+        raise CheckpointError(f"{path} is not as it was written; the file is damaged.")
+    for name, entry in manifest.items():
+        parts = PurePosixPath(name)
+        if not parts.parts or parts.is_absolute() or ".." in parts.parts:
+            raise CheckpointError(f"{path} lists {name!r}, which does not lie inside the folder.")
+        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+            raise CheckpointError(f"{path} should give size and sha256 of {name}, found {entry!r}.")
+    return manifest
+
+
+def _compare(path: Path, entry: Mapping[str, Any]) -> None:
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise CheckpointError(f"{path} should have {entry['size']} bytes, found {size}; the file is damaged.")
+    digest = _sha256(path)
+    if digest != entry["sha256"]:
+        raise CheckpointError(f"{path} should have sha256 {entry['sha256']}, found {digest}; the file is damaged.")
+
+
+def _list_files(folder: Path) -> set[str]:
+    """Return the relative names of all plain files below a folder; refuses links and devices."""
+    names = set()
+    for path in folder.rglob("*"):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            names.add(path.relative_to(folder).as_posix())
+        elif not stat.S_ISDIR(mode):
+            raise CheckpointError(f"{path} is a link or device; a committed folder holds plain files only.")
+    return names
+
+
+def _fsync_tree(folder: Path) -> dict[str, dict[str, Any]]:
+    """Sync every file and folder below ``folder`` and return its manifest."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name in sorted(_list_files(folder)):
+        path = folder / name
+        _fsync(path)
+        entries[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _fsync(path)
+    return entries
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(
+            f"{path} could not be written: {reason}. What was there before is untouched; "
+            f"check the space and permissions of {path.parent}."
+        ) from error

@@ -1,0 +1,156 @@
+"""Numbered checkpoints of a population: committed whole, verified before use, the damaged ones put aside."""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agilerl.errors import CheckpointError
+from agilerl.runs.atomic import commit_folder, remove_folder, verify_folder
+
+__all__ = ["STATE", "AgentFiles", "CheckpointStore", "agent_files"]
+
+STATE = "state.json"
+"""Name of the population's own state inside a checkpoint."""
+
+_KEPT = 2
+_NUMBERED = re.compile(r"\d{6,}")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AgentFiles:
+    """Where one agent lies inside a checkpoint."""
+
+    root: Path
+    """The agent's folder."""
+
+    @property
+    def actor(self) -> Path:
+        """PEFT adapter folder of the policy: adapter_model.safetensors and adapter_config.json."""
+        return self.root / "actor"
+
+    @property
+    def reference(self) -> Path:
+        """PEFT adapter folder of the reference policy, where there is one."""
+        return self.root / "reference"
+
+    @property
+    def critic(self) -> Path:
+        """PEFT adapter folder of the critic, where there is one."""
+        return self.root / "critic"
+
+    @property
+    def optimizer(self) -> Path:
+        """Moments of the optimizer, safetensors."""
+        return self.root / "optimizer.safetensors"
+
+    @property
+    def agent(self) -> Path:
+        """Hyperparameters, counters and identity, JSON."""
+        return self.root / "agent.json"
+
+
+def agent_files(checkpoint: Path, index: int) -> AgentFiles:
+    """Return where the agent ``index`` lies inside the checkpoint folder ``checkpoint``."""
+    return AgentFiles(checkpoint / f"agent_{index}")
+
+
+class CheckpointStore:
+    """The folder ``checkpoints/`` of a run: ``000123/`` holds the state after step 123.
+
+    Only the process that holds the lock of the run directory may use it. ``report`` receives one sentence about
+    each checkpoint that had to be put aside; by default it goes to the log as a warning.
+    """
+
+    def __init__(self, root: Path, *, report: Callable[[str], None] = _log.warning) -> None:
+        self.root = root
+        self._report = report
+        self._verified: set[int] = set()
+
+    def path(self, number: int) -> Path:
+        """Return the folder of checkpoint ``number``, whether or not it exists."""
+        if number < 0:
+            raise CheckpointError(f"the number of a checkpoint should be at least 0, found {number}.")
+        return self.root / f"{number:06d}"
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the committed checkpoints, oldest first; they need not be intact."""
+        if not self.root.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.root.iterdir() if _NUMBERED.fullmatch(p.name) and p.is_dir())
+
+    def commit(self, number: int, write: Callable[[Path], None], *, keep: Collection[int] = ()) -> Path:
+        """Save a checkpoint out of what ``write(folder)`` puts into a temporary folder; return where it lies.
+
+        Once it has been read back intact, older ones are deleted, except the newest intact one before it and the
+        numbers in ``keep`` (the best). Raises CheckpointError where ``number`` exists or the disk refuses; where
+        ``write`` raises, its exception passes and nothing has changed.
+        """
+        target = self.path(number)
+        self._remove_leftovers()
+        commit_folder(target, write)
+        try:
+            verify_folder(target)
+        except CheckpointError as error:
+            self._put_aside(target, error)
+            raise
+        self._verified.add(number)
+        self._delete_old(keep)
+        return target
+
+    def latest(self) -> Path | None:
+        """Return the newest intact checkpoint, or None where there is none.
+
+        A damaged one is reported, renamed ``*.corrupt`` and passed over.
+        """
+        number = self._newest_intact(self.numbers())
+        return None if number is None else self.path(number)
+
+    def _newest_intact(self, numbers: list[int]) -> int | None:
+        for number in reversed(numbers):
+            try:
+                verify_folder(self.path(number))
+            except CheckpointError as error:
+                if isinstance(error.__cause__, PermissionError):
+                    raise  # Not damaged, only not ours to read.
+                self._put_aside(self.path(number), error)
+            else:
+                self._verified.add(number)
+                return number
+        return None
+
+    def _put_aside(self, folder: Path, error: CheckpointError) -> None:
+        aside, count = folder.with_name(f"{folder.name}.corrupt"), 1
+        while aside.exists():
+            aside, count = folder.with_name(f"{folder.name}.{count}.corrupt"), count + 1
+        try:
+            folder.rename(aside)
+        except OSError as failure:
+            self._report(f"{error} The checkpoint {folder} is passed over ({failure.strerror or failure}).")
+        else:
+            self._report(f"{error} The checkpoint was put aside as {aside}; an older one is used instead.")
+
+    def _delete_old(self, keep: Collection[int]) -> None:
+        intact: list[int] = []
+        older = self.numbers()
+        while older and len(intact) < _KEPT:
+            number = older.pop()
+            # Verified by this process already, or else read now: deleting must never cost the last good one.
+            if number in self._verified or self._newest_intact([number]) is not None:
+                intact.append(number)
+        for number in older:
+            if number not in keep:
+                self._verified.discard(number)
+                remove_folder(self.path(number))
+
+    def _remove_leftovers(self) -> None:
+        """Delete temporary folders of a process that died while it was writing or deleting."""
+        if self.root.is_dir():
+            for path in self.root.glob(".*.tmp"):
+                with suppress(OSError):
+                    shutil.rmtree(path)

@@ -1,0 +1,102 @@
+"""Sampled completions of a run: one Parquet file a step, never overwritten."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agilerl.errors import CheckpointError
+from agilerl.runs.atomic import write_bytes
+
+__all__ = ["CompletionRecord", "completion_steps", "discard_completions", "read_completions", "write_completions"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRecord:
+    """One row of a completions file."""
+
+    generation: int
+    step: int
+    agent: int
+    group: int
+    """Rows of one agent and step that share it answer the same prompt."""
+    sample: int
+    """Number of the sample in its group."""
+    prompt: str
+    completion: str
+    answer: str
+    reward: float | None
+    """None where the grader gave no grade."""
+    length: int
+    """Generated tokens."""
+    finish_reason: str
+
+
+_SCHEMA = pa.schema(
+    [(name, pa.int64()) for name in ("generation", "step", "agent", "group", "sample")]
+    + [(name, pa.string()) for name in ("prompt", "completion", "answer")]
+    + [("reward", pa.float64()), ("length", pa.int64()), ("finish_reason", pa.string())]
+)
+
+
+def write_completions(folder: Path, step: int, records: Sequence[CompletionRecord]) -> Path:
+    """Write the completions of one step to ``folder/step_<step>.parquet``, atomically, and return the path.
+
+    Writing the same rows again changes nothing; raises CheckpointError where the file holds other ones.
+    """
+    columns: dict[str, list[Any]] = {field.name: [] for field in fields(CompletionRecord)}
+    for record in records:
+        for name, value in asdict(record).items():
+            columns[name].append(_clean(value) if isinstance(value, str) else value)
+    buffer = BytesIO()
+    pq.write_table(pa.table(columns, schema=_SCHEMA), buffer, compression="zstd")
+    data = buffer.getvalue()
+    path = _file(folder, step)
+    if path.exists():
+        if path.read_bytes() != data:
+            raise CheckpointError(f"{path} exists with other rows, and completions are never overwritten.")
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, data)
+    return path
+
+
+def completion_steps(folder: Path) -> list[int]:
+    """Return the steps that have a completions file, in order."""
+    names = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Return the rows of one step; raises CheckpointError where the file is missing, damaged or lacks columns."""
+    path = _file(folder, step)
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(BytesIO(path.read_bytes()), columns=_SCHEMA.names).to_pylist()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
+    except (OSError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path} should be a Parquet file of completions, but it is not: {error}.") from error
+    if rows and set(rows[0]) != set(_SCHEMA.names):
+        missing = sorted(set(_SCHEMA.names) - set(rows[0]))
+        raise CheckpointError(f"{path} should be a Parquet file of completions, but it lacks {', '.join(missing)}.")
+    return rows
+
+
+def discard_completions(folder: Path, *, after: int) -> None:
+    """Delete the files of steps after ``after``: what a resumed run is about to sample again."""
+    for step in completion_steps(folder):
+        if step > after:
+            _file(folder, step).unlink()
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.parquet"
+
+
+def _clean(text: str) -> str:
+    # A tokenizer may decode half a character into a lone surrogate, which UTF-8 cannot hold.
+    return text.encode("utf-8", "replace").decode()

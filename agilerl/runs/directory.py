@@ -1,0 +1,216 @@
+"""The run directory: where each part lies, who may write to it, and what it was started with."""
+
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agilerl.errors import CheckpointError
+from agilerl.runs import strict_json
+from agilerl.runs.atomic import write_json
+from agilerl.runs.environment import collect_hardware, collect_versions
+from agilerl.runs.lock import DirectoryLock
+
+__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_vacant", "read_run"]
+
+SCHEMA_VERSION = 1
+"""Version of the formats in a run directory; a directory of a newer version is refused."""
+
+_LOCK = ".lock"
+_RUN_KEYS = {
+    "schema_version": int,
+    "config": dict,
+    "config_sha256": str,
+    "seed": int,
+    "versions": dict,
+    "started": str,
+    "command": list,
+}
+
+
+class RunLayout:
+    """The parts of a run directory by name; holds no file open and checks nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        """The directory itself."""
+        self.run_json = root / "run.json"
+        """What the run was started with."""
+        self.summary = root / "summary.json"
+        """Results; there once the run is finished."""
+        self.journal = root / "journal.jsonl"
+        self.metrics = root / "metrics.jsonl"
+        self.lineage = root / "lineage.jsonl"
+        self.completions = root / "completions"
+        self.checkpoints = root / "checkpoints"
+        self.elite = root / "elite"
+        """PEFT adapter folder of the best agent, with the tokenizer."""
+        self.report = root / "report.html"
+
+    @property
+    def is_finished(self) -> bool:
+        """True where ``summary.json`` says so."""
+        return self.summary.exists() and strict_json.read_json(self.summary).get("status") == "finished"
+
+
+class RunDirectory(RunLayout):
+    """A run directory that this process holds the lock of, until ``close`` or the end of a ``with`` block."""
+
+    def __init__(self, root: Path, lock: DirectoryLock, info: dict[str, Any]) -> None:
+        super().__init__(root)
+        self.info = info
+        """Content of ``run.json``."""
+        self._lock = lock
+
+    @classmethod
+    def create(
+        cls, path: str | Path, config: Mapping[str, Any], seed: int, *, command: Sequence[str] | None = None
+    ) -> Self:
+        """Start a run in a directory that is empty or does not exist yet.
+
+        ``config`` is the resolved configuration (anything JSON holds); ``command`` defaults to this process's.
+        Raises CheckpointError, having written nothing, where the directory is in use (with the owner's process
+        id), holds a run, or holds something else.
+        """
+        root = Path(path)
+        document = strict_json.loads(strict_json.dumps(config))
+        try:
+            check_vacant(root)
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the directory {root} cannot be used: {error.strerror or error}.") from error
+        lock = DirectoryLock(root / _LOCK)
+        try:
+            # Again, now that nobody else can write: another process may have been a moment faster.
+            check_vacant(root, locked=True)
+            info = {
+                "schema_version": SCHEMA_VERSION,
+                "config": document,
+                "config_sha256": _sha256(document),
+                "seed": int(seed),
+                "versions": collect_versions(),
+                "hardware": collect_hardware(),
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "command": list(sys.argv if command is None else command),
+            }
+            run = cls(root, lock, info)
+            run.completions.mkdir(exist_ok=True)
+            run.checkpoints.mkdir(exist_ok=True)
+            # Last, for this is what makes the directory a run.
+            write_json(run.run_json, info)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Take over the run directory of an unfinished run.
+
+        Raises CheckpointError where it is missing, no run directory, damaged, in use (with the owner's process id)
+        or finished.
+        """
+        root = Path(path)
+        read_run(root)
+        lock = DirectoryLock(root / _LOCK)
+        try:
+            run = cls(root, lock, read_run(root))
+            if run.is_finished:
+                raise CheckpointError(f"the run in {root} is finished: there is nothing left to do in it.")
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status.
+
+        Raises CheckpointError where the directory was closed before.
+        """
+        if not self._lock.held:
+            raise CheckpointError(f"{self.root} was closed; open it again to write to it.")
+        write_json(self.summary, {"status": "finished", **summary})
+
+    def close(self) -> None:
+        """Let other processes use the directory; closing twice is allowed."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "finished" if self.is_finished else "unfinished"
+        return f"<RunDirectory {self.root}: seed {self.info['seed']}, {state}>"
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """Return the checked content of ``run.json`` of any run, also one in use or finished; takes no lock.
+
+    Raises CheckpointError where ``path`` is missing, no run directory, written by a newer version, or where its
+    configuration does not fit the hash beside it.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        found = "a file" if root.exists() else "nothing"
+        raise CheckpointError(f"expected a run directory at {root}, found {found}.")
+    file = root / "run.json"
+    if not file.exists():
+        raise CheckpointError(
+            f"{root} is not a run directory: it has no run.json. Give the folder a run was written to."
+        )
+    info = strict_json.read_json(file)
+    version = info.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{file} has schema version {version}, this agilerl reads up to {SCHEMA_VERSION}; install a newer one."
+        )
+    for key, kind in _RUN_KEYS.items():
+        if not isinstance(info.get(key), kind):
+            raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {info.get(key)!r}.")
+    if _sha256(info["config"]) != info["config_sha256"]:
+        raise CheckpointError(f"{file}: the configuration does not fit its sha256; the file was changed or damaged.")
+    return info
+
+
+def check_vacant(root: Path, *, locked: bool = False) -> None:
+    """Raise CheckpointError where a new run may not be started; writes nothing into a directory of others.
+
+    ``locked`` says that this process holds the lock, so that nobody else can be at work in the directory.
+    """
+    if not root.exists():
+        return
+    if not root.is_dir():
+        raise CheckpointError(f"expected a directory for the run at {root}, found a file; choose another path.")
+    layout = RunLayout(root)
+    if layout.run_json.exists():
+        if layout.is_finished:
+            raise CheckpointError(f"{root} holds a finished run; choose another directory, or delete that one first.")
+        if not locked:
+            DirectoryLock(root / _LOCK).release()  # Raises with the owner where the run is going on right now.
+        raise CheckpointError(f"{root} holds an unfinished run; resume it, or choose another directory.")
+    names = sorted(p.name for p in root.iterdir())
+    foreign = [name for name in names if not _is_of_interrupted_start(root / name)]
+    if foreign:
+        raise CheckpointError(
+            f"{root} is not empty (found {foreign[0]}) and holds no run; choose a directory that is empty or new."
+        )
+
+
+def _is_of_interrupted_start(path: Path) -> bool:
+    """Return True for what ``create`` leaves when it is killed before ``run.json`` is there."""
+    if path.name in ("completions", "checkpoints"):
+        return path.is_dir() and not any(path.iterdir())
+    return path.name == _LOCK or re.fullmatch(r"\.run\.json\.\d+\.tmp", path.name) is not None
+
+
+def _sha256(config: Any) -> str:
+    return hashlib.sha256(strict_json.dumps(config).encode()).hexdigest()

@@ -1,0 +1,224 @@
+"""Append-only files of JSON lines, whose torn tail is cut when they are opened again after a crash."""
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agilerl.errors import CheckpointError
+from agilerl.runs import strict_json
+
+__all__ = ["Journal", "JsonLines", "read_lines"]
+
+
+class JsonLines:
+    """Writer of metrics and lineage: one JSON object a line, sorted keys, handed to the system line by line.
+
+    Non-finite numbers become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). What follows the
+    last newline of an existing file is the torn end of a line that a crash interrupted; it is cut. ``keep`` cuts
+    the file to its first ``keep`` bytes, a ``position`` that was noted at a checkpoint.
+    """
+
+    def __init__(self, path: Path, *, keep: int | None = None) -> None:
+        self.path = path
+        self._file = _AppendFile(path)
+        whole = _end_of_last_line(path)
+        if keep is not None and not 0 <= keep <= whole:
+            self.close()
+            raise CheckpointError(f"{path} should hold at least {keep} bytes, found {whole}; lines were lost.")
+        self._file.cut(whole if keep is None else keep)
+
+    @property
+    def position(self) -> int:
+        """Bytes written so far; ``keep=position`` brings the file back to this moment."""
+        return self._file.position
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one object; raises CheckpointError where the disk refuses, and then leaves no partial line."""
+        self._file.append(strict_json.dumps(record).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk, safe from a power cut as well."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Journal:
+    """The record of decisions a run can be replayed from: each line holds a sequence number and its own crc32.
+
+    Opening reads and checks every record, and cuts a torn tail. A damaged record that intact ones follow is not a
+    torn tail: that raises CheckpointError with the line number, for the records after it would silently be lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _AppendFile(path)
+        try:
+            self.records, whole = _read_journal(path)
+            self._file.cut(whole)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, data: Mapping[str, Any]) -> int:
+        """Write ``data`` to the disk (synced) and return its sequence number, counted from 0."""
+        sequence = len(self.records)
+        line = _seal(sequence, data)
+        self._file.append(line)
+        self._file.sync()
+        # What a reader would get back, not an alias of the caller's dict.
+        self.records.append(strict_json.loads(line)["data"])
+        return sequence
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file; a missing file has none, a torn last line is left out.
+
+    Raises CheckpointError that names the line where one before the end is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                yield _parse_line(path, number, line)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = strict_json.loads(line)
+    except ValueError as error:
+        raise CheckpointError(f"line {number} of {path} should hold JSON, but it does not: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"line {number} of {path} should hold a JSON object, found a {type(value).__name__}.")
+    return value
+
+
+_HEAD = b'{"crc":"'
+
+
+def _seal(sequence: int, data: Mapping[str, Any]) -> bytes:
+    body = strict_json.dumps({"data": data, "seq": sequence})
+    crc = zlib.crc32(body.encode())
+    return f'{{"crc":"{crc:08x}",{body[1:]}\n'.encode()
+
+
+def _unseal(line: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Return sequence number and data of an intact line, else None."""
+    try:
+        record = strict_json.loads(line)
+        # Sealing again and comparing bytes checks crc and spelling at once.
+        return (record["seq"], record["data"]) if _seal(record["seq"], record["data"]) == line else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the records up to the first damaged line, and the bytes they take."""
+    lines = [line + b"\n" for line in path.read_bytes().split(b"\n")]
+    lines[-1] = lines[-1][:-1]  # What follows the last newline was never finished.
+    records: list[dict[str, Any]] = []
+    whole = 0
+    for number, line in enumerate(lines, start=1):
+        found = _unseal(line)
+        # An intact record may also hide behind the damaged newline of the one before it.
+        if found is None and _unseal(line[line.rfind(_HEAD) :]) is None:
+            continue
+        if found is None or found[0] != len(records) or number != len(records) + 1:
+            raise CheckpointError(
+                f"line {len(records) + 1} of {path} is damaged or lost, but line {number} is intact: this is no "
+                "interrupted write, so nothing was cut. Restore the file from a copy."
+            )
+        records.append(found[1])
+        whole += len(line)
+    return records, whole
+
+
+class _AppendFile:
+    """A file that grows by whole records: a record that could not be written in full is taken back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be opened for writing: {error.strerror or error}.") from error
+        self.position = os.fstat(self._descriptor).st_size
+
+    def append(self, data: bytes) -> None:
+        descriptor = self._open()
+        try:
+            written = os.write(descriptor, data)
+            while written < len(data):
+                written += os.write(descriptor, data[written:])
+        except OSError as error:
+            os.ftruncate(descriptor, self.position)
+            raise CheckpointError(
+                f"{self.path} could not be written: {error.strerror or error}. The lines before are intact."
+            ) from error
+        self.position += len(data)
+
+    def cut(self, position: int) -> None:
+        if position != self.position:
+            os.ftruncate(self._open(), position)
+            self.position = position
+
+    def sync(self) -> None:
+        os.fsync(self._open())
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            raise CheckpointError(f"{self.path} is closed; open it again to write.")
+        return self._descriptor
+
+
+def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
+    """Return the number of bytes up to and including the last newline, reading backwards."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0

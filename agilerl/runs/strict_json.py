@@ -1,0 +1,84 @@
+"""JSON that every parser reads: sorted keys, ASCII, and no bare NaN.
+
+JSON has no NaN and no infinity, yet a diverged agent's loss is exactly that. Null would lose which of the three it
+was, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which ``float()`` and JavaScript's
+``Number()`` both understand) and ``loads`` turns these three strings back into floats.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from agilerl.errors import CheckpointError
+
+__all__ = ["dumps", "loads", "read_json"]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """Return ``value`` as strict JSON with sorted keys; equal values give equal text.
+
+    Takes dicts, lists, tuples, strings, numbers (numpy's too), paths and None; raises TypeError on anything else.
+    """
+    separators = (",", ":") if indent is None else (",", ": ")
+    return json.dumps(_encode(value), sort_keys=True, allow_nan=False, indent=indent, separators=separators)
+
+
+def loads(text: str | bytes) -> Any:
+    """Return the value that ``dumps`` wrote; raises ValueError where the text is not strict JSON."""
+    try:
+        return _decode(json.loads(text, parse_constant=_refuse))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises CheckpointError that names the file and what is wrong with it."""
+    try:
+        value = loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"expected the file {path}, but it does not exist.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} should hold JSON, but it does not: {error}. The file is damaged.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}.")
+    return value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    raise TypeError(f"expected a value that JSON can hold, found a {type(value).__name__}: {value!r}")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

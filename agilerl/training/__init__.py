@@ -1,0 +1,1 @@
+"""Training: the manifest, the loop, and what a run writes."""

@@ -1,0 +1,284 @@
+"""The manifest: every setting of a run, declared once, checked before anything is loaded."""
+
+import types
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agilerl.errors import ConfigError
+from agilerl.validation import nearest, validated
+
+__all__ = [
+    "EnvironmentConfig",
+    "MutationConfig",
+    "NetworkConfig",
+    "RunConfig",
+    "SelectionConfig",
+    "TrainingConfig",
+    "load_manifest",
+]
+
+_MANIFEST_BYTES = 1_000_000
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class EnvironmentConfig(_Section):
+    """What the agents are trained and examined on."""
+
+    env_type: Literal["reasoning"] = "reasoning"
+    """Kind of environment."""
+    task: str = "reasoning_gym:spell_backward"
+    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the dataset."""
+    reward: Literal["exact", "score"] = "exact"
+    """``exact``: 1 for a full score and 0 otherwise; ``score``: the dataset's own score."""
+    data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
+    """Prompts of one training batch of each agent."""
+    eval_prompts: Annotated[int, Field(ge=2)] = 128
+    """Size of the exam that selection uses."""
+    test_prompts: Annotated[int, Field(ge=2)] = 400
+    """Size of the test set that only the final numbers use."""
+    conversation_template: list[dict[str, str]] | None = None
+    """Messages with ``{question}``; None asks the plain question."""
+
+
+class TrainingConfig(_Section):
+    """How long, how many, where."""
+
+    pop_size: Annotated[int, Field(ge=1)] = 4
+    """Agents of the population."""
+    max_steps: Annotated[int, Field(ge=1)] = 32768
+    """Completions sampled for training, all agents together."""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Stop after this many tokens generated, trained on and evaluated."""
+    max_seconds: Annotated[float | None, Field(gt=0)] = None
+    """Stop after this many seconds, at the end of an iteration."""
+    evo_steps: Annotated[int, Field(ge=1)] = 8
+    """Iterations (a rollout and an update of every agent) between selections."""
+    evaluation_interval: Annotated[int | None, Field(ge=1)] = None
+    """Iterations between exams; None examines before each selection only."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of everything random in the run."""
+    init: Literal["spread", "same"] = "spread"
+    """Start the population spread over the genes' ranges, or all alike."""
+    eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads of torch; more than one pays for large base models only."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere."""
+    max_tokens_in_flight: Annotated[int, Field(ge=64)] = 4096
+    """Tokens of one training forward, all agents together."""
+    max_rows_in_flight: Annotated[int, Field(ge=1)] = 1024
+    """Completions decoded at once, all agents together."""
+    log_completions: Annotated[int, Field(ge=0)] = 64
+    """Completions of each agent written to ``completions/`` in each iteration."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints to keep, besides the best."""
+
+
+class ProbabilityConfig(_Section):
+    """Relative probabilities of the kinds of mutation."""
+
+    no_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Leave the agent as it is."""
+    arch_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Double or halve the adapter's rank."""
+    new_layer: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    params_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Add noise to the adapter."""
+    act_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    rl_hp_mut: Annotated[float, Field(ge=0)] = 1.0
+    """Change hyperparameters."""
+
+
+class GeneConfig(_Section):
+    """Range of one hyperparameter; what is left out comes from the algorithm's own declaration."""
+
+    min: float | None = None
+    """Smallest value."""
+    max: float | None = None
+    """Largest value."""
+    scale: Literal["log", "linear"] | None = None
+    """Whether mutations are factors or differences."""
+    choices: list[float | int | str | bool] | None = None
+    """The values to choose from, in place of a range."""
+    shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Together with ``grow_factor``: multiply by one of the two instead of drawing a step."""
+    grow_factor: Annotated[float | None, Field(gt=1)] = None
+    """See ``shrink_factor``."""
+
+
+class MutationConfig(_Section):
+    """What mutates, how often, how far."""
+
+    probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
+    """Kinds of mutation."""
+    rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
+    """The genes: hyperparameters of the algorithm that evolve."""
+    mutation_sd: Annotated[float, Field(gt=0)] = 0.1
+    """Size of adapter noise, relative to the adapter."""
+    genes_per_mutation: Annotated[int, Field(ge=1)] = 1
+    """Genes that move in one mutation."""
+    rank_range: tuple[int, int] = (4, 64)
+    """Smallest and largest adapter rank."""
+    mutate_elite: bool = False
+    """Let the elite mutate too."""
+    rand_seed: int | None = None
+    """Seed of mutations; None takes ``training.seed``."""
+
+
+class SelectionConfig(_Section):
+    """Who survives."""
+
+    name: Literal["tournament", "truncation", "none"] = "tournament"
+    """Strategy; ``none`` keeps everybody, which is random search."""
+    tournament_size: Annotated[int, Field(ge=1)] = 2
+    """Agents that compete for one place."""
+    elitism: bool = True
+    """The best agent keeps its place."""
+
+
+class LoraSection(_Section):
+    """The adapters' shape."""
+
+    r: Annotated[int, Field(ge=1)] = 16
+    """Rank."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 32
+    """The delta is scaled by alpha / r."""
+    target_modules: str | list[str] = "all-linear"
+    """Layers that carry an adapter."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead."""
+
+
+class NetworkConfig(_Section):
+    """The base model."""
+
+    pretrained_model_name_or_path: str = "embedded"
+    """Local folder, hub name, or ``embedded``: the tiny model inside the package."""
+    max_context_length: Annotated[int | None, Field(ge=2)] = None
+    """Most tokens of prompt and completion; None takes the model's own limit."""
+    lora_config: LoraSection = Field(default_factory=LoraSection)
+    """The adapters."""
+
+
+class RunConfig(_Section):
+    """A whole run. ``algorithm`` holds ``name`` and the algorithm's hyperparameters."""
+
+    algorithm: dict[str, Any] = Field(default_factory=lambda: {"name": "GRPO"})
+    """Name and hyperparameters."""
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    """Task and exams."""
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """Length, population, machine."""
+    mutation: MutationConfig = Field(default_factory=MutationConfig)
+    """Mutation operators and genes."""
+    selection_strategy: SelectionConfig = Field(default_factory=SelectionConfig)
+    """Selection."""
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    """Base model and adapters."""
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        size, tournament = self.training.pop_size, self.selection_strategy.tournament_size
+        if self.selection_strategy.name == "tournament" and tournament > size:
+            raise ValueError(
+                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the first"
+            )
+        if "name" not in self.algorithm:
+            self.algorithm = {"name": "GRPO", **self.algorithm}
+        return self
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
+        for section, content in values.items():
+            if section in cls.model_fields and not isinstance(content, Mapping):
+                raise ConfigError(f"{section} must be a mapping of settings, found {content!r}")
+        return validated(cls, values)
+
+
+def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
+
+    Raises ConfigError for a file that is missing, too large or no YAML mapping, and for every wrong setting.
+    """
+    values = _read(path)
+    changed = [_split(override) for override in overrides]
+    if any(keys == ["environment", "task"] for keys, _ in changed):
+        # Parameters belong to a dataset: those of another one would only be in the way.
+        values.get("environment", {}).pop("params", None)
+    for keys, value in changed:
+        _put(values, keys, value)
+    return RunConfig.from_dict(values)
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        text, name = (resources.files("agilerl.training") / "default.yaml").read_text(), "the embedded default"
+    else:
+        name = str(path)
+        if not path.is_file():
+            raise ConfigError(f"no manifest at {name!r}; expected a YAML file")
+        if path.stat().st_size > _MANIFEST_BYTES:
+            raise ConfigError(f"the manifest {name!r} has {path.stat().st_size} bytes; expected at most {_MANIFEST_BYTES}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the manifest {name!r} cannot be read: {error}") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the manifest {name!r} is no valid YAML: {' '.join(str(error).split())}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"the manifest {name!r} must be a mapping of sections, found {type(values).__name__}")
+    return values
+
+
+def _split(override: str) -> tuple[list[str], Any]:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"expected key.path=value, found {override!r}")
+    try:
+        return key.strip().split("."), yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key!r} is no valid YAML: {text!r}") from error
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    model: Any = RunConfig
+    for depth, key in enumerate(keys):
+        fields = getattr(model, "model_fields", None)
+        if fields is not None and key not in fields:
+            raise ConfigError(f"unknown key {'.'.join(keys[: depth + 1])!r}; {nearest(key, fields)}")
+        model = None if fields is None else _nested(fields[key].annotation)
+        if depth < len(keys) - 1:
+            inner = values.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{'.'.join(keys[: depth + 1])} holds {inner!r}, so it has no key {keys[depth + 1]!r}")
+            values = inner
+    values[keys[-1]] = value
+
+
+def _nested(annotation: Any) -> Any:
+    """Return the pydantic model inside an annotation, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((n for n in map(_nested, get_args(annotation)) if n is not None), None)
+    return None

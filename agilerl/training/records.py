@@ -1,0 +1,179 @@
+"""What a run writes while it goes on: metrics, lineage, completions, checkpoints."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.hpo import lineage
+from agilerl.hpo.fitness import Fitness
+from agilerl.models.adapters import write_adapter
+from agilerl.population import Evolution, Population, Rollout
+from agilerl.runs import strict_json
+from agilerl.runs.atomic import commit_folder
+from agilerl.runs.checkpoints import CheckpointStore, agent_files
+from agilerl.runs.completions import CompletionRecord, write_completions
+from agilerl.runs.directory import RunDirectory
+from agilerl.runs.journal import JsonLines
+
+__all__ = ["RunRecords", "Where"]
+
+
+@dataclass(frozen=True)
+class Where:
+    """A point in a run."""
+
+    generation: int
+    iteration: int
+
+
+class RunRecords:
+    """The open files of a run directory."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self.metrics = JsonLines(run.metrics)
+        self.lineage = JsonLines(run.lineage)
+        self.checkpoints = CheckpointStore(run.checkpoints)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.metrics.close()
+        self.lineage.close()
+
+    def founders(self, agents: Iterable[LLMAlgorithm]) -> None:
+        """Write the birth of the first generation."""
+        for agent in agents:
+            self.lineage.write(lineage.birth_record(agent.index, None, 0, 0, agent.hyperparameters))
+
+    def iteration(self, where: Where, metrics: Mapping[int, Mapping[str, float]], times: Mapping[str, float]) -> None:
+        """Write one metrics line an agent."""
+        for index, values in metrics.items():
+            place = {"kind": "train", "generation": where.generation, "step": where.iteration, "agent": index}
+            self.metrics.write({**values, **times, **place})
+
+    def completions(self, where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> None:
+        """Write the first completions of each agent's batch, whole groups from the start."""
+        rows = []
+        for index, trajectories in rollout.trajectories.items():
+            for number, t in enumerate(trajectories[:limit]):
+                reward = t.episode_return
+                rows.append(
+                    CompletionRecord(
+                        generation=where.generation,
+                        step=where.iteration,
+                        agent=index,
+                        group=t.group,
+                        sample=sum(1 for other in trajectories[:number] if other.group == t.group),
+                        prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
+                        completion=t.text,
+                        answer=str(t.row.get("answer", "")),
+                        reward=reward if np.isfinite(reward) else None,
+                        length=len(t.token_ids),
+                        finish_reason=t.finish_reason,
+                    )
+                )
+        if rows:
+            write_completions(self.run.completions, where.iteration, rows)
+
+    def exam(self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[LLMAlgorithm], seconds: float) -> None:
+        """Write the result of each agent."""
+        by_index = {agent.index: agent for agent in agents}
+        for index, result in fitness.items():
+            self.metrics.write(
+                {
+                    "kind": "eval",
+                    "generation": where.generation,
+                    "step": where.iteration,
+                    "agent": index,
+                    "eval/reward_mean": result.mean,
+                    "eval/stderr": result.stderr,
+                    "eval/n": result.n,
+                    "time/eval": seconds,
+                }
+            )
+            record = lineage.fitness_record(index, where.generation, where.iteration, result, by_index[index].tokens)
+            self.lineage.write(record)
+
+    def evolution(
+        self, where: Where, evolution: Evolution, fitness: Mapping[int, Fitness], population: Population, seconds: float
+    ) -> None:
+        """Write births, deaths, mutations and the elite of a generation change."""
+        plan, g, step = evolution.plan, where.generation, where.iteration
+        self.lineage.write(lineage.elite_record(plan.elite, g))
+        for birth in plan.births:
+            values = evolution.inherited[birth.child]
+            self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, values))
+        for index in plan.deaths:
+            self.lineage.write(lineage.death_record(index, g, plan.reason or "won no tournament"))
+        for mutation in evolution.mutations:
+            if mutation.kind != "none":
+                self.lineage.write(lineage.mutation_record(mutation, g))
+        means = [f.mean for f in fitness.values() if f.is_finite]
+        genes = {
+            f"evo/hp/{name}/{agent.index}": value
+            for agent in population.agents
+            for name, value in agent.hyperparameters.items()
+        }
+        self.metrics.write(
+            {
+                "kind": "evolution",
+                "generation": g,
+                "step": step,
+                "evo/generation": g,
+                "evo/fitness/best": max(means, default=float("nan")),
+                "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
+                "evo/fitness/std": float(np.std(means)) if means else float("nan"),
+                "evo/replacements": len(plan.births),
+                "evo/diversity": diversity(population.agents),
+                "time/evolve": seconds,
+                **genes,
+            }
+        )
+
+    def test(self, who: str, agent: int | None, result: Fitness) -> None:
+        """Write a result on the test set."""
+        line = {"eval/reward_mean": result.mean, "eval/stderr": result.stderr, "eval/n": result.n}
+        self.metrics.write({"kind": "test", "who": who, "agent": agent, **line})
+
+    def checkpoint(self, where: Where, population: Population, *, best: int | None, keep: int) -> None:
+        """Commit the whole population after an iteration: every agent, and the state around them."""
+
+        def write(folder: Path) -> None:
+            for agent in population.agents:
+                agent.save_checkpoint(agent_files(folder, agent.index).root)
+            state = {
+                "generation": where.generation,
+                "iteration": where.iteration,
+                "next_index": population.next_index,
+                "slots": [agent.index for agent in population.agents],
+                "metrics_bytes": self.metrics.position,
+                "lineage_bytes": self.lineage.position,
+            }
+            (folder / "state.json").write_text(strict_json.dumps(state, indent=1) + "\n")
+
+        kept = set(self.checkpoints.numbers()[-(keep - 1) :]) | ({best} if best is not None else set())
+        self.checkpoints.commit(where.iteration, write, keep=kept)
+
+    def elite(self, agent: LLMAlgorithm) -> None:
+        """Write ``elite/``: a plain PEFT adapter with the tokenizer beside it."""
+        runtime = agent.runtime
+
+        def write(folder: Path) -> None:
+            factors = runtime.store.adapter(agent.slot)
+            write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
+            runtime.tokenizer.save_pretrained(str(folder))
+
+        commit_folder(self.run.elite, write)
+
+
+def diversity(agents: Iterable[LLMAlgorithm]) -> float:
+    """Return how far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
+    members = list(agents)
+    spreads = [
+        float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
+    ]
+    return float(np.mean(spreads)) if spreads else 0.0

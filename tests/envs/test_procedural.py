@@ -1,0 +1,248 @@
+import random
+import time
+
+import numpy as np
+import pytest
+
+from agilerl.envs.core import score_completions
+from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.split import is_held_out
+from agilerl.errors import ConfigError, EnvError, RewardError
+
+SPELL = {"min_word_len": 3, "max_word_len": 6}
+MIXTURE = {
+    "datasets": [{"name": "gcd", "weight": 1.0}, {"name": "chain_sum", "weight": 2.0, "config": {"max_terms": 3}}]
+}
+TASKS = [
+    ("spell_backward", SPELL),
+    ("gcd", {"max_value": 60}),
+    ("chain_sum", {}),
+    ("letter_counting", {}),
+    ("composite", MIXTURE),
+]
+
+
+def questions(task, split, count):
+    return [task.row(split, i)["question"] for i in range(count)]
+
+
+@pytest.mark.parametrize(("name", "params"), TASKS, ids=[name for name, _ in TASKS])
+def test_rows_do_not_depend_on_what_was_asked_before(name, params):
+    asked = [("train", i) for i in (0, 1, 7, 999, 1000, 1001, 5003)] + [("exam", i) for i in (0, 5)] + [("test", 3)]
+    first, second = ReasoningGymTask(name, params, seed=3), ReasoningGymTask(name, params, seed=3)
+    forwards = [first.row(*key) for key in asked]
+    backwards = [second.row(*key) for key in reversed(asked)][::-1]
+    assert forwards == backwards
+    assert forwards == [first.row(*key) for key in asked]
+
+
+@pytest.mark.parametrize("holdout", ["reserved", "any"])
+@pytest.mark.parametrize(("name", "params"), TASKS, ids=[name for name, _ in TASKS])
+def test_nothing_leaks(name, params, holdout):
+    sizes = {"exam_prompts": 40, "test_prompts": 60}
+    tasks = [ReasoningGymTask(name, params, seed=seed, holdout=holdout, **sizes) for seed in (0, 1)]
+    seen = []
+    for task in tasks:
+        exam, test = questions(task, "exam", 40), questions(task, "test", 60)
+        train = set(questions(task, "train", 1500))
+        assert len(set(exam) | set(test)) == 100
+        assert train.isdisjoint(exam)
+        assert train.isdisjoint(test)
+        seen.append((train, {*exam, *test}))
+    assert seen[0] != seen[1]
+    if holdout == "reserved":
+        # Stronger: no seed trains on another seed's panels, nor on anything that the embedded base may not see.
+        for train, panel in seen:
+            assert all(is_held_out(q) for q in panel)
+            assert not any(is_held_out(q) for q in train)
+
+
+def test_training_avoids_the_panels_of_a_tiny_space():
+    """210 questions in all, half of them in the panels."""
+    task = ReasoningGymTask(
+        "chain_sum",
+        {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        exam_prompts=50,
+        test_prompts=50,
+        holdout="any",
+    )
+    panel = {*questions(task, "exam", 50), *questions(task, "test", 50)}
+    train = set(questions(task, "train", 2000))
+    assert train.isdisjoint(panel)
+    assert len(train) > 50
+
+
+def test_changing_the_test_panel_leaves_exam_and_training_alone():
+    small = ReasoningGymTask("gcd", exam_prompts=20, test_prompts=5)
+    large = ReasoningGymTask("gcd", exam_prompts=20, test_prompts=50)
+    assert questions(small, "exam", 20) == questions(large, "exam", 20)
+    assert questions(small, "train", 50) == questions(large, "train", 50)
+
+
+def test_training_visits_all_lengths_and_most_questions_are_new():
+    task = ReasoningGymTask("spell_backward", SPELL)
+    rows = [task.row("train", i) for i in range(2000)]
+    assert {len(row["answer"]) for row in rows} == {3, 4, 5, 6}
+    assert len({row["question"] for row in rows}) > 1800
+
+
+def test_a_returned_row_can_be_changed_without_harm():
+    task = ReasoningGymTask("gcd", exam_prompts=2, test_prompts=0)
+    task.row("exam", 0)["question"] = "spoilt"
+    assert task.row("exam", 0)["question"] != "spoilt"
+
+
+@pytest.mark.parametrize("name", ["gcd", "list_functions", "pool_matrix", "codeio"])
+def test_global_generators_are_left_alone_and_not_read(name):
+    first = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
+    before = random.getstate(), np.random.get_state()  # noqa: NPY002
+    rows = [first.row("train", i) for i in range(60)]
+    after = random.getstate(), np.random.get_state()  # noqa: NPY002
+    assert before[0] == after[0]
+    assert all(np.array_equal(a, b) for a, b in zip(before[1], after[1]))
+    if name == "codeio":
+        return  # 5 of its first 1000 problems read the clock, an address or the system's entropy
+    random.random()
+    np.random.random()  # noqa: NPY002
+    second = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
+    assert [second.row("train", i) for i in range(60)] == rows
+
+
+@pytest.mark.parametrize("answer", ["elppa", "gnirts"])
+def test_spell_backward_is_rewarded_for_exactly_the_answer(answer):
+    """Upstream adds 1/6 six times, which misses 1.0, so its deduction for trailing junk never happens."""
+    exact = ReasoningGymTask("spell_backward", SPELL)
+    dense = ReasoningGymTask("spell_backward", SPELL, reward="score")
+    row = {"question": "", "answer": answer, "metadata": {"source_dataset": "spell_backward"}}
+    assert exact.reward(answer, row) == dense.reward(answer, row) == 1.0
+    junk = dense.reward(answer + "zz", row)
+    assert junk == (0.9999999999999999 if len(answer) == 6 else 0.8)
+    assert exact.reward(answer + "zz", row) == 0.0
+    assert exact.reward(answer[:-1], row) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("elppa", 1.0),
+        ("  elppa\n", 1.0),
+        ("I think <answer>elppa</answer>", 1.0),
+        ("<answer>no</answer> or rather <answer> elppa </answer>.", 1.0),
+        ("<answer>elppa</answer> or rather <answer>no</answer>", 0.0),
+        ("it is elppa", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_where_the_answer_is_looked_for(completion, reward):
+    row = {"question": "", "answer": "elppa", "metadata": {"source_dataset": "spell_backward"}}
+    assert ReasoningGymTask("spell_backward", SPELL).reward(completion, row) == reward
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong():
+    task = ReasoningGymTask("prime_factorization")
+    row = task.row("train", 0)
+    with pytest.raises(ValueError, match="invalid literal"):
+        task._scorer.score_answer("two times three", row)
+    assert task.reward("two times three", row) == 0.0
+    assert task.reward(row["answer"], row) == 1.0
+
+
+def test_a_scorer_that_cannot_read_its_own_answer_is_at_fault():
+    task = ReasoningGymTask("prime_factorization")
+    rows = [{**task.row("train", i), "answer": "seven"} for i in range(2)]
+    with pytest.raises(RewardError, match="fails on its own answer 'seven'"):
+        task.reward("7", rows[0])
+    good = task.row("train", 5)
+    assert score_completions(task, [rows[0], good], ["7", good["answer"]]) == [None, 1.0]
+    with pytest.raises(RewardError, match="fails on its own answer"):
+        score_completions(task, rows, ["7", "7"])
+
+
+def test_composite_scores_each_row_by_its_own_dataset():
+    task = ReasoningGymTask("composite", MIXTURE)
+    rows = [task.row("train", i) for i in range(300)]
+    sources = [row["metadata"]["source_dataset"] for row in rows]
+    assert set(sources) == {"gcd", "chain_sum"}
+    assert 0.5 < sources.count("chain_sum") / 300 < 0.8  # weight 2 of 3; five standard errors are 0.14
+    assert score_completions(task, rows, [row["answer"] for row in rows]) == [1.0] * 300
+
+
+def test_scoring_a_thousand_completions_takes_well_under_a_second():
+    task = ReasoningGymTask("spell_backward", SPELL)
+    rows = [task.row("train", i) for i in range(1000)]
+    texts = [row["answer"] if i % 2 else row["answer"] + "x" for i, row in enumerate(rows)]
+    start = time.process_time()
+    scores = score_completions(task, rows, texts)
+    assert time.process_time() - start < 0.5
+    assert scores == [0.0, 1.0] * 500
+
+
+def test_the_question_is_what_the_user_says():
+    task = ReasoningGymTask("reasoning_gym:spell_backward", SPELL)
+    row = task.row("train", 0)
+    assert task.name == "spell_backward"
+    assert task.messages(row) == [{"role": "user", "content": row["question"]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("spel_backwards", {}, "found 'spel_backwards'; close names: spell_backward"),
+        ("sum", {}, "close names: .*chain_sum"),
+        ("zzzz", {}, "known: ab, acre"),
+        ("gcd", {"params": {"max_valu": 3}}, "gcd has no parameter 'max_valu'; close names: max_value"),
+        (
+            "gcd",
+            {"params": {"max_value": "60"}},
+            "expected int for the parameter 'max_value' of gcd, found '60' of type str",
+        ),
+        ("gcd", {"params": {"max_value": True}}, "expected int for the parameter 'max_value'"),
+        ("gcd", {"params": {"max_value": -1}}, "gcd does not accept max_value=-1: max_value must be > min_value"),
+        ("gcd", {"params": {"seed": 3}}, "'seed' of gcd is set by the run itself"),
+        ("gcd", {"params": {"size": 3}}, "'size' of gcd is set by the run itself"),
+        ("gcd", {"seed": -1}, "integer of 0 or more for seed, found -1"),
+        ("gcd", {"exam_prompts": 0}, "integer of 1 or more for exam_prompts, found 0"),
+        ("gcd", {"test_prompts": 2.5}, "integer of 0 or more for test_prompts, found 2.5"),
+        ("gcd", {"reward": "dense"}, "expected 'exact' or 'score'"),
+        ("gcd", {"holdout": "none"}, "expected 'reserved' or 'any'"),
+        ("composite", {}, "composite expects params.datasets to be a list"),
+        ("composite", {"params": {"datasets": [{"weight": 1}]}}, "with a name, found"),
+        ("composite", {"params": {"datasets": [{"name": "gdc"}]}}, "close names: .*gcd"),
+        ("composite", {"params": {"datasets": [{"name": "gcd", "wieght": 1}]}}, "no 'wieght'; close names: weight"),
+        ("composite", {"params": {"datasets": [{"name": "gcd", "weight": 0}]}}, "positive number, found 0"),
+        ("composite", {"params": {"datasets": [{"name": "composite"}]}}, "cannot hold a composite"),
+        ("composite", {"params": {"datasets": [{"name": "gcd", "config": {"max_valu": 1}}]}}, "gcd has no parameter"),
+        ("composite", {"params": {"datasets": [{"name": "gcd"}, {"name": "gcd"}]}}, "Duplicate dataset names"),
+    ],
+)
+def test_bad_settings_say_what_to_do(name, options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ReasoningGymTask(name, **options)
+
+
+def test_parameters_that_leave_no_problem():
+    with pytest.raises(EnvError, match=r"spell_backward produced no problem with .*'min_word_len': 90"):
+        ReasoningGymTask("spell_backward", {"min_word_len": 90, "max_word_len": 99})
+
+
+def test_a_task_with_too_few_questions_says_how_many_there_are():
+    tiny = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    with pytest.raises(EnvError, match=r"has only (\d+) distinct questions in its reserved fifth.*holdout to 'any'"):
+        ReasoningGymTask("chain_sum", tiny).prepare()
+    with pytest.raises(EnvError, match=r"has only \d+ distinct questions \("):
+        ReasoningGymTask("chain_sum", tiny, holdout="any").prepare()
+
+
+def test_a_panel_that_takes_every_question_leaves_no_training():
+    params = {"datasets": [{"name": "coin_flip", "config": {"min_trials": 3, "max_trials": 3}}]}
+    task = ReasoningGymTask("composite", params, exam_prompts=1, test_prompts=0, holdout="any")
+    known = {task.row("train", i)["question"] for i in range(300)} | {task.row("exam", 0)["question"]}
+    greedy = ReasoningGymTask("composite", params, exam_prompts=len(known), test_prompts=0, holdout="any")
+    with pytest.raises(EnvError, match="belongs to the exam or test panel"):
+        greedy.row("train", 0)
+
+
+@pytest.mark.parametrize("key", [("train", -1), ("exam", 128), ("test", 400), ("test", -1), ("dev", 0)])
+def test_rows_that_do_not_exist(key):
+    with pytest.raises(EnvError, match="expected"):
+        ReasoningGymTask("gcd").row(*key)

@@ -1,0 +1,42 @@
+"""Every dataset that reasoning_gym registers works by name."""
+
+import random
+
+import pytest
+
+from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.upstream import known_tasks
+
+NO_OWN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Their rows have answer None: any answer that fits the problem is right."""
+JUNK_MAY_BE_RIGHT = {"game_of_life_halting"}
+"""Its scorer takes every answer that does not say True for False."""
+SLOW = {"futoshiki", "knight_swap", "sokoban", "zebra_puzzles"}
+"""0.1 to 0.35 s a problem (measured): one training row each."""
+
+
+def test_there_are_as_many_as_expected():
+    assert len(known_tasks()) == 106
+
+
+@pytest.mark.parametrize("name", [name for name in known_tasks() if name != "composite"])
+def test_every_dataset(name, capfd):
+    before = random.getstate()
+    count = 1 if name in SLOW else 3
+    task, other = (ReasoningGymTask(name, seed=5, exam_prompts=1, test_prompts=0) for _ in range(2))
+    rows = [task.row("train", i) for i in range(count)]
+    assert [other.row("train", i) for i in reversed(range(count))] == rows[::-1]
+    for row in rows:
+        assert isinstance(row["question"], str)
+        assert row["metadata"]["source_dataset"] == name
+        if name in NO_OWN_ANSWER:
+            assert row["answer"] is None
+        else:
+            assert task.reward(row["answer"], row) == 1.0
+            assert task.reward(f"So <answer>{row['answer']}</answer>.", row) == 1.0
+        shown = repr(row)
+        for junk in ("", "zz 1", "{}", "[1]", "[[", "\x00", "((((((((", "1/0", "-", "é × 2"):
+            assert task.reward(junk, row) == 0.0 or name in JUNK_MAY_BE_RIGHT
+        assert repr(row) == shown
+    assert random.getstate() == before
+    assert capfd.readouterr().out == ""

@@ -1,0 +1,89 @@
+import time
+
+import pytest
+
+from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.screening import is_harmless
+
+EVALUATING = [
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+]
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+def test_a_completion_never_runs(name, tmp_path):
+    """Without the screen each of these creates the file."""
+    task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0, reward="score")
+    row, trace = task.row("train", 0), tmp_path / "trace"
+    for attack in (
+        f"open({str(trace)!r}, 'w')",
+        f"[open({str(trace)!r}, 'w')]",
+        f"__import__('pathlib').Path({str(trace)!r}).touch()",
+    ):
+        assert task.reward(attack, row) == 0.0
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", [*EVALUATING, "coin_flip"])
+@pytest.mark.parametrize(
+    "bomb", ["9**9**9**9", "(9**64)**64**64", "99999999!", "1e999999999", "[0]*10**12", "'a'*10**12"]
+)
+def test_a_completion_cannot_explode(name, bomb):
+    task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
+    row = task.row("train", 0)
+    start = time.process_time()
+    assert task.reward(bomb, row) == 0.0
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "harmless"),
+    [
+        ("countdown", "(3 + 4) * 5 - 6 / 2", True),
+        ("countdown", "3 ** 4", False),
+        ("countdown", "x + 1", False),
+        ("countdown", "'3' * 4", False),
+        ("countdown", "so: 3 + 4", True),  # no program: the scorer refuses it
+        ("puzzle24", "-(1 - 25)", True),
+        ("simple_integration", "x**3/3 + 2*exp(x)*sin(x) - log(x) + C", True),
+        ("simple_integration", "x**(3/2) + sqrt(x)", True),
+        ("simple_integration", "2**(x)", True),
+        ("simple_integration", "(9**64)**64", False),
+        ("simple_integration", "x.free_symbols", False),
+        ("simple_integration", "exit()", False),
+        ("simple_integration", "(lambda: 1)()", False),
+        ("simple_integration", "sin(x, evaluate=print)", False),
+        ("polynomial_multiplication", "64*x**4*y**2 - 3*y", True),
+        ("n_queens", "_ Q\nQ _", True),
+        ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
+        ("n_queens", "[x for x in 'ab']", False),
+        ("binary_matrix", "[[0, -1], [1, 0]]", True),
+        ("string_insertion", "ABCDE", True),
+        ("string_insertion", "f'{exit()}'", False),
+        ("coin_flip", "3/8", True),
+        ("chain_sum", "exit()", True),  # compared as text, never run
+    ],
+)
+def test_what_is_let_through(task, answer, harmless):
+    assert is_harmless(task, answer) is harmless
+
+
+def test_depth_and_length_are_limited():
+    assert not is_harmless("n_queens", "[" * 3000 + "]" * 3000)
+    assert not is_harmless("countdown", "1+" * 3000 + "1")
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+def test_right_answers_are_let_through(name):
+    task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
+    for i in range(3 if "integration" in name or name == "puzzle24" else 20):
+        answer = task.row("train", i)["answer"]
+        assert is_harmless(name, answer), answer

@@ -1,0 +1,117 @@
+"""Ranking, the paired comparison and its honesty under noise."""
+
+import math
+
+import numpy as np
+import pytest
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, non_dominated_fronts, probability_better, ranking, reliability
+
+
+def scored(*scores: float) -> Fitness:
+    return Fitness.from_scores(scores)
+
+
+def test_mean_and_standard_error():
+    fitness = scored(0.0, 1.0, 1.0, 1.0)
+    assert fitness.mean == 0.75
+    # s^2 = (0.5625 + 3 * 0.0625) / 3 = 0.25, s / sqrt(4) = 0.25
+    assert fitness.stderr == pytest.approx(0.25)
+    assert fitness.to_dict() == {"mean": 0.75, "stderr": pytest.approx(0.25), "n": 4}
+
+
+def test_no_scores_is_an_error():
+    with pytest.raises(ConfigError, match="at least one prompt"):
+        scored()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_ranks_last(bad):
+    broken = scored(1.0, bad)
+    assert broken.value == -math.inf
+    assert not broken.is_finite
+    assert broken.to_dict() == {"mean": None, "stderr": None, "n": 2}
+    assert ranking({0: broken, 1: Fitness(-1e9), 2: Fitness(bad)}) == [1, 0, 2]
+
+
+def test_ties_stand_in_order_of_age_whatever_the_slot_order():
+    assert ranking({5: Fitness(1.0), 2: Fitness(1.0), 3: Fitness(2.0), 0: Fitness(1.0)}) == [3, 0, 2, 5]
+
+
+def test_one_differing_prompt_is_not_enough():
+    # d = (1, 0 x 7) and the imaginary (1, -1): mean 0.1, s^2 = (3 - 10 * 0.01) / 9 = 0.3222, t = 0.557, 9 df -> 0.7044.
+    assert probability_better(scored(1, 1, 0, 0, 0, 0, 0, 0), scored(0, 1, 0, 0, 0, 0, 0, 0)) == pytest.approx(
+        0.7044, abs=2e-4
+    )
+
+
+def test_many_differing_prompts_are():
+    # d = 1 x 6, 0 x 10: N = 18, mean 1/3, s^2 = (8 - 18 / 9) / 17 = 0.3529, t = 2.3805, 17 df -> 0.9854.
+    better, worse = scored(*[1] * 16), scored(*[0] * 6, *[1] * 10)
+    assert probability_better(better, worse) == pytest.approx(0.9854, abs=2e-4)
+    assert probability_better(worse, better) == pytest.approx(1 - 0.9854, abs=2e-4)
+
+
+def test_pairing_sees_what_the_means_alone_cannot():
+    # The prompts differ a lot, the agents by a little on each: paired sure, unpaired unsure.
+    prompts = np.linspace(0, 1, 64)
+    a, b = scored(*prompts + 0.02), scored(*prompts)
+    assert probability_better(a, b) > 0.999
+    assert probability_better(Fitness(a.mean, a.stderr, 64), Fitness(b.mean, b.stderr, 64)) < 0.75
+
+
+def test_ties_and_missing_evidence_are_even():
+    assert probability_better(scored(0.3, 0.7), scored(0.3, 0.7)) == 0.5
+    assert probability_better(Fitness(0.4), Fitness(0.3)) == 0.5
+    assert probability_better(Fitness(math.nan), Fitness(math.nan)) == 0.5
+    assert probability_better(Fitness(0.1), Fitness(math.nan)) == 1.0
+    assert probability_better(Fitness(math.inf), Fitness(0.1)) == 0.0
+    assert probability_better(scored(1, 1, 1, 1), scored(0, 0, 0, 0), trust=0.0) == 0.5
+
+
+def test_different_panels_cannot_be_compared():
+    with pytest.raises(ConfigError, match="same exam"):
+        probability_better(scored(1, 2), scored(1, 2, 3))
+
+
+def test_reliability_by_hand():
+    # Means 1 and 2, variance between 0.5. Residuals +-0.5 on all four cells: 1.0 / ((2 - 1) (2 - 1)) / 2 = 0.5.
+    assert reliability([scored(1.0, 1.0), scored(1.0, 3.0)]) == 0.0
+    # Means 1 and 3, variance 2; residuals +-0.5 again: 1 - 0.5 / 2.
+    assert reliability([scored(1.0, 1.0), scored(2.0, 4.0)]) == pytest.approx(0.75)
+    # Without scores: 1 - mean(0.1^2, 0.3^2) / 0.5.
+    assert reliability([Fitness(1.0, 0.1, 8), Fitness(2.0, 0.3, 8)]) == pytest.approx(0.9)
+
+
+def test_reliability_without_evidence_is_zero():
+    assert reliability([Fitness(1.0), Fitness(2.0)]) == 0.0
+    assert reliability([scored(1, 2)]) == 0.0
+    assert reliability([scored(1, 2), scored(1, 2)]) == 0.0
+    assert reliability([scored(1, 2), scored(math.nan, 2)]) == 0.0
+
+
+def test_probability_is_calibrated_when_the_prior_is():
+    # Differences drawn from the prior that `trust` stands for: among claims of 80-90 %, 80-90 % are true.
+    rng = np.random.default_rng(0)
+    spread, noise, n = 0.05, 0.05, 64
+    trust = spread**2 / (spread**2 + noise**2)
+    truths, claims = [], []
+    for _ in range(3000):
+        means = rng.normal(0, spread, 2)
+        a, b = (scored(*(mean + rng.normal(0, noise * math.sqrt(n), n))) for mean in means)
+        truths.append(means[0] > means[1])
+        claims.append(probability_better(a, b, trust))
+    claimed = np.array(claims)
+    inside = (claimed > 0.8) & (claimed < 0.9)
+    assert inside.sum() > 200
+    assert 0.78 < np.mean(np.array(truths)[inside]) < 0.93
+
+
+def test_fronts_by_hand():
+    # (reward, -KL): 0 and 1 trade off, 2 is below 1, 3 equals 2, 4 is broken in one entry.
+    objectives = {0: (1.0, -5.0), 1: (0.5, -1.0), 2: (0.4, -2.0), 3: (0.4, -2.0), 4: (0.9, math.nan)}
+    assert non_dominated_fronts(objectives) == [[0, 1], [2, 3, 4]]
+    assert non_dominated_fronts({}) == []
+    with pytest.raises(ConfigError, match="one length"):
+        non_dominated_fronts({0: (1.0,), 1: (1.0, 2.0)})

@@ -1,0 +1,183 @@
+import json
+import math
+
+import pytest
+from small_run import birth, fitness, train, write_run
+
+from agilerl.report.facts import comparison, facts, lineage_table, verdict
+from agilerl.report.figures import (
+    curve_figure,
+    fitness_figure,
+    hyperparameter_figure,
+    hyperparameter_names,
+    throughput_figure,
+    time_figure,
+)
+from agilerl.report.lineage import trace_family
+from agilerl.report.load import load_run
+from agilerl.report.samples import _evenly, sample_groups
+from agilerl.report.tree import short_value, tree_figure
+from agilerl.runs.completions import CompletionRecord, write_completions
+
+
+@pytest.fixture
+def load(tmp_path):
+    count = iter(range(100))
+    return lambda **parts: load_run(write_run(tmp_path / str(next(count)), **parts))
+
+
+def of_agent(figure, agent, **wanted):
+    traces = [t for t in figure["data"] if (t.get("meta") or {}).get("agent") == agent]
+    return [t for t in traces if wanted.items() <= t.items()]
+
+
+def test_the_fitness_band_is_one_standard_error_and_starts_at_the_parent(load):
+    lineage = [birth(0, None, 0), fitness(0, 0, 0.5, 0.1), birth(1, 0, 1), fitness(1, 1, 0.7, 0.2)]
+    run = load(lineage=lineage)
+    figure = fitness_figure(run, trace_family(run))
+    (band,) = of_agent(figure, 1, fill="toself")
+    assert (band["x"], band["y"]) == ([10, 20, 20, 10], [0.6, 0.9, 0.5, 0.4])
+    (line,) = of_agent(figure, 1, mode="lines+markers")
+    assert (line["x"], line["y"]) == ([20], [0.7])
+    assert not line["error_y"]["visible"]
+    (alone,) = of_agent(figure, 0, mode="lines+markers")
+    assert alone["error_y"] == {"array": [0.1], "visible": True, "thickness": 1.5}
+    dotted = next(t for t in figure["data"] if (t.get("meta") or {}).get("inheritance"))
+    assert (dotted["x"], dotted["y"]) == ([10, 20, None], [0.5, 0.7, None])
+
+
+def test_a_value_that_is_not_finite_is_a_gap(load):
+    run = load(metrics=[train(0, i, loss=v) for i, v in enumerate([1.0, math.nan, 2.0, math.inf, 3.0])])
+    figure = curve_figure(run, trace_family(run), "loss")
+    assert of_agent(figure, 0)[0]["y"] == [1.0, None, 2.0, None, 3.0]
+    assert curve_figure(run, trace_family(run), "kl") is None
+    json.dumps(figure, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([1e-5, 1e-2], "log"), ([0.1, 0.5], None), ([0.0, 5.0], None), (["a<b", "c"], "category")]
+)
+def test_the_axis_fits_the_values(load, values, kind):
+    run = load(lineage=[birth(i, None, 0, x=value, same=1) for i, value in enumerate(values)])
+    assert hyperparameter_names(run) == (["x"], {"same": 1})
+    figure = hyperparameter_figure(run, trace_family(run), "x")
+    assert figure["layout"]["yaxis"].get("type") == kind
+    assert "a<b" not in json.dumps(figure)
+
+
+def test_few_decades_have_labels_between_them(load):
+    run = load(lineage=[birth(i, None, 0, x=value) for i, value in enumerate((2e-5, 3e-4))])
+    axis = hyperparameter_figure(run, trace_family(run), "x")["layout"]["yaxis"]
+    assert axis["ticktext"][:5] == ["1e-5", "2e-5", "5e-5", "0.0001", "0.0002"]
+
+
+@pytest.mark.parametrize(("speeds", "total"), [((500.0, 500.0), 500.0), ((500.0, 300.0), 800.0)])
+def test_shared_values_count_once_and_shares_add_up(load, speeds, total):
+    metrics = [train(i, 1, tokens_per_second=speed, **{"time/update": speed}) for i, speed in enumerate(speeds)]
+    run = load(metrics=metrics)
+    assert throughput_figure(run)["data"][0]["y"] == [total]
+    assert time_figure(run)["data"][0]["y"] == [total]
+
+
+def test_the_tree_shows_births_deaths_mutations_and_elites(load):
+    change = {"gene": "learning_rate_of_actor", "old": 1e-4, "new": 3.14159e-4}
+    lineage = [
+        birth(0, None, 0),
+        birth(1, None, 0),
+        fitness(0, 0, 0.8),
+        fitness(1, 0, math.nan, math.nan),
+        {"event": "death", "agent": 1, "generation": 0, "reason": "<b>sick</b>"},
+        {"event": "elite", "agent": 0, "generation": 0},
+        birth(2, 0, 1),
+        {"event": "mutation", "agent": 2, "generation": 1, "kind": "hyperparameters", "changes": [change]},
+        fitness(0, 1, 0.8),
+        fitness(2, 1, 0.9),
+    ]
+    run = load(lineage=lineage)
+    figure = tree_figure(run, trace_family(run))
+    text = json.dumps(figure, ensure_ascii=False)
+    nodes = next(t for t in figure["data"] if t.get("mode") == "markers+text")
+    assert list(zip(nodes["x"], nodes["y"], nodes["text"])) == [(0, 0, "0"), (1, 0, "0"), (0, 1, "1"), (1, 1, "2")]
+    labels = next(t for t in figure["data"] if t.get("mode") == "text")["text"]
+    assert labels == ["0.800", "0.800", "<b>not finite</b>", "0.900<br>learning… 0.00031"]
+    assert "learning_rate_of_actor 0.0001 → 0.000314" in text
+    assert "agent 1 died<br>&lt;b&gt;sick" in text
+    assert "agent 0 is the elite of generation 0" in text
+
+
+def test_no_agents_no_tree(load):
+    run = load()
+    assert tree_figure(run, trace_family(run)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1e-5, "1e-5"), (0.00031416, "0.000314"), (8, "8"), (12345678.0, "1.23e+7"), ("grpo", "grpo")]
+)
+def test_values_are_short(value, text):
+    assert short_value(value) == text
+
+
+@pytest.mark.parametrize(
+    ("base", "elite", "sentence"),
+    [
+        ((0.5, 0.025), (0.52, 0.025), "not clearly different"),
+        ((0.5, 0.025), (0.9, 0.015), "better than the base by 40.0 points ± 2.9"),
+        ((0.9, 0.015), (0.5, 0.025), "worse than the base by 40.0 points ± 2.9"),
+        ((2.0, 0.1), (3.0, 0.1), "better than the base by 1.000 ± 0.141"),
+        ((math.nan, math.nan), (3.0, 0.1), "no finite test result"),
+    ],
+)
+def test_the_verdict_is_honest(load, base, elite, sentence):
+    test = {who: {"mean": m, "stderr": s, "n": 400} for who, (m, s) in (("base", base), ("elite", elite))}
+    run = load(summary={"test": test})
+    found = verdict(run, trace_family(run))
+    assert sentence in found["sentence"]
+    for bar in found["bars"]:
+        assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01
+        assert 0 <= bar["width"] <= 100
+
+
+def test_tables_name_what_is_known(load):
+    lineage = [birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), birth(1, None, 0), birth(2, None, 0)]
+    lineage += [fitness(1, 0, math.nan), {"event": "death", "agent": 1, "generation": 0, "reason": "sick"}]
+    run = load(lineage=lineage, config={"environment": {"task": "t"}, "a": {"b": 1}})
+    rows = lineage_table(run, trace_family(run))
+    assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
+    assert rows[1]["died"] == "0: sick"
+    assert facts(run)["Task"] == "t"
+    other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
+    assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["rows"]
+
+
+def test_samples_are_limited_in_number_and_length(tmp_path):
+    root = write_run(tmp_path / "run")
+    row = CompletionRecord(0, 1, 0, 0, 0, "p" * 5000, "c", "a", 0.0, 1, "stop")
+    fields = {name: getattr(row, name) for name in CompletionRecord.__slots__}
+    for step in range(30):
+        rows = [CompletionRecord(**{**fields, "step": step, "group": group}) for group in range(10)]
+        write_completions(root / "completions", step, rows)
+    groups = sample_groups(load_run(root))
+    assert len(groups) == 20 * 6
+    assert {groups[0]["step"], groups[-1]["step"]} == {0, 29}
+    assert groups[0]["prompt"].endswith("(cut here, 5,000 characters in all)")
+    assert groups[0]["worst"] is None
+
+
+def test_ungraded_completions_are_shown_without_a_rank(tmp_path):
+    root = write_run(tmp_path / "run")
+    rows = [
+        CompletionRecord(0, 1, 0, 0, i, "p", "c", "a", reward, 1, "stop") for i, reward in enumerate((None, math.nan))
+    ]
+    write_completions(root / "completions", 1, rows)
+    (group,) = sample_groups(load_run(root))
+    assert (group["mean"], group["best"]["reward"], group["spread"]) == (None, None, 0)
+
+
+@pytest.mark.parametrize(("count", "most"), [(3, 5), (10, 4), (10, 1), (0, 3)])
+def test_picking_evenly_keeps_both_ends(count, most):
+    items = list(range(count))
+    found = _evenly(items, most)
+    assert len(found) == min(count, most)
+    assert sorted(set(found)) == found
+    if most > 1 and count:
+        assert (found[0], found[-1]) == (items[0], items[-1])
