@@ -28,6 +28,7 @@ __all__ = [
     "load_weights",
     "read_state",
     "restore",
+    "save_llm_checkpoint",
     "write_state",
 ]
 
@@ -164,6 +165,17 @@ def write_state(
     for name in ("adapter", "moments", "reference"):
         del plain[name]
     (folder / "agent.json").write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
+
+
+def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path) -> None:
+    """Save an agent so that ``PeftModel.from_pretrained(base, path)`` and ``(base, path + "/actor")`` load its policy."""
+    folder = Path(path)
+    agent.save_checkpoint(folder)
+    runtime = agent.runtime
+    factors = runtime.store.adapter(agent.slot)
+    adapters.write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
+    if runtime.tokenizer is not None:
+        runtime.tokenizer.save_pretrained(str(folder))
 
 
 def read_state(folder: Path, layers: tuple[LinearShape, ...]) -> AgentState:

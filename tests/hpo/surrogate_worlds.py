@@ -104,7 +104,7 @@ def search(
     following, outcome = size, Outcome()
     for generation in range(generations):
         agents = {i: (world.train(skill, lr), lr) for i, (skill, lr) in agents.items()}
-        fitness = {i: _exam(world, agents[i], seed, generation, i) for i in agents}
+        fitness = _exams(world, agents, seed, generation)
         plan = strategy.plan(fitness, generation, seed, following)
         outcome.elites.append(agents[plan.elite][0])
         outcome.replacements.append(len(plan.births))
@@ -123,9 +123,9 @@ def search(
     return outcome
 
 
-def _exam(world: World, agent: tuple[float, float], seed: int, generation: int, index: int) -> Fitness:
-    noise = stream(seed, "exam", generation, index).standard_normal(PROMPTS) * world.noise * math.sqrt(PROMPTS)
-    return Fitness.from_scores(world.exam(*agent) + noise)
+def _exams(world: World, agents: dict[int, tuple[float, float]], seed: int, generation: int) -> dict[int, Fitness]:
+    noise = stream(seed, "exam", generation).standard_normal((len(agents), PROMPTS)) * world.noise * math.sqrt(PROMPTS)
+    return {i: Fitness.from_scores(world.exam(*agents[i]) + row) for i, row in zip(agents, noise, strict=True)}
 
 
 def _clone(agents: Mapping[int, tuple[float, float]], parent: int, donor: int | None) -> tuple[float, float]:

@@ -99,6 +99,7 @@ def walk(gene, start, steps, seed):
 
 def test_without_selection_there_is_no_drift():
     # Reflection at the ends keeps the uniform distribution over the range; clipping would pile values up there.
+    assert not {1e-7, 1e-3} & set(moves(LR, 2e-7))
     ends = np.array([LR.to_unit(walk(LR, 1e-5, 30, seed)[-1]) for seed in range(400)])
     counts = np.histogram(ends, bins=4, range=(0, 1))[0]
     assert (np.abs(counts - 100) < 40).all()  # binomial(400, 1/4): standard deviation 8.7

@@ -46,6 +46,7 @@ def story():
         moved(2, 1, "lr", 2e-5, 8e-5),
         # The parent's own mutation of the generation in which it was cloned is not inherited.
         moved(0, 1, "beta", 0.1, 0.9),
+        mutation_record(Mutation(0, "parameters", details={"sd": 0.1, "noise_key": [1, 0]}), 1),
         exam(0, 2, 300),
         exam(2, 2, 310),
         moved(2, 2, "beta", 0.1, 0.2),
@@ -98,7 +99,7 @@ def test_family_tree():
     assert lives[0].died is None
     assert lives[0].elite_in == [0, 1]
     assert [one.generation for one in lives[2].exams] == [2, 3, 4]
-    assert len(lives[0].mutations) == 2  # "none" is no mutation
+    assert len(lives[0].mutations) == 3  # "none" is no mutation
 
 
 def test_winning_lineage_from_the_founder():

@@ -1,0 +1,1 @@
+"""Documented import paths; re-exports only."""

@@ -1,0 +1,210 @@
+"""The rollout engine: right tokens, right log-probs, and the same bits in every batch layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from agilerl.errors import ConfigError, EngineError
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts.sampling import RowSettings, draw
+from agilerl.runtime import Runtime
+from tests.tiny_models import EOS, VOCABULARY, llama, qwen2, random_model
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return make_runtime()
+
+
+def make_runtime(config: object = None, **options: object) -> Runtime:
+    runtime = Runtime.for_model(random_model(config), seed=3, **options)
+    g = torch.Generator().manual_seed(1)
+    for rank in (4, 8, 16):
+        slot = runtime.store.allocate(rank, 2.0)
+        factors = [
+            (torch.randn(rank, s.in_features, generator=g) * 0.1, torch.randn(s.out_features, rank, generator=g) * 0.1)
+            for s in runtime.store.layers
+        ]
+        runtime.store.load_adapter(slot, factors)
+    return runtime
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, VOCABULARY, length).tolist()
+
+
+def requests(samples: int = 3, temperature: float = 1.0) -> list[GenerationRequest]:
+    settings = SamplingSettings(max_new_tokens=12, temperature=temperature)
+    return [
+        GenerationRequest(slot, prompt(p, 5 + 3 * p), samples, settings, key=(0 if slot is None else slot + 1, p))
+        for slot in (0, 1, 2, None)
+        for p in range(4)
+    ]
+
+
+def full_logits(runtime: Runtime, slot: int | None, ids: list[int]) -> torch.Tensor:
+    """Plain forward pass without cache, chunking or batching, with the adapter merged by hand."""
+    model = random_model(runtime.base.model.config)
+    if slot is not None:
+        for shape, (a, b) in zip(runtime.store.layers, runtime.store.adapter(slot)):
+            model.get_submodule(shape.name).weight.data += runtime.store.scaling[slot] * (b @ a)
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize("config", [qwen2(), llama()], ids=["qwen2", "llama"])
+def test_greedy_tokens_and_logprobs_are_those_of_the_merged_model(config: object) -> None:
+    runtime = make_runtime(config)
+    asked = requests(samples=1, temperature=0.0)
+    for request, (completion,) in zip(asked, runtime.engine.generate(asked)):
+        ids = list(request.prompt_ids)
+        for token, logp in zip(completion.token_ids, completion.logprobs):
+            logits = full_logits(runtime, request.slot, ids)[-1]
+            best = logits.topk(2)
+            if best.values[0] - best.values[1] > 1e-3:  # rounding may decide a tie either way
+                assert token == int(best.indices[0])
+            assert logp == pytest.approx(float(torch.log_softmax(logits, -1)[token]), abs=2e-4)
+            ids.append(token)
+        stopped = completion.token_ids[-1] == EOS
+        assert completion.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(completion.token_ids) == 12
+
+
+@pytest.mark.parametrize("layout", ["reversed", "one at a time", "two rows in flight", "small units", "twins"])
+def test_layout_changes_no_token(runtime: Runtime, layout: str) -> None:
+    asked = requests()
+    expected = runtime.engine.generate(asked)
+    engine = runtime.engine
+    if layout == "reversed":
+        found = engine.generate(asked[::-1])[::-1]
+    elif layout == "one at a time":
+        found = [engine.generate([r])[0] for r in asked]
+    elif layout == "twins":
+        found = engine.generate([*asked, *asked])[: len(asked)]
+    else:
+        rows, unit = (2, 256) if layout == "two rows in flight" else (1024, 5)
+        engine = type(engine)(runtime.base, runtime.store, seed=3, max_rows=rows, unit_rows=unit)
+        found = engine.generate(asked)
+    for a, b in zip(expected, found):
+        assert [c.token_ids for c in a] == [c.token_ids for c in b]
+        assert [c.finish_reason for c in a] == [c.finish_reason for c in b]
+
+
+def test_an_agent_alone_gets_the_same_log_probs_to_the_bit(runtime: Runtime) -> None:
+    asked = requests(samples=5)
+    together = runtime.engine.generate(asked)
+    for slot in (0, 1, 2, None):
+        own = [r for r in asked if r.slot == slot]
+        alone = runtime.engine.generate(own)
+        both = [c for r, c in zip(asked, together) if r.slot == slot]
+        assert [[c.logprobs for c in g] for g in alone] == [[c.logprobs for c in g] for g in both]
+
+
+def test_samples_follow_the_distribution(runtime: Runtime) -> None:
+    settings = SamplingSettings(max_new_tokens=1, temperature=1.3)
+    ids = prompt(9, 6)
+    (group,) = runtime.engine.generate([GenerationRequest(1, ids, 4000, settings)])
+    counts = np.bincount([c.token_ids[0] for c in group], minlength=VOCABULARY)
+    expected = torch.softmax(full_logits(runtime, 1, ids)[-1].double() / 1.3, -1).numpy() * 4000
+    kept = expected > 5
+    # Chi-square with k degrees of freedom has mean k and variance 2k; five standard deviations never happen.
+    statistic = float((((counts - expected) ** 2) / expected)[kept].sum())
+    assert abs(statistic - kept.sum()) < 5 * (2 * kept.sum()) ** 0.5
+    logp = torch.log_softmax(full_logits(runtime, 1, ids)[-1] / 1.3, -1)
+    for completion in group[:20]:
+        assert completion.logprobs[0] == pytest.approx(float(logp[completion.token_ids[0]]), abs=1e-4)
+
+
+def test_streams_are_keyed_by_purpose_and_key(runtime: Runtime) -> None:
+    settings = SamplingSettings(max_new_tokens=8)
+
+    def tokens(**changes: object) -> list[list[int]]:
+        request = GenerationRequest(0, prompt(1, 6), 4, settings, **changes)  # type: ignore[arg-type]
+        return [c.token_ids for c in runtime.engine.generate([request])[0]]
+
+    assert tokens(key=(1,)) == tokens(key=(1,))
+    assert tokens(key=(1,)) != tokens(key=(2,))
+    assert tokens(key=(1,)) != tokens(key=(1,), purpose="exam")
+    samples = tokens(key=(1,))
+    assert len({tuple(s) for s in samples}) > 1
+
+
+def test_a_nan_adapter_ends_its_own_rows_only(runtime: Runtime) -> None:
+    healthy = make_runtime()
+    sick = make_runtime()
+    sick.store.theta[1].fill_(float("nan"))
+    asked = requests()
+    for request, a, b in zip(asked, healthy.engine.generate(asked), sick.engine.generate(asked)):
+        if request.slot == 1:
+            assert all(c.finish_reason == "error" for c in b)
+        else:
+            assert [(c.token_ids, c.logprobs) for c in a] == [(c.token_ids, c.logprobs) for c in b]
+
+
+def test_context_limit_ends_a_completion_and_an_overlong_prompt_is_refused() -> None:
+    runtime = make_runtime(qwen2(max_position_embeddings=16, eos_token_id=None))
+    settings = SamplingSettings(max_new_tokens=12)
+    (group,) = runtime.engine.generate([GenerationRequest(0, prompt(0, 10), 2, settings)])
+    assert {c.finish_reason for c in group} == {"context"}
+    assert {len(c.token_ids) for c in group} == {6}
+    with pytest.raises(EngineError, match="prompt of 16 tokens cannot be continued: the context holds 16"):
+        runtime.engine.generate([GenerationRequest(0, prompt(0, 16), 1, settings)])
+    with pytest.raises(EngineError, match="prompt of 0 tokens"):
+        runtime.engine.generate([GenerationRequest(0, [], 1, settings)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"min_p": 1.0}, "min_p must be in"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"min_new_tokens": 20}, "min_new_tokens must be between 0 and max_new_tokens"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingSettings(**{"max_new_tokens": 12, **changes})
+
+
+LOGITS = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+
+
+def drawn(uniform: float, **changes: object) -> int:
+    settings = RowSettings.of([SamplingSettings(max_new_tokens=8, **changes)], torch.device("cpu"))  # type: ignore[arg-type]
+    seen = torch.tensor([[True, False, False, False]])
+    token, _ = draw(LOGITS, torch.tensor([uniform], dtype=torch.float64), settings, eos=torch.tensor([3]), seen=seen)
+    return int(token)
+
+
+@pytest.mark.parametrize(
+    ("uniform", "changes", "token"),
+    [
+        (0.0, {}, 0),
+        (0.39, {}, 0),
+        (0.41, {}, 1),
+        (0.95, {}, 3),
+        (1 - 1e-12, {}, 3),
+        (0.95, {"top_k": 2}, 1),  # 0.95 of .4/.7, .3/.7
+        (0.5, {"top_k": 1}, 0),
+        (0.99, {"top_p": 0.75}, 2),  # .4 + .3 < .75, so the third stays, the fourth goes
+        (0.99, {"top_p": 0.6}, 1),
+        (0.99, {"top_p": 0.01}, 0),  # the most likely token always stays
+        (0.99, {"min_p": 0.6}, 1),  # .3 >= .6 * .4 > .2
+        (0.99, {"min_new_tokens": 1}, 2),  # the end token 3 is blocked
+        (0.35, {"repetition_penalty": 2.0}, 1),  # log .4 doubled is log .16: .16/.76 = .21
+    ],
+)
+def test_truncations_keep_the_support_they_promise(uniform: float, changes: dict, token: int) -> None:
+    assert drawn(uniform, **changes) == token
+
+
+def test_log_probs_of_a_truncated_draw_are_over_the_whole_vocabulary() -> None:
+    settings = RowSettings.of([SamplingSettings(max_new_tokens=8, top_k=1)], torch.device("cpu"))
+    _, logp = draw(LOGITS, torch.tensor([0.5], dtype=torch.float64), settings)
+    assert float(logp) == pytest.approx(np.log(0.4), abs=1e-6)
