@@ -7,7 +7,7 @@ from typing import Any
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.update import learn_together
 from agilerl.data import Trajectory, collate
-from agilerl.envs.core import Task
+from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
@@ -18,7 +18,7 @@ from agilerl.rollouts.collect import CollectTimes, TaskRequest, collect
 
 __all__ = ["Evolution", "Population", "Rollout"]
 
-Panel = list[tuple[Mapping[str, Any], list[int]]]
+Panel = list[tuple[Row, list[int]]]
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Population:
 
     # -- exams ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, split: str = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+    def evaluate(self, split: Split = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine agents on a fixed panel: the same prompts for all, greedy, settings of the run and not of genes.
 
         ``split`` is ``exam`` (selection) or ``test`` (the numbers that are reported). An agent whose completion could
@@ -125,11 +125,11 @@ class Population:
         scores = self._examine(split, [(a.slot, a) for a in chosen])
         return {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
 
-    def evaluate_base(self, split: str = "test") -> Fitness:
+    def evaluate_base(self, split: Split = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
         return Fitness.from_scores(self._examine(split, [(None, None)])[0])
 
-    def _examine(self, split: str, who: Sequence[tuple[int | None, LLMAlgorithm | None]]) -> list[list[float]]:
+    def _examine(self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]]) -> list[list[float]]:
         panel = self.panel(split)
         requests = [
             TaskRequest(row, GenerationRequest(slot, prompt, 1, self._exam_sampling(prompt), split, (number,)), number)
@@ -150,16 +150,16 @@ class Population:
         room = self.runtime.base.context_length - len(prompt)
         return SamplingSettings(max_new_tokens=max(1, min(self.eval_max_new_tokens or room, room)), temperature=0.0)
 
-    def panel(self, split: str) -> Panel:
+    def panel(self, split: Split) -> Panel:
         """Return the rows of a fixed panel with their rendered prompts."""
         size = self.task.panel_size(split)
         key = (split, size)
         if key not in self._panels:
-            rows = [self.task.row(split, i) for i in range(size)]  # type: ignore[arg-type]
+            rows = [self.task.row(split, i) for i in range(size)]
             self._panels[key] = [(row, self.render(row)) for row in rows]
         return self._panels[key]
 
-    def render(self, row: Mapping[str, Any]) -> list[int]:
+    def render(self, row: Row) -> list[int]:
         """Return the prompt tokens of a row; raises when they leave no room for a completion."""
         return render_prompt(self.tokenizer, self.task.messages(row), max_tokens=self.context_length - 1)
 
@@ -205,4 +205,3 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
-

@@ -123,7 +123,6 @@ class Runtime:
             results.append((filled, None if entropies is None else empty.masked_scatter(own, entropies[piece])))
         return results
 
-
     @torch.no_grad()
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off)."""

@@ -1,12 +1,15 @@
 """Documented names that mean little for an agent that is one adapter slot: thin, truthful, all in this file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from agilerl.errors import ConfigError
+from agilerl.models.slots import Route
+from agilerl.runtime import Runtime
 
 __all__ = ["DocumentedSurface"]
 
@@ -38,6 +41,10 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
 class DocumentedSurface:
     """Methods of the documented interface whose job the shared base has taken over."""
 
+    runtime: Runtime
+    slot: int
+    reference_slot: int | None
+
     @staticmethod
     def _split_documented(arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Take out keywords that need no action here; raise ConfigError for a value that would."""
@@ -58,11 +65,28 @@ class DocumentedSurface:
 
     def get_policy(self) -> Any:
         """Return the base model; an agent's own adapter is active inside its calls only."""
-        return self.runtime.base.model  # type: ignore[attr-defined]
+        return self.runtime.base.model
+
+    def use_adapter(self, adapter_name: str) -> None:
+        """Let direct calls of the base model use this agent's ``actor`` or ``reference`` adapter from here on."""
+        self.runtime.store.route = self._route_of(adapter_name)
+
+    @contextmanager
+    def select_adapter(self, adapter_name: str) -> Iterator[None]:
+        """Let direct calls of the base model use an adapter while the context is open."""
+        with self.runtime.store.routed(self._route_of(adapter_name)):
+            yield
+
+    def _route_of(self, adapter_name: str) -> Route | None:
+        slots = {"actor": self.slot, "reference": self.reference_slot}
+        if adapter_name not in slots:
+            raise ConfigError(f"expected the adapter 'actor' or 'reference', found {adapter_name!r}")
+        slot = slots[adapter_name]
+        return None if slot is None else Route((slot,), None)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
-        found: dict[str, Any] = {"actor": self.slot}  # type: ignore[attr-defined]
+        found: dict[str, Any] = {"actor": self.slot}
         return found if networks_only else {**found, **self.hyperparameters}  # type: ignore[attr-defined]
 
     @staticmethod
@@ -83,7 +107,7 @@ class DocumentedSurface:
 
     def reinit_optimizers(self, optimizer: Any = None) -> None:
         """Forget Adam's moments and step counter."""
-        self.runtime.store.clear_moments(self.slot)  # type: ignore[attr-defined]
+        self.runtime.store.clear_moments(self.slot)
 
     def recompile(self) -> None:
         """Do nothing: nothing is compiled."""
@@ -93,7 +117,7 @@ class DocumentedSurface:
 
     def to_device(self, *experiences: Tensor) -> tuple[Tensor, ...]:
         """Return tensors on the device of the base."""
-        return tuple(e.to(self.runtime.base.device) for e in experiences)  # type: ignore[attr-defined]
+        return tuple(e.to(self.runtime.base.device) for e in experiences)
 
     def wrap_models(self) -> None:
         """Do nothing: the base is wrapped once, by its runtime."""
@@ -117,4 +141,6 @@ class DocumentedSurface:
     def get_action_dim(action_space: Any) -> tuple[int, ...]:
         """Return the shape of a gymnasium space (empty for text), or its size where it is discrete."""
         size = getattr(action_space, "n", None)
-        return (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())
+        return (
+            (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())
+        )

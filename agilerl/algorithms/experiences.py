@@ -62,10 +62,16 @@ def to_batch(
     except (TypeError, ValueError):
         raise ConfigError("learn expects (completion_ids, action_masks, rewards) or a RolloutBatch") from None
     stacked = isinstance(completion_ids, Tensor)
-    ids = list(completion_ids.split(group_size)) if stacked else [_matrix(x) for x in completion_ids]
-    masks = list(action_masks.split(group_size)) if isinstance(action_masks, Tensor) else [_matrix(x) for x in action_masks]
+    ids = list(torch.split(completion_ids, group_size)) if stacked else [_matrix(x) for x in completion_ids]
+    masks = (
+        list(torch.split(action_masks, group_size))
+        if isinstance(action_masks, Tensor)
+        else [_matrix(x) for x in action_masks]
+    )
     rows = sum(len(i) for i in ids)
-    if [len(i) for i in ids] != [len(m) for m in masks] or any(i.shape[1] != m.shape[1] + 1 for i, m in zip(ids, masks)):
+    if [len(i) for i in ids] != [len(m) for m in masks] or any(
+        i.shape[1] != m.shape[1] + 1 for i, m in zip(ids, masks)
+    ):
         raise ConfigError(
             "every action mask must have as many rows as its completion ids and one column less, found ids "
             f"{[tuple(i.shape) for i in ids]} and masks {[tuple(m.shape) for m in masks]}"

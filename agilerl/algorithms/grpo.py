@@ -58,7 +58,9 @@ class GRPOConfig(RolloutLLMConfig):
     """CISPO: floor of the weight."""
     loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
-    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = "seq-mean-token-mean"
+    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = (
+        "seq-mean-token-mean"
+    )
     """How token losses become one number: GRPO's paper, ``token-mean`` (DAPO), or ``fixed-length`` (Dr. GRPO)."""
     adv_norm: AdvantageNorm = "mean_std"
     """What the group's mean-centred rewards are divided by."""
@@ -90,7 +92,9 @@ class GRPOConfig(RolloutLLMConfig):
     """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
     vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
     """Cap of that weight."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = "token_truncate"
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
+        "token_truncate"
+    )
     """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
 
     @model_validator(mode="after")
@@ -201,9 +205,7 @@ class GRPO(LLMAlgorithm):
             loss = cispo(ratio, inputs.advantages, inputs.logp, clip_max=c.clip_max, clip_min=c.clip_min)
             low, high = c.clip_min or 0.0, c.clip_max
         else:
-            loss = clipped_surrogate(
-                ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta
-            )
+            loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta)
         if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
             loss = loss * mismatch_weights(
                 inputs.old_logp,

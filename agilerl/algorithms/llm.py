@@ -348,6 +348,17 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             runtime = Runtime.from_pretrained(base_name(Path(path)), device=device)
         return cls.from_state(read_state(Path(path), runtime.store.layers), runtime)
 
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference when the tracker advances past its stored value.
+
+        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model.
+        """
+        if reference_update_tracker <= self.reference_tracker:
+            return
+        self.reference_tracker = reference_update_tracker
+        if getattr(self.config, "use_separate_reference_adapter", True):
+            self.set_reference(self.runtime.store.adapter(self.slot))
+
     def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make these factors the frozen reference policy, in a slot of its own."""
         store = self.runtime.store
@@ -386,4 +397,3 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             agent.set_hyperparameters(values)
             agents.append(agent)
         return agents
-

@@ -76,15 +76,13 @@ class _Update:
         micro_rows = agent.micro_rows(batch)
         for epoch in range(agent.config.update_epochs):
             order = agent.shuffle(len(batch), epoch)
-            for rows in order.split(agent.window_rows):
+            for rows in torch.split(order, agent.window_rows):
                 denominator = agent.window_denominator(batch.action_mask[rows])
                 busy = rows if idle is None else rows[~idle[rows]]
-                self.windows.append(_Window(denominator, list(busy.split(micro_rows)) if len(busy) else []))
+                self.windows.append(_Window(denominator, list(torch.split(busy, micro_rows)) if len(busy) else []))
 
 
-def learn_together(
-    agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]
-) -> list[dict[str, float]]:
+def learn_together(agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
     Agents need not agree on anything: an agent with fewer optimizer steps simply drops out of the later rounds. What
@@ -98,7 +96,10 @@ def learn_together(
     for step in range(max((len(u.windows) for u in updates), default=0)):
         active = [u for u in updates if step < len(u.windows)]
         pieces = [
-            [Piece(u.agent, u.experience, rows, u.windows[step].denominator, u.metrics) for rows in u.windows[step].micro_batches]
+            [
+                Piece(u.agent, u.experience, rows, u.windows[step].denominator, u.metrics)
+                for rows in u.windows[step].micro_batches
+            ]
             for u in active
         ]
         for k in range(max((len(own) for own in pieces), default=0)):
@@ -142,7 +143,7 @@ def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
         loss = piece.agent.objective(_inputs(piece, part.batch, logp, entropy), piece.metrics)
         piece.finite = bool(torch.isfinite(loss))
         losses.append(loss)
-    torch.stack(losses).sum().backward()
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _inputs(piece: Piece, batch: RolloutBatch, logp: Tensor, entropy: Tensor | None) -> LossInputs:

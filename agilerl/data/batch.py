@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ class RolloutBatch:
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""
-        picked = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked = {name: value if value is None else value[rows] for name, value in picked.items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        picked: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
         batch = RolloutBatch(**picked)
         length = min(padded_length(int(batch.lengths.max()) if len(batch) else 1), self.ids.shape[1])
         if length == self.ids.shape[1]:

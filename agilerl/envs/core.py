@@ -43,18 +43,18 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def reward(self, completion: str, row: Row) -> float | None:
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return what ``completion`` is worth as an answer to ``row``; None if it cannot be graded.
 
         Raises:
             RewardError: the scorer failed.
         """
 
-    def messages(self, row: Row) -> list[Message]:
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the conversation that is put to the model; a last message of the assistant is a prefill."""
         return [{"role": "user", "content": str(row["question"])}]
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Row]) -> list[float | None]:
+    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return ``reward`` of each completion; override it where scoring many at once is cheaper.
 
         A completion whose scorer fails gets None, so that one odd text does not end a run. If every one fails the
@@ -91,7 +91,7 @@ class Task(ABC):
             raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index}")
 
 
-def score_completions(task: Task, rows: Sequence[Row], texts: Sequence[str]) -> list[float | None]:
+def score_completions(task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
     """Return the reward of each text as an answer to the row at the same place; None where there is no grade.
 
     Raises:

@@ -72,15 +72,15 @@ class DatasetTask(Task):
             raise EnvError(f"row {index} of the {split} dataset has no {' and no '.join(missing)}; found {sorted(row)}")
         return row
 
-    def messages(self, row: Row) -> list[Message]:
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the template with the row's columns filled in."""
         return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self._template]
 
-    def reward(self, completion: str, row: Row) -> float | None:
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return what the reward function says."""
         return self.rewards([completion], [row])[0]
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Row]) -> list[float | None]:
+    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Call the reward function for all completions; its first failure is raised, as a RewardError."""
         return call_grader(self._grader, completions, rows)
 

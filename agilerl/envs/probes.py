@@ -36,7 +36,7 @@ class _DigitProbe(Task):
         question = f"{number:0{self.digits}d}"
         return {"question": question, "answer": str(self.target(question))}
 
-    def reward(self, completion: str, row: Row) -> float:
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
         """Return 1.0 if the completion is the answer, else 0.0."""
         return float(completion.strip() == row["answer"])
 

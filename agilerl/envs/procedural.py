@@ -55,7 +55,8 @@ class ReasoningGymTask(Task):
             test_prompts: size of the test, 0 or more.
             reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
             holdout: ``reserved``: as above; ``any``: panels of any questions, which training then avoids one by one.
-                For tasks with few distinct questions.
+            holdout: ``reserved``: as above; ``any``, for tasks with few distinct questions: panels of any questions,
+                which training then avoids one by one, so that it depends on the panel sizes too.
 
         Raises:
             ConfigError: an unknown task, parameter or setting, or a value out of range.
@@ -96,7 +97,7 @@ class ReasoningGymTask(Task):
         self._fill_panel(place + 1)
         return dict(self._panel[place])
 
-    def reward(self, completion: str, row: Row) -> float | None:
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Score the completion: what stands between the last answer tags, or the whole of it, stripped.
 
         The exact reward compares with ``==``: spell_backward's own score has a rounding bug that gives 6, 7, 9 and 10
@@ -125,7 +126,7 @@ class ReasoningGymTask(Task):
         """
         self._fill_panel(self.exam_prompts + self.test_prompts)
 
-    def _blame(self, row: Row, error: Exception) -> None:
+    def _blame(self, row: Mapping[str, Any], error: Exception) -> None:
         """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
         if row["answer"] is None:
             return

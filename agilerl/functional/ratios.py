@@ -63,7 +63,7 @@ def pool_log_ratio(
         units = turn_ids
     else:
         raise ValueError(f"level must be 'token', 'turn' or 'trajectory', found {level!r}")
-    return _pool_units(log_ratios, mask & (units >= 0), units, reduction)
+    return _pool_units(log_ratios, mask, units, reduction)
 
 
 def _pool_units(log_ratios: Tensor, mask: Tensor, units: Tensor, reduction: str) -> Tensor:

@@ -90,7 +90,9 @@ def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tupl
         known = {f.name for f in dataclasses.fields(LoraConfig)}
         config = LoraConfig(**{name: value for name, value in fields.items() if name in known})
     except FileNotFoundError as error:
-        raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {Path(error.filename or path).name} is missing") from error
+        raise CheckpointError(
+            f"no PEFT adapter at {str(folder)!r}: {Path(error.filename or path).name} is missing"
+        ) from error
     except (SafetensorError, json.JSONDecodeError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {error}") from error
     factors = []

@@ -91,7 +91,7 @@ class BaseModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[M, V]`` in fp32 of hidden states ``[M, H]``."""
         logits = self._head(hidden).float() * self._scale
-        return logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        return cast(Tensor, logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap))
 
     def logprobs(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor | float, *, entropy: bool = False

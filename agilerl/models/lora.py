@@ -1,6 +1,6 @@
 """LoRA for a whole population in one forward pass: a frozen linear layer plus every row's own adapter."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,22 @@ class StackedLoRALinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The frozen weight; some architectures look at its dtype or device."""
-        return self.base_layer.weight
+        return cast(Tensor, self.base_layer.weight)
 
     @property
     def bias(self) -> Tensor | None:
         """The frozen bias, where there is one."""
-        return self.base_layer.bias
+        return cast(Tensor | None, self.base_layer.bias)
 
     @property
     def in_features(self) -> int:
         """Input width."""
-        return int(self.base_layer.in_features)
+        return cast(int, self.base_layer.in_features)
 
     @property
     def out_features(self) -> int:
         """Output width."""
-        return int(self.base_layer.out_features)
+        return cast(int, self.base_layer.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``."""
@@ -55,13 +55,14 @@ def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int, route: 
     One batched matrix product serves all agents when they have equally many rows; otherwise one product an agent, of
     the same shape it would have alone, so that an agent's bits never depend on its neighbours.
     """
-    used, n = sum(route.rows), len(route.slots)
-    if len(set(route.rows)) == 1:
+    counts = (x.shape[0],) if route.rows is None else route.rows
+    used, n = sum(counts), len(route.slots)
+    if len(set(counts)) == 1:
         xs, outs = x[:used].reshape(n, -1, x.shape[-1]), out[:used].reshape(n, -1, out.shape[-1])
         pieces = [_delta(xs, outs, store, layer, route.slots).reshape(out[:used].shape)]
     else:
         pieces, start = [], 0
-        for slot, rows in zip(route.slots, route.rows):
+        for slot, rows in zip(route.slots, counts):
             part = slice(start, start + rows)
             start += rows
             xs, outs = x[part].reshape(1, -1, x.shape[-1]), out[part].reshape(1, -1, out.shape[-1])
@@ -72,8 +73,7 @@ def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int, route: 
 
 
 def _delta(x: Tensor, out: Tensor, store: AdapterStore, layer: int, slots: tuple[int, ...]) -> Tensor:
-    result: Tensor = _LowRank.apply(x, out, _tape(x), store, layer, slots)
-    return result
+    return cast(Tensor, _LowRank.apply(x, out, _tape(x), store, layer, slots))  # type: ignore[no-untyped-call]
 
 
 def _tape(like: Tensor) -> Tensor | None:
@@ -105,7 +105,7 @@ class _LowRank(torch.autograd.Function):
         return out + torch.bmm(low, b.transpose(1, 2)).to(out.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
         store, layer, slots = ctx.place
         a, b = (_pick(bank, slots) for bank in store.factors[layer])

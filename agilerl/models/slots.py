@@ -34,7 +34,8 @@ class Route:
     """
 
     slots: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    """None: all rows of whatever batch comes belong to the one slot."""
 
 
 class AdapterStore:

@@ -212,7 +212,7 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
 
 def throughput_figure(run: RunRecord) -> Figure | None:
     """Draw tokens per second of the whole population over steps; None where the metrics lack them."""
-    points = sorted(_by_step(run, "tokens_per_second").items())
+    points = sorted((step, value) for (_, step), value in _by_step(run, "tokens_per_second").items())
     if not points:
         return None
     x, y = [p[0] for p in points], [_rounded(p[1]) for p in points]
@@ -225,14 +225,15 @@ def throughput_figure(run: RunRecord) -> Figure | None:
 
 def time_figure(run: RunRecord) -> Figure | None:
     """Draw the seconds of each phase, summed over a generation, as stacked bars; None where nothing was timed."""
-    generation_of = {line["step"]: line.get("generation", 0) for a in run.agents.values() for line in a.train}
     data = []
+    last = 0
     for colour, phase in enumerate(_PHASES):
         seconds: dict[int, float] = defaultdict(float)
-        for step, value in _by_step(run, f"time/{phase}").items():
-            seconds[generation_of[step]] += value
+        for (generation, _), value in _by_step(run, f"time/{phase}").items():
+            seconds[generation] += value
         if any(seconds.values()):
             x = sorted(seconds)
+            last = max(last, x[-1])
             bar = {"type": "bar", "name": phase, "x": x, "y": [_rounded(seconds[g]) for g in x]}
             hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
             data.append({**bar, "marker": {"color": row_colour(colour)}, "hovertemplate": hover})
@@ -241,23 +242,23 @@ def time_figure(run: RunRecord) -> Figure | None:
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     figure_layout = layout("generation", "seconds", height=260, barmode="stack", showlegend=True, legend=legend)
     figure_layout["margin"]["t"] = 34
-    figure_layout["xaxis"]["dtick"] = _tick(max(generation_of.values(), default=1))
+    figure_layout["xaxis"]["dtick"] = _tick(last)
     return {"data": data, "layout": figure_layout}
 
 
-def _by_step(run: RunRecord, key: str) -> dict[int, float]:
-    """Return a metric of the whole population at each step.
+def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
+    """Return a metric of the whole population by (generation, step).
 
     Where several agents report one and the same value it is the value of their common batch, and counts once;
     else each reports its own share, and they add up.
     """
-    values: dict[int, list[float]] = defaultdict(list)
-    for agent in run.agents.values():
-        for line in agent.train:
-            value = number(line.get(key))
-            if math.isfinite(value):
-                values[line["step"]].append(value)
-    return {step: found[0] if len(set(found)) == 1 else sum(found) for step, found in values.items()}
+    values: dict[tuple[int, int], list[float]] = defaultdict(list)
+    lines = [line for agent in run.agents.values() for line in agent.train]
+    for line in [*lines, *run.exam_lines, *run.evolutions]:
+        value = number(line.get(key))
+        if math.isfinite(value) and "step" in line:
+            values[int(number_or(line.get("generation"), 0)), line["step"]].append(value)
+    return {place: found[0] if len(set(found)) == 1 else sum(found) for place, found in values.items()}
 
 
 def _trace(agent: AgentRecord, family: Family, x: Sequence[Any], y: Sequence[Any]) -> dict[str, Any]:

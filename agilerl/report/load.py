@@ -85,6 +85,8 @@ class RunRecord:
     """summary.json, empty while the run goes on."""
     agents: dict[int, AgentRecord]
     evolutions: list[dict[str, Any]]
+    exam_lines: list[dict[str, Any]]
+    """Eval lines, for their timing; the scores are in ``agents``."""
     tests: dict[str, tuple[int | None, Score]]
     """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
     elites: dict[int, int]
@@ -120,6 +122,7 @@ def load_run(path: Path) -> RunRecord:
         summary=summary,
         agents=dict(sorted(agents.items())),
         evolutions=evolutions,
+        exam_lines=[line for line in metrics if line.get("kind") == "eval"],
         tests=_tests(metrics, summary),
         elites=elites,
         notes=[],

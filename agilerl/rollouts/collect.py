@@ -1,12 +1,12 @@
 """From prompts to graded trajectories: all agents' completions in one generate call, then the graders."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.core import Task, score_completions
+from agilerl.envs.core import Row, Task, score_completions
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
 
 __all__ = ["CollectTimes", "TaskRequest", "collect"]
@@ -16,7 +16,7 @@ __all__ = ["CollectTimes", "TaskRequest", "collect"]
 class TaskRequest:
     """Some samples of one row of a task for one agent."""
 
-    row: Mapping[str, Any]
+    row: Row
     generation: GenerationRequest
     group: int
 

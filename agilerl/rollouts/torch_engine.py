@@ -65,8 +65,8 @@ class TorchEngine:
         results: list[list[Completion | None]] = [[None] * r.samples for r in requests]
         for batch in self._batches(requests):
             rows, completions = _Decoder(self, requests, batch).run()
-            for (request, sample), completion in zip(rows, completions):
-                results[request][sample] = completion
+            for (place, sample), completion in zip(rows, completions):
+                results[place][sample] = completion
         return [[c for c in group if c is not None] for group in results]
 
     def _batches(self, requests: Sequence[GenerationRequest]) -> list[list[_Unit]]:

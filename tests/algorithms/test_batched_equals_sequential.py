@@ -118,7 +118,7 @@ def test_idle_rows_are_skipped_exactly() -> None:
         if not skip:
             prepare = agent.prepare
 
-            def compute_all(b, prepare=prepare):  # noqa: ANN001, ANN202
+            def compute_all(b, prepare=prepare):
                 experience = prepare(b)
                 return type(experience)(**{**vars(experience), "idle": None})
 

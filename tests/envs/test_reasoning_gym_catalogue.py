@@ -1,11 +1,12 @@
 """Every dataset that reasoning_gym registers works by name."""
 
 import random
+import warnings
 
 import pytest
 
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.upstream import known_tasks
+from agilerl.envs.upstream import known_tasks, quiet
 
 NO_OWN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Their rows have answer None: any answer that fits the problem is right."""
@@ -17,6 +18,16 @@ SLOW = {"futoshiki", "knight_swap", "sokoban", "zebra_puzzles"}
 
 def test_there_are_as_many_as_expected():
     assert len(known_tasks()) == 106
+
+
+def test_quiet_silences_what_is_inside_and_nothing_else(capsys):
+    with quiet():
+        print("noise")
+        warnings.warn("noise", stacklevel=1)  # an error under this suite's filter
+    print("sound")
+    assert capsys.readouterr().out == "sound\n"
+    with pytest.raises(UserWarning, match="sound"):
+        warnings.warn("sound", stacklevel=1)
 
 
 @pytest.mark.parametrize("name", [name for name in known_tasks() if name != "composite"])

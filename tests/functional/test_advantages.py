@@ -55,6 +55,14 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(norm, dtype, value):
     assert fn.zero_variance_groups(rewards, groups).all()
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_spread_of_rounding_noise_counts_as_none(norm):
+    rewards = torch.tensor([0.3, 0.3 + 1e-7, 1.0, 1.1], dtype=torch.float64)
+    found = fn.group_advantages(rewards, torch.tensor([0, 0, 1, 1]), norm=norm)
+    assert found[:2].tolist() == [0.0, 0.0]
+    assert (found[2:] != 0).all()
+
+
 def test_leave_one_out_is_the_difference_from_the_mean_of_the_others():
     rewards = torch.tensor([1.0, 2.0, 6.0])
     found = fn.group_advantages(rewards, torch.zeros(3, dtype=torch.int64), norm="rloo")

@@ -41,7 +41,7 @@ def populations(draw):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(fitness=populations(), generation=st.integers(0, 20), seed=st.integers(0, 2**32))
 def test_a_plan_is_a_valid_step(name, fitness, generation, seed):
     strategy = STRATEGIES[name](len(fitness))

@@ -43,7 +43,7 @@ def strategy(name: str, size: int) -> SelectionStrategy:
 
 
 @cache
-def outcomes(world: str, name: str, size: int = SIZE, seeds: int = 150) -> list[Outcome]:
+def outcomes(world: str, name: str, size: int = SIZE, seeds: int = 120) -> list[Outcome]:
     """Run a strategy; "original" starts everyone alike and multiplies everyone but the elite by 0.8 or 1.2."""
     original = {"init": "same", "gene": DOCUMENTED_LR, "mutate_all": True} if name == "original" else {}
     plan = strategy(name, size)
@@ -71,16 +71,16 @@ def test_the_worlds_are_what_they_claim():
 
 
 @pytest.mark.parametrize(
-    ("world", "tournament", "truncation"),
-    # Measured: original 0.589 and 0.341, random search 0.831 and 0.802, tournament 0.851 and 0.761, truncation 0.856
-    # and 0.822.
-    [("hunt 0.02", 0.84, 0.845), ("hunt 0.16", 0.72, 0.79)],
+    ("world", "tournament", "truncation", "over_random"),
+    # Measured: original 0.577 and 0.342, random search 0.831 and 0.806, tournament 0.851 and 0.754, truncation 0.858
+    # and 0.810. Over random search, truncation gains 0.027 +- 0.003 and, with the noisy exam, 0.004 +- 0.006: nothing.
+    [("hunt 0.02", 0.84, 0.845, 0.015), ("hunt 0.16", 0.72, 0.79, -0.02)],
 )
-def test_a_learning_rate_off_by_a_decade_is_found(world, tournament, truncation):
+def test_a_learning_rate_off_by_a_decade_is_found(world, tournament, truncation, over_random):
     assert shipped(world, "tournament") > tournament
     assert shipped(world, "truncation") > truncation
     assert shipped(world, "tournament") > shipped(world, "original") + 0.2
-    assert shipped(world, "truncation") > shipped(world, "random search")
+    assert shipped(world, "truncation") > shipped(world, "random search") + over_random
     # An ungated tournament on a noisy exam is worse than no selection at all; the gate is what pays there.
     assert shipped(world, "truncation") > shipped(world, "tournament")
 
@@ -91,14 +91,15 @@ def test_most_winners_end_near_the_best_learning_rate():
     assert np.quantile(off, 0.9) < 1.0
 
 
-@pytest.mark.parametrize(("world", "cost"), [("good default 0.02", 0.02), ("good default 0.16", 0.04)])
+@pytest.mark.parametrize(("world", "cost"), [("good default 0.02", 0.02), ("good default 0.16", 0.05)])
 def test_searching_around_a_good_default_costs_little(world, cost):
-    # Measured cost: 0.005 and 0.025.
+    # Measured cost: 0.005 and 0.033 (random search: 0.003 and 0.036, since the noisy exam also picks what is shipped;
+    # an ungated tournament: 0.014 and 0.090).
     assert shipped(world, "truncation") > alone(WORLDS[world]) - cost
 
 
 def test_steady_sub_populations_resist_the_greedy_trap():
-    # Measured: tournament 0.45, multi-frequency 0.69.
+    # Measured: tournament 0.46, multi-frequency 0.69, truncation 0.73; never selecting 0.86.
     assert shipped("trap", "multi-frequency") > shipped("trap", "tournament") + 0.15
     assert shipped("trap", "multi-frequency") > 0.6
 
@@ -107,13 +108,13 @@ def test_steady_sub_populations_resist_the_greedy_trap():
 @pytest.mark.parametrize("name", ["truncation", "halving"])
 def test_gated_strategies_do_not_replace_on_pure_noise(name, size):
     # Measured: truncation 0.06 N, 0.05 N, 0.04 N a generation for 4, 8, 16 agents; without the gate 0.25 N.
-    replaced = np.mean([outcome.replacements for outcome in outcomes("noise", name, size, 40)])
+    replaced = np.mean([outcome.replacements for outcome in outcomes("noise", name, size, 30)])
     assert replaced < 0.1 * size
 
 
 @pytest.mark.parametrize("name", ["tournament", "truncation", "halving", "multi-frequency", "random search"])
 def test_no_elite_and_no_parent_is_ever_nan(name):
-    searches = outcomes("cliff", name, SIZE, 100)
+    searches = outcomes("cliff", name, SIZE, 60)
     assert not np.isnan([outcome.elites for outcome in searches]).any()
     assert sum(outcome.births_from_broken for outcome in searches) == 0
     assert mean_shipped(searches) > alone(WORLDS["cliff"]) + 0.3  # 0.334 alone; the best possible is 0.81

@@ -96,8 +96,6 @@ class SyntheticRun:
                 "time/rollout": 0.24 * seconds,
                 "time/reward": 0.02 * seconds,
                 "time/update": 0.7 * seconds,
-                "time/eval": 0.5 if step % self.steps == 0 else 0.0,
-                "time/evolve": 0.02,
                 "step_time": seconds,
                 "tokens_per_second": 5600 / seconds,
                 "memory/peak": 900_000_000 + agent,
@@ -112,7 +110,7 @@ class SyntheticRun:
         tokens = {"generated": self.tokens[agent] * 2, "trained": self.tokens[agent], "evaluated": 1100 * generation}
         self.lineage.write({**fitness, "stderr": stderr, "n": 200, "tokens": tokens})
         line = {"kind": "eval", "generation": generation, "step": step, "agent": agent}
-        self.metrics.write({**line, "eval/reward_mean": mean, "eval/stderr": stderr, "eval/n": 200})
+        self.metrics.write({**line, "eval/reward_mean": mean, "eval/stderr": stderr, "eval/n": 200, "time/eval": 0.5})
         return mean
 
     def evolve(self, alive, fitness, elite, generation, step):
@@ -143,7 +141,7 @@ class SyntheticRun:
         finite = [f for f in fitness.values() if math.isfinite(f)]
         line = {"kind": "evolution", "generation": generation, "step": step, "evo/fitness/best": max(finite)}
         line |= {"evo/fitness/mean": float(np.mean(finite)), "evo/fitness/std": float(np.std(finite))}
-        line |= {"evo/replacements": self.size - 1, "evo/diversity": 0.5}
+        line |= {"evo/replacements": self.size - 1, "evo/diversity": 0.5, "time/evolve": 0.1}
         line |= {f"evo/hp/{name}/{agent}": v for agent in fitness for name, v in self.genes[agent].items()}
         self.metrics.write(line)
 

@@ -79,6 +79,17 @@ def test_shared_values_count_once_and_shares_add_up(load, speeds, total):
     assert time_figure(run)["data"][0]["y"] == [total]
 
 
+def test_exams_and_evolution_take_time_too(load):
+    eval_lines = [{"kind": "eval", "agent": i, "generation": 1, "step": 4, "time/eval": 2.0} for i in range(3)]
+    evolution = {"kind": "evolution", "generation": 1, "step": 4, "time/evolve": 0.5}
+    figure = time_figure(load(metrics=[train(0, 4, 1, **{"time/rollout": 1.0}), *eval_lines, evolution]))
+    assert [(bar["name"], bar["x"], bar["y"]) for bar in figure["data"]] == [
+        ("rollout", [1], [1.0]),
+        ("eval", [1], [2.0]),
+        ("evolve", [1], [0.5]),
+    ]
+
+
 def test_the_tree_shows_births_deaths_mutations_and_elites(load):
     change = {"gene": "learning_rate_of_actor", "old": 1e-4, "new": 3.14159e-4}
     lineage = [

@@ -13,6 +13,7 @@ from agilerl.models.tiny.demonstrator import demonstrations
 from agilerl.models.tiny.recipe import Recipe
 from agilerl.models.tiny.tasks import TASKS
 from agilerl.models.tiny.tokenizer import tiny_tokenizer
+from agilerl.models.tiny.verify import write_checksums
 from agilerl.streams import normal, stream
 
 __all__ = ["build", "train", "write"]
@@ -67,13 +68,16 @@ def write(model: Qwen2ForCausalLM, folder: Path) -> None:
         if name != "lm_head.weight"
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", {**model.config.to_dict(), "architectures": ["Qwen2ForCausalLM"]})
+    # Owner-only permissions, which save_file gives, would not survive packaging unharmed.
+    (folder / "model.safetensors").chmod(0o644)
+    _write_json(folder / "config.json", {**model.config.to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]})
     generation = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
         pad_token_id=model.config.pad_token_id,
     )
     _write_json(folder / "generation_config.json", generation.to_diff_dict())
+    write_checksums(folder)
 
 
 def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -149,5 +153,5 @@ def _collate(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.T
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     # The version of transformers that happened to write the file is no property of the model.
-    content = {key: value for key, value in content.items() if key != "transformers_version"}
+    content = {key: value for key, value in content.items() if key not in ("transformers_version", "_name_or_path")}
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
