@@ -65,7 +65,7 @@ class RolloutBatch:
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Return the batch on another device."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return RolloutBatch(**{k: v if v is None else v.to(device) for k, v in moved.items()})
+        return RolloutBatch(**{k: None if v is None else v.to(device) for k, v in moved.items()})
 
 
 def padded_length(length: int) -> int:

@@ -54,7 +54,6 @@ class ReasoningGymTask(Task):
             exam_prompts: size of the exam, 1 or more.
             test_prompts: size of the test, 0 or more.
             reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
-            holdout: ``reserved``: as above; ``any``: panels of any questions, which training then avoids one by one.
             holdout: ``reserved``: as above; ``any``, for tasks with few distinct questions: panels of any questions,
                 which training then avoids one by one, so that it depends on the panel sizes too.
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -53,12 +54,10 @@ def render(runs: Sequence[RunRecord]) -> str:
     environment.filters |= {"script_json": script_json}
     y_range = _common_range(runs)
     views = [_view(position, run, y_range) for position, run in enumerate(runs)]
-    library, script = plotly_javascript(), _resource("script.js.jinja")
+    library, script = inline_script(plotly_javascript()), inline_script(_resource("script.js.jinja"))
     names = _distinct_names(runs)
     for view, name in zip(views, names):
         view["name"] = name
-    # A closing tag inside a string would end the script element early.
-    library, script = (text.replace("</script", "<\\/script") for text in (library, script))
     return environment.get_template("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
@@ -76,6 +75,11 @@ def script_json(value: Any) -> Markup:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
+
+
+def inline_script(code: str) -> str:
+    """Return JavaScript that a script element can hold: a closing tag inside a string would end it early."""
+    return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
 def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:

@@ -175,7 +175,10 @@ def _deaths(run: RunRecord, family: Family) -> dict[str, Any]:
 
 
 def _stars(run: RunRecord, family: Family) -> dict[str, Any]:
-    crowned = [(g, i) for g, i in run.elites.items() if i in run.agents and g in family.spans[i]]
+    elites = dict(run.elites)
+    if run.is_finished and family.winner is not None:
+        elites.setdefault(family.spans[family.winner][-1], family.winner)  # No selection follows the last exam.
+    crowned = [(g, i) for g, i in elites.items() if i in run.agents and g in family.spans[i]]
     return {
         "type": "scatter",
         "mode": "markers",

@@ -116,6 +116,18 @@ def test_the_tree_shows_births_deaths_mutations_and_elites(load):
     assert "agent 0 is the elite of generation 0" in text
 
 
+def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
+    lineage = [
+        birth(0, None, 0),
+        fitness(0, 0, 0.5),
+        {"event": "elite", "agent": 0, "generation": 0},
+        fitness(0, 1, 0.5),
+    ]
+    run = load(lineage=lineage, summary={"elite": {"index": 0}})
+    stars = next(t for t in tree_figure(run, trace_family(run))["data"] if t.get("marker", {}).get("symbol") == "star")
+    assert stars["x"] == [0, 1]
+
+
 def test_no_agents_no_tree(load):
     run = load()
     assert tree_figure(run, trace_family(run)) is None

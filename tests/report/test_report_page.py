@@ -14,7 +14,7 @@ from synthetic_run import ATTACK
 
 from agilerl.errors import CheckpointError
 from agilerl.report import build_report
-from agilerl.report.page import script_json
+from agilerl.report.page import inline_script, script_json
 
 
 class Page(HTMLParser):
@@ -159,6 +159,12 @@ def test_json_in_a_script_cannot_end_it():
     assert json.loads(text) == value
     with pytest.raises(ValueError, match="JSON"):
         script_json(float("nan"))
+
+
+def test_code_in_a_script_cannot_end_it():
+    assert inline_script("a('</script>', '</SCRIPT >', '<div></div>')") == (
+        r"a('<\/script>', '<\/SCRIPT >', '<div></div>')"
+    )
 
 
 def test_an_unfinished_run_says_so(page):
