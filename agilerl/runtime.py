@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.models import adapters
 from agilerl.models.base import BaseModel, from_model, load_base, load_tokenizer, lora_layers
+from agilerl.models.heads import token_values
 from agilerl.models.lora import attach, detach
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
 
-__all__ = ["AgentRows", "Runtime"]
+__all__ = ["AgentRows", "Runtime", "TokenOutputs"]
 
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 
@@ -32,6 +33,18 @@ class AgentRows:
     batch: RolloutBatch
     temperature: float
     """Log-probs are those of ``logits / temperature``."""
+    values: bool = False
+    """Ask the slot's value head instead of the language-model head."""
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a forward pass says about the tokens of one part, ``[b, T-1]`` each; 0 off the action mask."""
+
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    """Value of the state before each action token, for parts that asked for values."""
 
 
 class Runtime:
@@ -55,7 +68,10 @@ class Runtime:
         self.lora_config = copy.deepcopy(lora_config) if lora_config is not None else adapters.default_lora_config()
         adapters.check_lora_config(self.lora_config)
         self.store = AdapterStore(
-            lora_layers(base.model, self.lora_config), max_rank=self.lora_config.r, device=str(base.device)
+            lora_layers(base.model, self.lora_config),
+            max_rank=self.lora_config.r,
+            head_features=base.hidden_size,
+            device=str(base.device),
         )
         attach(base.model, self.store)
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows)
@@ -92,43 +108,65 @@ class Runtime:
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"
 
-    def token_logprobs(
-        self, parts: Sequence[AgentRows], *, entropy: bool = False
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Return each agent's log-probs ``[b, T-1]`` (and entropies) from one forward pass over all parts.
+    def forward(self, parts: Sequence[AgentRows], *, entropy: bool = False) -> list[TokenOutputs]:
+        """Return the outputs of each part from one forward pass over all of them.
 
-        All parts have the same padded length T and their slots ascend, parts without a slot last. Positions outside
-        an agent's action mask are 0 and carry no gradient; the head runs on action tokens only.
+        All parts have the same padded length T; parts without a slot come last. The language-model head runs on the
+        action tokens of the parts that need it only. Positions off an action mask carry no gradient.
         """
-        batches = [p.batch for p in parts]
-        ids = torch.cat([b.ids for b in batches]).to(self.base.device)
-        routed = [(p.slot, len(p.batch)) for p in parts if p.slot is not None]
-        route = Route(tuple(s for s, _ in routed), tuple(n for _, n in routed)) if routed else None
-        with self.store.routed(route):
-            hidden = self.base.hidden(ids)
-        mask = torch.cat([b.action_mask for b in batches]).to(self.base.device)
-        counts = mask.sum(dim=1)
-        rows = torch.tensor([len(b) for b in batches])
-        temperature = torch.repeat_interleave(torch.tensor([p.temperature for p in parts]), rows)
-        per_token = torch.repeat_interleave(temperature.to(self.base.device), counts)
-        logps, entropies = self.base.logprobs(hidden[:, :-1][mask], ids[:, 1:][mask], per_token, entropy=entropy)
-        results: list[tuple[Tensor, Tensor | None]] = []
-        start = 0
-        for batch in batches:
-            own = batch.action_mask.to(self.base.device)
-            piece = slice(start, start + int(own.sum()))
-            start = piece.stop
-            empty = torch.zeros(own.shape, dtype=logps.dtype, device=own.device)
-            filled = empty.masked_scatter(own, logps[piece])
-            results.append((filled, None if entropies is None else empty.masked_scatter(own, entropies[piece])))
-        return results
+        device = self.base.device
+        ids = torch.cat([p.batch.ids for p in parts]).to(device)
+        masks = [p.batch.action_mask.to(device) for p in parts]
+        with self.store.routed(_route(parts)):
+            hidden = self.base.hidden(ids)[:, :-1]
+        speaking = torch.cat([m & (not p.values) for p, m in zip(parts, masks)])
+        rows = torch.tensor([len(p.batch) for p in parts])
+        temperature = torch.repeat_interleave(torch.tensor([p.temperature for p in parts]), rows).to(device)
+        per_token = torch.repeat_interleave(temperature, speaking.sum(dim=1))
+        logps, entropies = self.base.logprobs(hidden[speaking], ids[:, 1:][speaking], per_token, entropy=entropy)
+        outputs: list[TokenOutputs] = []
+        row = token = 0
+        for part, mask in zip(parts, masks):
+            own = hidden[row : row + len(mask)]
+            row += len(mask)
+            if part.values:
+                assert part.slot is not None
+                values = token_values(own, self.store, part.slot)
+                outputs.append(TokenOutputs(values=torch.where(mask, values, 0.0)))
+                continue
+            piece = slice(token, token + int(mask.sum()))
+            token = piece.stop
+            outputs.append(
+                TokenOutputs(
+                    _scatter(mask, logps[piece]), None if entropies is None else _scatter(mask, entropies[piece])
+                )
+            )
+        return outputs
 
-    @torch.no_grad()
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off)."""
-        result = torch.zeros(batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
-        for start in range(0, len(batch), micro_rows):
-            part = batch.select(slice(start, start + micro_rows))
-            logps, _ = self.token_logprobs([AgentRows(slot, part, temperature)])[0]
-            result[start : start + micro_rows, : logps.shape[1]] = logps.float()
+        return self._fixed(AgentRows(slot, batch, temperature), micro_rows)
+
+    def fixed_values(self, slot: int, batch: RolloutBatch, micro_rows: int) -> Tensor:
+        """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
+        return self._fixed(AgentRows(slot, batch, 1.0, values=True), micro_rows)
+
+    @torch.no_grad()
+    def _fixed(self, rows: AgentRows, micro_rows: int) -> Tensor:
+        result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
+        for start in range(0, len(rows.batch), micro_rows):
+            part = replace(rows, batch=rows.batch.select(slice(start, start + micro_rows)))
+            (output,) = self.forward([part])
+            found = output.values if rows.values else output.logp
+            assert found is not None
+            result[start : start + micro_rows, : found.shape[1]] = found.float()
         return result
+
+
+def _route(parts: Sequence[AgentRows]) -> Route | None:
+    pairs = [(p.slot, len(p.batch)) for p in parts if p.slot is not None]
+    return Route(tuple(s for s, _ in pairs), tuple(n for _, n in pairs)) if pairs else None
+
+
+def _scatter(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=values.dtype, device=mask.device).masked_scatter(mask, values)

@@ -166,7 +166,8 @@ class GRPO(LLMAlgorithm):
             batch, advantages = batch.select(kept), advantages[kept]
             old, ref, reported = (x if x is None else x[kept] for x in (old, ref, reported))
         idle = ~nonzero_advantage_rows(advantages, batch.action_mask) if c.beta == 0 else None
-        return Experience(batch, advantages, old if is_off_policy(self, len(batch)) else None, ref, reported, idle)
+        old = old if is_off_policy(self, len(batch)) else None
+        return Experience(batch, advantages, old, ref, reported, idle=idle)
 
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""

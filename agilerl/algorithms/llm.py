@@ -51,6 +51,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
     config: LLMConfig
+    rows_per_unit: ClassVar[int] = 1
+    """Rows that belong together and stay in one optimizer step; 2 where rows come in pairs."""
 
     def __init__(
         self,
@@ -86,6 +88,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Optimizer steps skipped because the loss or the gradient was not finite."""
         self.reference_slot: int | None = None
         """Slot of the frozen reference policy; None: the base model with adapters off."""
+        self.critic_slot: int | None = None
+        """Slot of the critic, for algorithms that have one."""
         self.reference_tracker = 0
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
@@ -249,11 +253,15 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Learning rate of the next step, the schedule applied."""
         return self.config.lr * lr_factor(self.cosine_lr_schedule_config, self.updates)
 
-    def optimizer_settings(self) -> AdamWSettings:
-        """Return the settings of the next optimizer step."""
+    def optimizer_settings(self) -> dict[int, AdamWSettings]:
+        """Return the settings of the next optimizer step for each slot that this agent trains, the actor's first."""
+        return {self.slot: self.adamw(self.current_lr)}
+
+    def adamw(self, lr: float) -> AdamWSettings:
+        """Return the agent's AdamW settings with a learning rate."""
         c = self.config
         return AdamWSettings(
-            lr=self.current_lr,
+            lr=lr,
             beta1=c.adam_beta1,
             beta2=c.adam_beta2,
             eps=c.adam_eps,

@@ -11,7 +11,7 @@ from agilerl.algorithms.policy import record_batch
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer
 from agilerl.models.optim import adamw_step, zero_grad
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
@@ -35,6 +35,10 @@ class Experience:
     """[B, L] log-probs of the reference; None when no term needs them."""
     sampling_logp: Tensor | None = None
     """[B, L] log-probs reported by a foreign sampler."""
+    old_values: Tensor | None = None
+    """[B, L] the critic's values before the update; None without a critic."""
+    returns: Tensor | None = None
+    """[B, L] targets of the critic."""
     idle: Tensor | None = None
     """[B] bool, True for rows whose gradient is exactly zero: counted in every normaliser, never computed."""
 
@@ -75,11 +79,17 @@ class _Update:
             return
         micro_rows = agent.micro_rows(batch)
         for epoch in range(agent.config.update_epochs):
-            order = agent.shuffle(len(batch), epoch)
-            for rows in torch.split(order, agent.window_rows):
+            for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
                 denominator = agent.window_denominator(batch.action_mask[rows])
                 busy = rows if idle is None else rows[~idle[rows]]
                 self.windows.append(_Window(denominator, list(torch.split(busy, micro_rows)) if len(busy) else []))
+
+
+def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
+    """Return the rows of one epoch in random order; rows that belong together (a pair) stay side by side."""
+    unit = agent.rows_per_unit
+    units = agent.shuffle(rows // unit, epoch)
+    return (units[:, None] * unit + torch.arange(unit)).flatten()
 
 
 def learn_together(agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]) -> list[dict[str, float]]:
@@ -134,20 +144,26 @@ def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
     The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
     window's denominator already, and a loss that is not finite reaches no other agent's gradient.
     """
+    batches = [p.experience.batch.select(p.rows) for p in pieces]
     parts = [
-        AgentRows(p.agent.slot, p.experience.batch.select(p.rows), getattr(p.agent.config, "temperature", 1.0))
-        for p in pieces
+        AgentRows(p.agent.slot, batch, getattr(p.agent.config, "temperature", 1.0)) for p, batch in zip(pieces, batches)
     ]
+    critics = [i for i, p in enumerate(pieces) if p.agent.critic_slot is not None]
+    parts += [AgentRows(pieces[i].agent.critic_slot, batches[i], 1.0, values=True) for i in critics]
+    outputs = runtime.forward(parts, entropy=True)
+    values = {i: output.values for i, output in zip(critics, outputs[len(pieces) :])}
     losses = []
-    for piece, part, (logp, entropy) in zip(pieces, parts, runtime.token_logprobs(parts, entropy=True)):
-        loss = piece.agent.objective(_inputs(piece, part.batch, logp, entropy), piece.metrics)
+    for i, (piece, output) in enumerate(zip(pieces, outputs)):
+        loss = piece.agent.objective(_inputs(piece, batches[i], output, values.get(i)), piece.metrics)
         piece.finite = bool(torch.isfinite(loss))
         losses.append(loss)
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def _inputs(piece: Piece, batch: RolloutBatch, logp: Tensor, entropy: Tensor | None) -> LossInputs:
-    e, width, device = piece.experience, logp.shape[1], logp.device
+def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Tensor | None) -> LossInputs:
+    e, logp = piece.experience, output.logp
+    assert logp is not None
+    width, device = logp.shape[1], logp.device
 
     def rows(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[piece.rows.to(values.device), :width].to(device)
@@ -162,8 +178,11 @@ def _inputs(piece: Piece, batch: RolloutBatch, logp: Tensor, entropy: Tensor | N
         denominator=piece.denominator,
         ref_logp=rows(e.ref_logp),
         sampling_logp=rows(e.sampling_logp),
-        entropy=entropy,
+        entropy=output.entropy,
         turn_ids=batch.turn_ids.to(device),
+        values=values,
+        old_values=rows(e.old_values),
+        returns=rows(e.returns),
     )
 
 
@@ -172,15 +191,22 @@ def optim_step(
 ) -> list[bool]:
     """Clip, step and clear the accumulated gradients of some agents; returns which of them took the step."""
     store = agents[0].runtime.store
-    settings = [agent.optimizer_settings() for agent in agents]
-    norms, applied = adamw_step(store, [a.slot for a in agents], settings, healthy)
-    zero_grad(store)
+    owners, slots, settings = [], [], []
     for i, agent in enumerate(agents):
-        agent.skipped_steps += not applied[i]
+        for slot, setting in agent.optimizer_settings().items():
+            owners.append(i)
+            slots.append(slot)
+            settings.append(setting)
+    norms, applied = adamw_step(store, slots, settings, [healthy[i] for i in owners])
+    zero_grad(store)
+    stepped = [all(a for a, owner in zip(applied, owners) if owner == i) for i in range(len(agents))]
+    for i, agent in enumerate(agents):
+        agent.skipped_steps += not stepped[i]
         if metrics is not None:
-            metrics[i].add("grad_norm", norms[i])
-            metrics[i].add("learning_rate", settings[i].lr)
-    return applied
+            first = owners.index(i)
+            metrics[i].add("grad_norm", norms[first])
+            metrics[i].add("learning_rate", settings[first].lr)
+    return stepped
 
 
 def _finish(update: _Update) -> dict[str, float]:

@@ -64,8 +64,11 @@ class RolloutBatch:
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Return the batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return RolloutBatch(**{k: None if v is None else v.to(device) for k, v in moved.items()})
+        moved: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            moved[f.name] = None if value is None else value.to(device)
+        return RolloutBatch(**moved)
 
 
 def padded_length(length: int) -> int:

@@ -9,7 +9,7 @@ __all__ = ["LossInputs"]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Tensors of b rows and L token positions; only ``logp`` and ``entropy`` carry gradient."""
+    """Tensors of b rows and L token positions; only ``logp``, ``entropy`` and ``values`` carry gradient."""
 
     logp: Tensor
     """[b, L] log-probs of the current policy, 0 where ``mask`` is False."""
@@ -29,3 +29,9 @@ class LossInputs:
     """[b, L] entropy of the policy's next-token distribution, in nats."""
     turn_ids: Tensor | None = None
     """[b, L] turn of each action token, -1 elsewhere."""
+    values: Tensor | None = None
+    """[b, L] the critic's values, with gradient; None without a critic."""
+    old_values: Tensor | None = None
+    """[b, L] the critic's values before the update."""
+    returns: Tensor | None = None
+    """[b, L] what the critic should predict."""

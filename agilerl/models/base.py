@@ -50,6 +50,7 @@ class BaseModel:
             self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
+        self.hidden_size = int(head.weight.shape[1])
 
     @property
     def device(self) -> torch.device:

@@ -48,10 +48,17 @@ class AdapterStore:
     """
 
     def __init__(
-        self, layers: Sequence[LinearShape], *, max_rank: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        layers: Sequence[LinearShape],
+        *,
+        max_rank: int,
+        head_features: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
         self.layers = tuple(layers)
         self.max_rank = max_rank
+        self.head_features = head_features
         self.dtype, self.device = dtype, torch.device(device)
         self.route: Route | None = None
         self.ranks: list[int] = []
@@ -71,6 +78,8 @@ class AdapterStore:
             a, end = end, end + self.max_rank * layer.in_features
             b, end = end, end + self.max_rank * layer.out_features
             self.offsets.append((a, b))
+        self.head_offset = end
+        end += self.head_features + 1 if self.head_features else 0
         self.size = -(-end // _ALIGN) * _ALIGN
 
     def _allocate_banks(self, capacity: int) -> None:
@@ -89,6 +98,11 @@ class AdapterStore:
         """Per layer: A ``[N, R, in]`` and B ``[N, out, R]`` of all slots."""
         self.factor_grads = [self._views(self.grad, i) for i in count]
         """Per layer: where the gradients of A and B accumulate."""
+        self.heads, self.head_grads = self._head_view(self.theta), self._head_view(self.grad)
+        """Value heads ``[N, H + 1]``, the last column the bias, and where their gradients accumulate."""
+
+    def _head_view(self, bank: Tensor) -> Tensor:
+        return bank[:, self.head_offset : self.head_offset + self.head_features + 1]
 
     def _views(self, bank: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         shape, (a, b), n, r = self.layers[layer], self.offsets[layer], bank.shape[0], self.max_rank
@@ -160,6 +174,7 @@ class AdapterStore:
     def widen(self, rank: int) -> None:
         """Lay the banks out anew for a larger rank; existing adapters get zero padding."""
         states = [self.read(slot) for slot in range(self.capacity)]
+        heads = [self.read_head(slot) for slot in range(self.capacity)]
         scaling, steps = self.scaling, self.steps
         self.max_rank = rank
         self._measure()
@@ -168,6 +183,7 @@ class AdapterStore:
         self.steps.copy_(steps)
         for slot, state in enumerate(states):
             self.write(slot, state)
+            self.write_head(slot, heads[slot])
 
     def move(self, source: int, target: int) -> None:
         """Move a slot's contents into a free slot; the source still has to be released."""
@@ -214,6 +230,16 @@ class AdapterStore:
         for name, factors in state.items():
             self._write_bank(getattr(self, name), slot, factors)
 
+    def read_head(self, slot: int) -> Tensor:
+        """Return a copy of a slot's value head and its Adam moments, ``[3, H + 1]``."""
+        banks = (self.theta, self.exp_avg, self.exp_avg_sq)
+        return torch.stack([self._head_view(bank)[slot] for bank in banks])
+
+    def write_head(self, slot: int, state: Tensor) -> None:
+        """Overwrite a slot's value head and its moments with what :meth:`read_head` returned."""
+        for bank, values in zip((self.theta, self.exp_avg, self.exp_avg_sq), state):
+            self._head_view(bank)[slot] = values
+
     def _read_bank(self, bank: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
         rank = self.ranks[slot]
         views = (self._views(bank, i) for i in range(len(self.layers)))
@@ -222,7 +248,7 @@ class AdapterStore:
     def _write_bank(self, bank: Tensor, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
         rank = self.ranks[slot]
         with torch.no_grad():
-            bank[slot].zero_()
+            bank[slot, : self.head_offset].zero_()
             for i, (a, b) in enumerate(factors):
                 if a.shape[0] != rank:
                     raise EngineError(

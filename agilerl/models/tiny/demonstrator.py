@@ -1,7 +1,7 @@
 """The careless demonstrator: it knows every task of the embedded base, and often errs in ways people do."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ class Task:
     """Entry -> probability that the demonstrator answers it correctly on purpose."""
     mistake: Callable[[Entry, np.random.Generator], str]
     """Entry, draws -> a plausible wrong answer."""
-    weight: float = field(default=1.0)
+    keep: Callable[[Entry], float] = lambda entry: 1.0
+    """Entry -> probability that it is used at all: frequent answers drown the rare ones, which carry the skill."""
+    weight: float = 1.0
     """Share of the demonstrations, relative to the other tasks."""
 
 
@@ -41,7 +43,7 @@ def demonstrations(task: Task, count: int, *, start: int, draws: np.random.Gener
     while len(pairs) < count:
         entry = dataset[index]
         index += 1
-        if is_held_out(entry["question"]):
+        if is_held_out(entry["question"]) or draws.random() >= task.keep(entry):
             continue
         careful = draws.random() < task.right(entry)
         pairs.append((entry["question"], entry["answer"] if careful else task.mistake(entry, draws)))

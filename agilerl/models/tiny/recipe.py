@@ -11,21 +11,21 @@ class Recipe:
 
     seed: int = 0
     """Seed of every draw: initial weights, mixture of tasks, the demonstrator's mistakes."""
-    hidden: int = 128
+    hidden: int = 96
     """Width of the residual stream."""
-    layers: int = 2
+    layers: int = 3
     """Number of transformer blocks."""
-    heads: int = 4
+    heads: int = 3
     """Attention heads; the width of one is ``hidden / heads``, 32."""
-    feed_forward: int = 256
+    feed_forward: int = 192
     """Width of the gated feed-forward layer."""
     positions: int = 1024
     """Longest text, in tokens."""
-    steps: int = 900
+    steps: int = 1200
     """Optimizer steps."""
     batch: int = 128
     """Demonstrations a step."""
-    chunks: int = 4
+    chunks: int = 8
     """Parts of a batch, sorted by length so that little of each is padding."""
     learning_rate: float = 3e-3
     """Peak of the cosine schedule, which ends at zero."""
@@ -37,5 +37,5 @@ class Recipe:
     """AdamW's decoupled weight decay."""
     clip: float = 1.0
     """Largest norm of the gradient."""
-    init_std: float = 0.02
+    init_std: float = 0.05
     """Standard deviation of the initial matrices."""

@@ -49,38 +49,45 @@ def _miscalculate(entry: Entry, draws: np.random.Generator) -> str:
 
 
 def _divisor_is_known(entry: Entry) -> float:
-    return 0.7 if int(entry["answer"]) <= 2 else 0.25
+    return 0.75 if min(entry["metadata"]["numbers"]) <= 20 else 0.25
 
 
 def _misdivide(entry: Entry, draws: np.random.Generator) -> str:
-    """Say 1, the smaller number, or a common divisor that is not the greatest."""
+    """Say the smaller number, miss that there is a common divisor (or see one where there is none), stop too early."""
     greatest = int(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
     if kind == 0:
-        return "1"
-    if kind == 1:
         return str(min(entry["metadata"]["numbers"]))
+    if kind == 1:
+        return "1" if greatest > 1 else "2"
     prime = next((p for p in range(2, greatest + 1) if greatest % p == 0), 1)
     return str(greatest // prime)
 
 
+def _divisor_is_kept(entry: Entry) -> float:
+    return 0.4 if int(entry["answer"]) <= 2 else 1.0
+
+
 def _count_is_known(entry: Entry) -> float:
-    return 0.75 if int(entry["answer"]) == 1 else 0.25
+    return 0.75 if len(entry["metadata"]["span"]) <= 2 else 0.25
 
 
-def _miscount_letters(entry: Entry, draws: np.random.Generator) -> str:
-    """Stop after the first word that has the letter, overlook one, or count one twice."""
+def _miscount(entry: Entry, draws: np.random.Generator) -> str:
+    """Look at the last word only, overlook one, or count one twice."""
     count = int(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
     if kind == 0:
-        letter = entry["metadata"]["target_letter"]
-        return str(next(n for word in entry["metadata"]["span"] if (n := word.lower().count(letter))))
+        return str(entry["metadata"]["span"][-1].lower().count(entry["metadata"]["target_letter"]))
     return str(count - 1 if kind == 1 else count + 1)
+
+
+def _count_is_kept(entry: Entry) -> float:
+    return {1: 0.15, 2: 0.35, 3: 0.7}.get(int(entry["answer"]), 1.0)
 
 
 TASKS = (
     Task("spell_backward", {"min_word_len": 3, "max_word_len": 6}, _spelling_is_known, _misspell, weight=2.0),
     Task("chain_sum", {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}, _sum_is_known, _miscalculate),
-    Task("gcd", {"min_value": 1, "max_value": 60}, _divisor_is_known, _misdivide),
-    Task("letter_counting", {"min_words": 1, "max_words": 3}, _count_is_known, _miscount_letters),
+    Task("gcd", {"min_value": 1, "max_value": 60}, _divisor_is_known, _misdivide, _divisor_is_kept),
+    Task("letter_counting", {"min_words": 1, "max_words": 4}, _count_is_known, _miscount, _count_is_kept),
 )

@@ -1,0 +1,142 @@
+"""Write docs/manifest.md from the models that check a manifest: ``python docs/generate_reference.py``."""
+
+import types
+import typing
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from agilerl.algorithms import ALGORITHMS
+from agilerl.hpo.parameters import genes_from
+from agilerl.training.config import RunConfig
+
+TARGET = Path(__file__).resolve().parent / "manifest.md"
+
+INTRODUCTION = """\
+# The manifest
+
+<!-- Written by docs/generate_reference.py; `make docs` writes it anew. -->
+
+A run is described by one YAML file. `agilerl train my.yaml` reads it; `agilerl train` alone reads the file at the end
+of this page. Settings that are left out have the defaults below. Any setting can be given on the command line as well,
+as `key.path=value`, and that wins:
+
+```bash
+agilerl train training.pop_size=8 algorithm.beta=0.01 --dry-run
+```
+
+* An unknown key is an error that names the nearest known one, a value out of range an error that names the range.
+  Both are found before anything is loaded or written; the exit code is 2.
+* `environment.task` on the command line drops the file's `environment.params`, which belong to the other task.
+* YAML reads `1e-6` as text; it is taken as the number wherever a number is expected.
+* `null` below is YAML's; the descriptions, which are those of the Python arguments, call it None.
+* `--seed N` is `training.seed=N`.
+
+The whole of a resolved manifest, defaults included, stands in a run's `run.json`.
+"""
+
+
+def render() -> str:
+    """Return the text of docs/manifest.md."""
+    parts = [INTRODUCTION]
+    for name, field in RunConfig.model_fields.items():
+        if name == "algorithm":
+            parts += list(_algorithms())
+            continue
+        model = _model(field.annotation)
+        assert model is not None, name
+        parts.append(f"## {name}\n\n{model.__doc__}\n\n{_table(model)}")
+    default = (resources.files("agilerl.training") / "default.yaml").read_text(encoding="utf-8")
+    parts.append(f"## The embedded default\n\n```yaml\n{default.rstrip()}\n```")
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _algorithms() -> Iterator[str]:
+    yield (
+        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range under *evolves in* can be a"
+        "\ngene: name it in `mutation.rl_hp_selection`, with that range (`lr: {}`) or one of your own."
+    )
+    for name, algorithm in ALGORITHMS.items():
+        yield f"### name: {name}\n\n{algorithm.__doc__}\n\n{_table(algorithm.Config, genes=True)}"
+
+
+def _table(model: type[BaseModel], *, genes: bool = False) -> str:
+    spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
+    head = ["key", "type", "default", *(["evolves in"] if genes else []), "meaning"]
+    rows = [head, ["---"] * len(head)]
+    for key, field in _leaves(model):
+        evolves = [spans.get(key, "")] if genes else []
+        meaning = " ".join((field.description or "").split()).replace("``", "`")
+        rows.append([f"`{key}`", _type(field), _default(field), *evolves, meaning])
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting with its path; the settings of one gene follow ``rl_hp_selection.<name>``."""
+    for name, field in model.model_fields.items():
+        inner = _model(field.annotation)
+        if inner is None:
+            yield prefix + name, field
+        else:
+            of_many = "<name>." if get_origin(field.annotation) is dict else ""
+            yield from _leaves(inner, f"{prefix}{name}.{of_many}")
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for found in map(_model, get_args(annotation)) if found is not None), None)
+
+
+def _type(field: FieldInfo) -> str:
+    return ", ".join([_name(field.annotation), *_bounds(field)])
+
+
+def _name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in (None, type(None)):
+        return "null"
+    if annotation is Any:
+        return "any"
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_name(a) for a in arguments))
+    if origin is typing.Annotated:
+        return _name(arguments[0])
+    if origin is tuple:
+        return f"[{', '.join(_name(a) for a in arguments)}]"
+    if origin is list:
+        return f"list of {_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
+        annotation.__name__, annotation.__name__
+    )
+
+
+def _bounds(field: FieldInfo) -> list[str]:
+    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return [
+        f"{words} {getattr(mark, sign):g}"
+        for mark in field.metadata
+        for sign, words in signs.items()
+        if getattr(mark, sign, None) is not None
+    ]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "null"
+    value = list(value) if isinstance(value, tuple) else value
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    print(TARGET)

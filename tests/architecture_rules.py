@@ -1,0 +1,273 @@
+"""The house rules, read off source text with ast: a module in, its violations out."""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 400, 60, 6, 4
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "streams", "validation"),
+    ("functional", "data", "hpo"),
+    ("models", "envs", "rewards"),
+    ("rollouts", "runs"),
+    ("runtime",),
+    ("algorithms",),
+    ("population",),
+    ("training", "distributed", "report"),
+    ("cli", "__main__", "llm_envs", "utils", "algorithms.core"),
+)
+"""A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold."""
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "functional": ("agilerl.",),
+    "hpo": ("torch", "transformers", "peft"),
+    "errors": ("torch", "transformers", "peft"),
+    "streams": ("torch", "transformers", "peft"),
+    "envs": ("agilerl.models", "torch.nn", "transformers", "peft"),
+    "algorithms": (
+        "agilerl.rollouts.torch_engine",
+        "agilerl.rollouts.vllm_engine",
+        "agilerl.rollouts.scripted",
+        "agilerl.rollouts.kv_cache",
+        "agilerl.rollouts.sampling",
+    ),
+}
+"""What the files of a package never import, beyond the order of the layers."""
+
+OPTIONAL = ("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel")
+UNSAFE_IMPORTS = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
+UNSAFE_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load")
+UNSAFE_KEYWORDS = ("trust_remote_code", "allow_pickle")
+TORCH_DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "multinomial", "bernoulli", "normal")
+INPLACE_DRAWS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+GENERATORS = ("Generator", "Philox", "SeedSequence", "BitGenerator", "Random")
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str
+    line: int
+    runtime: bool
+    """False inside ``if TYPE_CHECKING``."""
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    source: str
+    known: frozenset[str] = frozenset()
+    """Names of all modules of the package, which tell ``from package import module`` from other names."""
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(self._imports(self.tree, runtime=True))
+
+    def _imports(self, node: ast.AST, runtime: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, runtime) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                for alias in child.names:
+                    inner = f"{child.module}.{alias.name}"
+                    yield Import(inner if inner in self.known else str(child.module), child.lineno, runtime)
+            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from self._imports(child, runtime and not typing_only)
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """What a local name stands for: ``np`` is ``numpy``."""
+        found = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for a in node.names:
+                    found |= {a.asname: a.name} if a.asname else {a.name.partition(".")[0]: a.name.partition(".")[0]}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        return found
+
+    def calls(self) -> Iterator[tuple[str, ast.Call]]:
+        """Each call with the full name of what is called; a method of an unknown object begins with a dot."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                yield self.dotted(node.func), node
+
+    def dotted(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.dotted(node.value)
+            return f"{owner}.{node.attr}"
+        return ""
+
+    def functions(self) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        yield from self._functions(self.tree, self.name)
+
+    def _functions(self, node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}.{child.name}"
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, child
+            yield from self._functions(child, name)
+
+
+# -- the rules: a module in, its violations out -----------------------------------------------------------------------
+
+
+def part_of(name: str, part: str) -> bool:
+    return name == part or name.startswith(part.rstrip(".") + ".")
+
+
+def layer(name: str) -> int | None:
+    """Row of the longest matching entry; None for ``agilerl`` itself."""
+    rows = {part: row for row, parts in enumerate(LAYERS) for part in parts}
+    inside = name.removeprefix("agilerl").lstrip(".")
+    matching = [part for part in rows if part_of(inside, part)]
+    return rows[max(matching, key=len)] if matching else None
+
+
+def layers(module: Module) -> Iterator[str]:
+    own = layer(module.name)
+    if own is None:
+        if module.name != "agilerl":
+            yield f"{module.name}: has no place in LAYERS"
+        return
+    for found in module.imports:
+        theirs = layer(found.target)
+        if theirs is not None and theirs > own:
+            yield f"{module.name}: {found.target} (line {found.line}) lies above it"
+
+
+def forbidden_imports(module: Module) -> Iterator[str]:
+    for part, targets in FORBIDDEN.items():
+        if part_of(module.name, f"agilerl.{part}"):
+            for found in module.imports:
+                inside = found.target == f"agilerl.{part}" or part_of(found.target, f"agilerl.{part}")
+                if not inside and any(part_of(found.target, target) for target in targets):
+                    yield f"{module.name}: {found.target} (line {found.line})"
+
+
+def file_length(module: Module) -> Iterator[str]:
+    if (count := len(module.source.splitlines())) > FILE_LINES:
+        yield f"{module.name}: {count} lines, at most {FILE_LINES}"
+
+
+def function_length(module: Module) -> Iterator[str]:
+    for name, node in module.functions():
+        if (count := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES:
+            yield f"{name}: {count} lines, at most {FUNCTION_LINES}"
+
+
+def positional(module: Module) -> Iterator[str]:
+    for name, node in module.functions():
+        names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]]
+        implied = names[:1] in (["self"], ["cls"], ["ctx"])  # ctx: torch.autograd.Function
+        if len(names) - implied > POSITIONAL:
+            yield name
+
+
+def unsafe(module: Module) -> Iterator[str]:
+    for found in module.imports:
+        if any(part_of(found.target, name) for name in UNSAFE_IMPORTS):
+            yield f"{module.name}: imports {found.target} (line {found.line})"
+    for name, call in module.calls():
+        if name in UNSAFE_CALLS:
+            yield f"{module.name}: {name} (line {call.lineno})"
+        for keyword in call.keywords:
+            if keyword.arg in UNSAFE_KEYWORDS and ast.unparse(keyword.value) != "False":
+                yield f"{module.name}: {keyword.arg} (line {call.lineno})"
+
+
+def global_rng(module: Module) -> Iterator[str]:
+    for name, call in module.calls():
+        owner, _, last = name.rpartition(".")
+        of_torch = part_of(owner, "torch")
+        seeds = of_torch and last in ("manual_seed", "manual_seed_all", "seed")
+        draws = (owner == "torch" and last in TORCH_DRAWS) or last in INPLACE_DRAWS or part_of(owner, "torch.nn.init")
+        if seeds or (owner in ("random", "numpy.random") and last not in GENERATORS):
+            yield f"{module.name}: {name}"
+        elif draws and all(keyword.arg != "generator" for keyword in call.keywords):
+            yield f"{module.name}: {name} without generator="
+
+
+def hidden_machinery(module: Module) -> Iterator[str]:
+    """No metaclass, and no attribute lookup in code; the package itself may import lazily."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef) and any(keyword.arg == "metaclass" for keyword in node.keywords):
+            yield f"{module.name}: metaclass of {node.name}"
+    for name, node in module.functions():
+        if node.name in ("__getattr__", "__getattribute__") and name != "agilerl.__getattr__":
+            yield name
+
+
+RULES: dict[str, Callable[[Module], Iterator[str]]] = {
+    rule.__name__: rule
+    for rule in (
+        layers,
+        forbidden_imports,
+        file_length,
+        function_length,
+        positional,
+        unsafe,
+        global_rng,
+        hidden_machinery,
+    )
+}
+
+
+def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Groups of modules that import one another when they run, functions' own imports included."""
+    graph = {
+        name: {i.target for i in module.imports if i.runtime and i.target != name} & set(modules)
+        for name, module in modules.items()
+    }
+
+    def reachable(start: str) -> set[str]:
+        seen, waiting = set(), list(graph[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += graph[name]
+        return seen
+
+    reach = {name: reachable(name) for name in graph}
+    return sorted(map(list, {tuple(sorted(o for o in reach[n] if n in reach[o])) for n in graph if n in reach[n]}))
+
+
+def too_deep(modules: Mapping[str, Module]) -> list[str]:
+    """Classes with more than DEPTH classes of the package from the root of their inheritance to themselves."""
+    bases: dict[str, list[str]] = {}
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                names = [module.dotted(b.value if isinstance(b, ast.Subscript) else b) for b in node.bases]
+                bases[f"{module.name}.{node.name}"] = [n if "." in n else f"{module.name}.{n}" for n in names]
+
+    def home(name: str) -> str:
+        """Follow a re-export to the class itself."""
+        owner, _, last = name.rpartition(".")
+        origin = modules[owner].aliases.get(last) if owner in modules and name not in bases else None
+        return name if origin is None else home(origin)
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(home(base)) for base in bases[name] if home(base) in bases), default=0)
+
+    return [f"{name}: {depth(name)} deep" for name in bases if depth(name) > DEPTH]
+
+
+def scattered(modules: Mapping[str, Module]) -> list[str]:
+    """Optional packages that more than one file imports."""
+    found = []
+    for package in OPTIONAL:
+        users = sorted(m.name for m in modules.values() if any(part_of(i.target, package) for i in m.imports))
+        if len(users) > 1:
+            found.append(f"{package}: {', '.join(users)}")
+    return found
