@@ -105,6 +105,21 @@ class Runtime:
             )
         return known
 
+    @classmethod
+    def resolve(
+        cls, runtime: "Runtime | None", name: str | None, model: Any, *, device: str = "cpu", **options: Any
+    ) -> "Runtime":
+        """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
+        given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                "an agent needs exactly one of runtime, model_name and actor_network, found "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if runtime is not None:
+            return runtime
+        return cls.for_model(model, **options) if name is None else cls.from_pretrained(name, device=device, **options)
+
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"
 

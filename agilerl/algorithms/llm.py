@@ -68,7 +68,9 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         **arguments: Any,
     ) -> None:
         super().__init__(**self._split_documented(arguments))
-        self.runtime = self._runtime(runtime, model_name, actor_network, lora_config=lora_config, device=device)
+        self.runtime = Runtime.resolve(
+            runtime, model_name, actor_network, lora_config=lora_config, device=device, seed=self.config.seed
+        )
         tokenizer = self.runtime.tokenizer
         if pad_token_id is None:
             if tokenizer is None:
@@ -97,21 +99,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self.runtime.store.initialise(self.slot, self.config.seed)
 
     # -- resources ------------------------------------------------------------------------------------------------
-
-    def _runtime(self, runtime: Runtime | None, name: str | None, model: Any, **options: Any) -> Runtime:
-        given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
-        if len(given) != 1:
-            raise ConfigError(
-                f"{type(self).__name__} needs exactly one of runtime, model_name and actor_network, found "
-                f"{' and '.join(given) or 'none'}"
-            )
-        if runtime is not None:
-            return runtime
-        shared = {"lora_config": options["lora_config"], "seed": self.config.seed}
-        if model is not None:
-            return Runtime.for_model(model, **shared)
-        assert name is not None
-        return Runtime.from_pretrained(name, device=options["device"], **shared)
 
     def _take_slot(self) -> int:
         store = self.runtime.store
@@ -152,16 +139,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
                 f"a prompt of {prompt_length} tokens leaves no room for a completion: the context holds "
                 f"{self.context_length} tokens (max_model_len={c.max_model_len}); shorten the prompt or raise max_model_len"
             )
-        limit = min(c.max_output_tokens or room, room)
-        return SamplingSettings(
-            max_new_tokens=limit,
-            temperature=0.0 if greedy else c.temperature,
-            top_p=c.top_p,
-            top_k=c.top_k,
-            min_p=c.min_p,
-            repetition_penalty=c.repetition_penalty,
-            min_new_tokens=min(c.min_output_tokens or 0, limit),
-        )
+        return c.sampling(room, greedy=greedy)
 
     @property
     def context_length(self) -> int:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.hpo.parameters import Evolve
+from agilerl.rollouts import SamplingSettings
 
 __all__ = ["LLMConfig", "RolloutLLMConfig"]
 
@@ -65,3 +66,16 @@ class RolloutLLMConfig(LLMConfig):
         if limit is not None and least is not None and least > limit:
             raise ValueError(f"min_output_tokens={least} is above max_output_tokens={limit}; lower the first")
         return self
+
+    def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
+        """Return the sampling settings where the context has room for this many tokens."""
+        limit = min(self.max_output_tokens or room, room)
+        return SamplingSettings(
+            max_new_tokens=limit,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=min(self.min_output_tokens or 0, limit),
+        )
