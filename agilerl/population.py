@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.algorithms.policy import record_batch
 from agilerl.algorithms.update import learn_together
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
+from agilerl.functional import MetricReducer, zero_variance_groups
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
@@ -26,8 +30,15 @@ class Rollout:
     """One batch of trajectories of every agent."""
 
     trajectories: dict[int, list[Trajectory]]
-    """By agent index, groups in prompt order."""
+    """All that was sampled, by agent index, groups in prompt order."""
     times: CollectTimes
+    dropped: dict[int, set[int]] = field(default_factory=dict)
+    """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
+
+    def batch(self, index: int) -> list[Trajectory]:
+        """Return the trajectories that an agent trains on."""
+        dropped = self.dropped.get(index, ())
+        return [t for t in self.trajectories[index] if t.group not in dropped]
 
 
 @dataclass
@@ -68,7 +79,9 @@ class Population:
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step = prompts_per_step
-        self.eval_max_new_tokens = eval_max_new_tokens
+        # Fixed here once: an exam must not change because a gene does.
+        own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
+        self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
         self.next_index = max(a.index for a in agents) + 1
         self._panels: dict[tuple[str, int], Panel] = {}
 
@@ -78,40 +91,84 @@ class Population:
     def __len__(self) -> int:
         return len(self.agents)
 
+    def agent(self, index: int) -> LLMAlgorithm:
+        """Return the living agent with this index."""
+        for agent in self.agents:
+            if agent.index == index:
+                return agent
+        raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def rollout(self) -> Rollout:
-        """Sample and grade one training batch of every agent, all rows in one decode batch."""
-        requests, owners = [], []
+        """Sample and grade one training batch of every agent, all rows in one decode batch.
+
+        Agents with dynamic sampling replace groups whose completions all earned the same: they sample as many further
+        prompts of their stream, all of them in one more decode batch, until none is missing or their rounds are over.
+        """
+        rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
+        rollout = Rollout({a.index: [] for a in self.agents}, CollectTimes())
+        rollout.dropped = {index: set() for index, most in rounds.items() if most > 1}
+        sampled = dict.fromkeys(rounds, 0)
+        missing = dict.fromkeys(rounds, self.prompts_per_step)
+        for number in range(max(rounds.values())):
+            asking = [a for a in self.agents if missing[a.index] and number < rounds[a.index]]
+            requests = [r for a in asking for r in self._requests(a, sampled[a.index], missing[a.index])]
+            if not requests:
+                break
+            groups, times = collect(self.runtime.engine, self.task, self.tokenizer, requests)
+            rollout.times.rollout += times.rollout
+            rollout.times.reward += times.reward
+            for agent in asking:
+                own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
+                rollout.trajectories[agent.index] += [t for group in own for t in group]
+                sampled[agent.index] += len(own)
+                flat = {group[0].group for group in own if _teaches_nothing(group)}
+                if agent.index in rollout.dropped:
+                    rollout.dropped[agent.index] |= flat
+                    missing[agent.index] = len(flat)
         for agent in self.agents:
-            for number in range(self.prompts_per_step):
-                row = self.task.row("train", agent.position + number)
-                prompt = self.render(row)
-                generation = GenerationRequest(
-                    agent.slot,
-                    prompt,
-                    agent.config.group_size,  # type: ignore[attr-defined]
-                    agent.sampling(len(prompt)),
-                    key=(agent.index, agent.rollouts, number),
-                )
-                requests.append(TaskRequest(row, generation, group=number))
-                owners.append(agent.index)
-        groups, times = collect(self.runtime.engine, self.task, self.tokenizer, requests)
-        trajectories: dict[int, list[Trajectory]] = {agent.index: [] for agent in self.agents}
-        for index, group in zip(owners, groups):
-            trajectories[index] += group
-        for agent in self.agents:
-            agent.position += self.prompts_per_step
+            agent.position += sampled[agent.index]
             agent.rollouts += 1
-            agent.tokens["generated"] += sum(len(t.token_ids) for t in trajectories[agent.index])
-        return Rollout(trajectories, times)
+            agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
+        return rollout
+
+    def _requests(self, agent: LLMAlgorithm, first: int, count: int) -> list[TaskRequest]:
+        """Return requests for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
+        requests = []
+        for number in range(first, first + count):
+            row = self.task.row("train", agent.position + number)
+            prompt = self.render(row)
+            generation = GenerationRequest(
+                agent.slot,
+                prompt,
+                agent.config.group_size,  # type: ignore[attr-defined]
+                agent.sampling(len(prompt)),
+                key=(agent.index, agent.rollouts, number),
+            )
+            requests.append(TaskRequest(row, generation, group=number))
+        return requests
 
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
-        """Update every agent on its own trajectories; returns each agent's metrics."""
+        """Update every agent on its own trajectories; returns each agent's metrics.
+
+        Where groups were dropped, rewards and lengths are still those of all that was sampled.
+        """
         pads = [agent.pad_token_id for agent in self.agents]
-        batches = [collate(rollout.trajectories[a.index], pad) for a, pad in zip(self.agents, pads)]
-        metrics = learn_together(self.agents, batches)
-        return {agent.index: m for agent, m in zip(self.agents, metrics)}
+        batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(self.agents, pads)]
+        metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches)))
+        for agent in self.agents:
+            if agent.index in rollout.dropped:
+                everything, dropped = rollout.trajectories[agent.index], len(rollout.dropped[agent.index])
+                sampled = len({t.group for t in everything})
+                observed = MetricReducer()
+                record_batch(collate(everything, agent.pad_token_id), observed)
+                metrics[agent.index] |= observed.result() | {
+                    "groups/kept": float(sampled - dropped),
+                    "groups/resampled": float(sampled - self.prompts_per_step),
+                    "groups/dropped": float(dropped),
+                }
+        return metrics
 
     # -- exams ----------------------------------------------------------------------------------------------------
 
@@ -119,11 +176,16 @@ class Population:
         """Examine agents on a fixed panel: the same prompts for all, greedy, settings of the run and not of genes.
 
         ``split`` is ``exam`` (selection) or ``test`` (the numbers that are reported). An agent whose completion could
-        not be computed or graded gets a NaN score there, hence a fitness that ranks last.
+        not be computed or graded gets a NaN score there, hence a fitness that ranks last. The mean of an exam joins
+        ``agent.fitness``; a test leaves no trace.
         """
         chosen = self.agents if agents is None else list(agents)
         scores = self._examine(split, [(a.slot, a) for a in chosen])
-        return {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
+        results = {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
+        if split == "exam":
+            for agent in chosen:
+                agent.fitness.append(results[agent.index].mean)
+        return results
 
     def evaluate_base(self, split: Split = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
@@ -205,3 +267,9 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
+
+
+def _teaches_nothing(group: Sequence[Trajectory]) -> bool:
+    """Return whether all completions of a prompt earned the same, or fewer than two have a grade."""
+    returns = torch.tensor([t.episode_return for t in group])
+    return bool(zero_variance_groups(returns, torch.zeros(len(group), dtype=torch.int64)).all())

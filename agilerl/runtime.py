@@ -80,11 +80,11 @@ class Runtime:
 
     @classmethod
     def from_pretrained(
-        cls, name: str, *, dtype: str = "auto", device: str = "cpu", tokenizer: Any = None, **options: Any
+        cls, name: str, *, dtype: str = "auto", device: str | None = None, tokenizer: Any = None, **options: Any
     ) -> "Runtime":
         """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor."""
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        return cls(load_base(name, dtype=dtype, device=device), tokenizer=tokenizer, **options)
+        return cls(load_base(name, dtype=dtype, device=device or "cpu"), tokenizer=tokenizer, **options)
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
@@ -101,13 +101,13 @@ class Runtime:
         if wanted is not None and wanted.target_modules != known.lora_config.target_modules:
             raise ConfigError(
                 f"this model already carries a population whose adapters target {known.lora_config.target_modules!r}; "
-                f"found lora_config.target_modules={wanted.target_modules!r}. All agents on one base adapt the same layers"
+                f"found lora_config.target_modules={wanted.target_modules!r}. Agents on one base adapt the same layers"
             )
         return known
 
     @classmethod
     def resolve(
-        cls, runtime: "Runtime | None", name: str | None, model: Any, *, device: str = "cpu", **options: Any
+        cls, runtime: "Runtime | None", name: str | None, model: Any, *, device: str | None = None, **options: Any
     ) -> "Runtime":
         """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
         given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
@@ -118,7 +118,9 @@ class Runtime:
             )
         if runtime is not None:
             return runtime
-        return cls.for_model(model, **options) if name is None else cls.from_pretrained(name, device=device, **options)
+        if name is not None:
+            return cls.from_pretrained(name, device=device, **options)
+        return cls.for_model(model if device is None else model.to(device), **options)
 
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"

@@ -1,60 +1,114 @@
 """Pydantic's findings as sentences: what was expected, what was found, what to do."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from agilerl.errors import ConfigError
 
-__all__ = ["nearest", "sentence", "validated"]
+__all__ = ["nearest", "sentence", "shown", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_LONGEST = 100
+_MOST_NAMES = 12
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)``, shortened where it would drown the message."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name: the nearest known one, or all of them."""
+    """Return a hint for a misspelt name: the nearest known one, or some of them."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    close = difflib.get_close_matches(name[:_LONGEST].lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {by_lower[close[0]]!r}?"
+    return f"known: {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''}"
 
 
 def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
-    """Build a pydantic model; raise ConfigError with one sentence a mistake. ``where`` prefixes the key."""
+    """Build a pydantic model; raise ConfigError with one sentence a mistake. ``where`` prefixes the key.
+
+    Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are no numbers.
+    """
     try:
-        return model(**values)
+        made = model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
+    for path in _converted_booleans(values, made):
+        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
+    return made
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """Turn a validation error into sentences that name the key and, for an unknown one, the nearest known key."""
-    found = []
+    found: dict[str, str] = {}
+    wrong_type: set[str] = set()
     for item in error.errors():
-        path = [str(part) for part in item["loc"]]
+        path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            owner = _model_at(model, path[:-1])
-            found.append(f"unknown key {key!r}; {nearest(path[-1], owner.model_fields)}")
+            text = f"unknown key {shown(key)}; {nearest(path[-1], owner.model_fields)}"
         elif item["type"] == "missing":
-            found.append(f"{key} is required and has no value")
+            text = f"{key} is required and has no value"
         elif item["type"] == "value_error":
-            found.append(str(item["ctx"]["error"]) if not path else f"{key}: {item['ctx']['error']}")
+            text = str(item["ctx"]["error"]) if not path else f"{key}: {item['ctx']['error']}"
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            found.append(f"{key}: {message}, found {item['input']!r}")
-    return "; ".join(dict.fromkeys(found))
+            text = f"{key}: {message}, found {shown(item['input'])}"
+        # A union has one finding for each of its types; one about the value says more than one about the type.
+        is_type = item["type"].endswith(("_type", "_parsing"))
+        if key not in found or (key in wrong_type and not is_type):
+            found[key] = text
+            wrong_type = wrong_type | {key} if is_type else wrong_type - {key}
+    return "; ".join(dict.fromkeys(found.values()))
 
 
-def _model_at(model: type[BaseModel], path: Iterable[str]) -> type[BaseModel]:
-    """Follow field names down to the nested model whose keys were expected."""
-    for name in path:
-        field = model.model_fields.get(name)
-        annotation = field.annotation if field is not None else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        nested = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not nested:
-            return model
-        model = nested[0]
-    return model
+def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list[str], type[BaseModel]]:
+    """Return the keys that the user wrote, without the names of a union's types, and the model that owns the last."""
+    path: list[str] = []
+    owner, inside = model, typing.cast(Any, model)
+    for part in location:
+        if isinstance(inside, type) and issubclass(inside, BaseModel):
+            owner = inside
+            field = owner.model_fields.get(str(part))
+            inside = None if field is None else _plain(field.annotation)
+        elif typing.get_origin(inside) is dict:
+            inside = _plain(typing.get_args(inside)[1])
+        elif isinstance(part, str):
+            break
+        path.append(str(part))
+    return path, owner
+
+
+def _plain(annotation: Any) -> Any:
+    """Take ``Annotated`` and ``| None`` off an annotation."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _plain(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        return _plain(parts[0]) if len(parts) == 1 else annotation
+    return annotation
+
+
+def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:
+    """Yield the place of each boolean that became a number."""
+    if isinstance(given, bool):
+        if not isinstance(made, bool):
+            yield []
+    elif isinstance(given, Mapping) and isinstance(made, BaseModel | Mapping):
+        inner = made if isinstance(made, Mapping) else dict(made)
+        for key in given:
+            if key in inner:
+                yield from ([str(key), *rest] for rest in _converted_booleans(given[key], inner[key]))
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        for place, (before, after) in enumerate(zip(given, made)):
+            yield from ([str(place), *rest] for rest in _converted_booleans(before, after))

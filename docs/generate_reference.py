@@ -1,5 +1,6 @@
-"""Write docs/manifest.md from the models that check a manifest: ``python docs/generate_reference.py``."""
+"""Write docs/manifest.md from the models that check a manifest: ``python docs/generate_reference.py [--print]``."""
 
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -138,5 +139,7 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(render(), encoding="utf-8")
-    print(TARGET)
+    if "--print" in sys.argv[1:]:
+        print(render(), end="")
+    else:
+        TARGET.write_text(render(), encoding="utf-8")

@@ -1,24 +1,35 @@
-"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) and its variants."""
+"""Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), and what its relatives share with it."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.experiences import to_batch
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import behaviour_logprobs, is_off_policy, record_policy, reference_logprobs
+from agilerl.algorithms.losses import LossFunction, check_loss
+from agilerl.algorithms.policy import (
+    GroupConfig,
+    PolicyConfig,
+    behaviour_entropy,
+    behaviour_logprobs,
+    check_turn_rewards,
+    is_off_policy,
+    per_turn_sums,
+    record_policy,
+    reference_logprobs,
+)
+from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import ConfigError
 from agilerl.functional import (
-    LOSS_NORM_ALIASES,
-    AdvantageNorm,
-    KLEstimator,
-    LossNorm,
     MetricReducer,
-    PoolingLevel,
+    adaptive_kl_coefficient,
     aggregate,
     broadcast_rows,
     cispo,
@@ -29,154 +40,142 @@ from agilerl.functional import (
     kl_estimate,
     kl_shaped_advantages,
     log_ratio,
+    masked_sum,
     masked_whiten,
     mismatch_weights,
     nonzero_advantage_rows,
     normaliser,
+    overlong_penalty,
     pool_log_ratio,
+    top_entropy_mask,
     turn_advantages,
 )
 from agilerl.hpo.parameters import Evolve
+from agilerl.runtime import Runtime
+from agilerl.validation import nearest, validated
 
 __all__ = ["GRPO", "GRPOConfig"]
 
 
-class GRPOConfig(RolloutLLMConfig):
+class GRPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
     """Hyperparameters of GRPO."""
 
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
-    """Weight of the KL term; 0 skips the reference forward."""
-    clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
-    """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
-    dual_clip: Annotated[float | None, Field(gt=1)] = None
-    """Cap of the loss for negative advantages, as a multiple of them (arXiv 1912.09729)."""
-    delta: Annotated[float | None, Field(gt=1)] = None
-    """Upper bound of the unclipped ratio too (two-sided clipping, arXiv 2505.07291)."""
+    algorithm: ClassVar[str] = "GRPO"
     clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
-    """CISPO: cap of the detached importance weight (arXiv 2506.13585)."""
+    """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585)."""
     clip_min: Annotated[float | None, Field(ge=0)] = None
-    """CISPO: floor of the weight."""
-    loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
-    """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
-    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = (
-        "seq-mean-token-mean"
-    )
-    """How token losses become one number: GRPO's paper, ``token-mean`` (DAPO), or ``fixed-length`` (Dr. GRPO)."""
-    adv_norm: AdvantageNorm = "mean_std"
-    """What the group's mean-centred rewards are divided by."""
-    adv_eps: Annotated[float, Field(gt=0)] = 1e-4
-    """Added to the standard deviation."""
-    adv_clip_range: Annotated[float | None, Field(gt=0)] = None
-    """Advantages are clamped to plus and minus this."""
-    whiten_advantages: bool = False
-    """Give the advantages of all action tokens mean 0 and variance 1."""
-    filter_zero_adv: bool = False
-    """Leave out rows whose absolute advantage is at most ``adv_filter_eps``, normalisers included."""
-    adv_filter_eps: Annotated[float, Field(ge=0)] = 0.0
-    """Threshold of ``filter_zero_adv``."""
-    importance_sampling_level: PoolingLevel | None = None
-    """Unit over which log-ratios are averaged before clipping; None follows ``loss_type``."""
-    advantage_granularity: Literal["auto", "trajectory", "turn"] = "auto"
-    """Unit that is compared within a group; ``auto`` is ``turn`` where the ratio is pooled over turns."""
-    turn_advantage_trajectory_fallback: bool = True
-    """Turns that fewer than two members of the group played take the trajectory's advantage instead of 0."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
-    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
-    """Where ``beta`` times the KL goes."""
-    use_kl_advantage_shaping: bool = False
-    """Add beta (mean_t kl - kl_t) to the advantages, in place of the KL term of the loss."""
-    use_separate_reference_adapter: bool = True
-    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
-    vllm_importance_sampling_correction: bool = True
-    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Cap of that weight."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
-        "token_truncate"
-    )
-    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        low, high = self.clip_range
-        if not 0 <= low < 1 < high:
-            raise ValueError(
-                f"clip_coef={self.clip_coef} gives the ratio bounds [{low:g}, {high:g}]; expected a number in (0, 1] or a "
-                "pair (min, max) of ratios around 1"
-            )
-        if self.loss_type == "gspo" and self.importance_sampling_level not in (None, "trajectory"):
-            raise ValueError(
-                f"loss_type='gspo' pools the ratio over the trajectory, found importance_sampling_level="
-                f"{self.importance_sampling_level!r}; leave it out, or use loss_type='grpo'"
-            )
-        if self.loss_norm == "fixed-length" and self.max_output_tokens is None:
-            raise ValueError("loss_norm='fixed-length' divides by max_output_tokens, which is None; set it")
-        return self
+    """``loss_type="cispo"``: floor of the weight."""
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """Lower and upper bound of the ratio."""
-        c = self.clip_coef
-        return c if isinstance(c, tuple) else (1 - c, 1 + c)
-
-    @property
-    def ratio_level(self) -> PoolingLevel:
-        """Unit over which log-ratios are pooled."""
-        return self.importance_sampling_level or ("trajectory" if self.loss_type == "gspo" else "token")
-
-    @property
-    def advantage_level(self) -> Literal["trajectory", "turn"]:
-        """Unit that gets one advantage."""
-        if self.advantage_granularity != "auto":
-            return self.advantage_granularity
-        return "turn" if self.ratio_level == "turn" else "trajectory"
+    def weight_range(self) -> tuple[float, float]:
+        """Lower and upper bound of CISPO's detached importance weight."""
+        return self.clip_min or 0.0, self.clip_max
 
 
 class GRPO(LLMAlgorithm):
-    """Policy gradient whose baseline is the mean reward of the other completions of the same prompt."""
+    """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
+
+    Its relatives (GSPO, CISPO, RLOO, REINFORCE) are subclasses with another ``Config`` or another ``credit``, so agents
+    of all of them learn in one batch, and one can turn into another: the gene ``algorithm``.
+    """
 
     Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
     config: GRPOConfig
+    kl_scale: float = 1.0
+    """Factor on ``beta`` that ``kl_target`` has found so far."""
+
+    # -- presets --------------------------------------------------------------------------------------------------
 
     @classmethod
     def dr_grpo(cls, **arguments: Any) -> Self:
         """Dr. GRPO (arXiv 2503.20783): no division by the spread, every token weighs the same in every sequence."""
-        return cls(**{"adv_norm": "mean_only", "loss_norm": "fixed-length", "beta": 0.0, **arguments})
+        return cls._preset("dr_grpo", {"adv_norm": "mean_only", "loss_norm": "fixed-length", "beta": 0.0}, arguments)
 
     @classmethod
     def dapo(cls, **arguments: Any) -> Self:
-        """DAPO's loss (arXiv 2503.14476): clip-higher, token mean over the window, no KL."""
-        return cls(**{"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0, **arguments})
+        """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, dynamic sampling, overlong punishment.
+
+        The punishment sets in a fifth before ``max_output_tokens`` (the paper: 4,096 of 20,480 tokens) unless
+        ``overlong_cache_tokens`` says otherwise; None leaves it out.
+        """
+        config = arguments.get("config")
+        limit = arguments.get("max_output_tokens", getattr(config, "max_output_tokens", None))
+        if limit is None and "overlong_cache_tokens" not in arguments:
+            raise ConfigError(
+                "GRPO.dapo punishes completions that come near max_output_tokens, found None; set it, or give "
+                "overlong_cache_tokens=None to do without"
+            )
+        values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0, "dynamic_sampling": True}
+        if "overlong_cache_tokens" not in arguments:
+            values["overlong_cache_tokens"] = max(1, int(limit or 1) // 5)
+        return cls._preset("dapo", values, arguments)
+
+    @classmethod
+    def _preset(cls, name: str, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> Self:
+        if cls.Config is not GRPOConfig:
+            raise ConfigError(f"{name}() is a preset of GRPO, found {cls.__name__}; use GRPO.{name}(...)")
+        return cls(**{**values, **arguments})
+
+    # -- learning -------------------------------------------------------------------------------------------------
+
+    def learn(
+        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> dict[str, float]:
+        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
+        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
+        the metrics of the update. Raises ConfigError where something goes by turn and there are no ``turn_ids``.
+        """
+        if not isinstance(experiences, RolloutBatch):
+            if self.config.uses_turns and turn_ids is None:
+                raise ConfigError(
+                    "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
+                    "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use trajectory level"
+                )
+            experiences = to_batch(
+                experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=self.config.group_size
+            )
+        return super().learn(experiences)
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return advantages and the log-probs that the objective compares with."""
         c = self.config
-        batch = batch.select(~batch.rewards.isnan().all(dim=1))  # a row without a grade teaches nothing
-        sampled_kl = c.beta > 0 and (c.kl_placement != "loss" or c.use_kl_advantage_shaping)
+        graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
+        batch = batch.select(graded)  # a row without a grade teaches nothing
+        by_sample = c.kl_placement != "loss" or c.use_kl_advantage_shaping or c.kl_target is not None
+        needs_kl = c.beta > 0 and by_sample
         old: Tensor | None = None
         reported: Tensor | None = None
-        if is_off_policy(self, len(batch)) or sampled_kl or not self.runtime.engine.exact:
+        if is_off_policy(self, len(batch)) or needs_kl or not self.runtime.engine.exact:
             old, reported = behaviour_logprobs(self, batch)
         ref = reference_logprobs(self, batch) if c.beta > 0 else None
-        kl = kl_estimate(old, ref, c.kl_estimator) if sampled_kl and old is not None and ref is not None else None
+        kl = None
+        if needs_kl and old is not None and ref is not None:
+            mask, before, base = batch.action_mask.cpu(), old.cpu(), ref.cpu()
+            self._adapt_kl(masked_sum(before - base, mask, -1))
+            kl = kl_estimate(before, base, c.kl_estimator, c.kl_clamp_value, mask=mask)
         advantages = self.credit(batch, kl)
-        if c.filter_zero_adv:
-            kept = nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
-            batch, advantages = batch.select(kept), advantages[kept]
-            old, ref, reported = (x if x is None else x[kept] for x in (old, ref, reported))
-        idle = ~nonzero_advantage_rows(advantages, batch.action_mask) if c.beta == 0 else None
+        kept = self._kept_rows(batch, advantages)
+        if not kept.all():
+            batch = batch.select(kept)  # which may cut the padding
+            width = batch.action_mask.shape[1]
+            advantages = advantages[kept, :width]
+            old, ref, reported = (x if x is None else x[kept, :width] for x in (old, ref, reported))
+        if c.top_entropy_quantile < 1 and len(batch):
+            advantages = self._on_top_entropy(batch, advantages)
+        still = c.beta == 0 and c.entropy_coef == 0
+        idle = ~nonzero_advantage_rows(advantages, batch.action_mask) if still else None
         old = old if is_off_policy(self, len(batch)) else None
-        return Experience(batch, advantages, old, ref, reported, idle=idle)
+        metrics = {} if c.kl_target is None else {"kl_coef": self.kl_coef}
+        return Experience(batch, advantages, old, ref, reported, idle=idle, metrics=metrics)
 
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""
         c, mask = self.config, batch.action_mask
-        rewards = batch.rewards
-        if kl is not None and c.kl_placement == "reward":
-            turns = [torch.where(batch.turn_ids == k, kl, 0.0).sum(dim=1) for k in range(rewards.shape[1])]
-            rewards = rewards - c.beta * torch.stack(turns, dim=1)
+        rewards = self.shaped_rewards(batch, kl)
         if c.advantage_level == "turn":
+            check_turn_rewards(batch)
             advantages = turn_advantages(
                 rewards,
                 batch.groups,
@@ -188,24 +187,19 @@ class GRPO(LLMAlgorithm):
         else:
             by_row = group_advantages(rewards.nansum(dim=1), batch.groups, norm=c.adv_norm, adv_eps=c.adv_eps)
             advantages = broadcast_rows(by_row, mask)
-        if kl is not None and c.kl_placement == "advantage":
-            advantages = fill_masked(advantages - c.beta * kl, mask)
-        if kl is not None and c.use_kl_advantage_shaping:
-            advantages = kl_shaped_advantages(advantages, kl, mask, c.beta)
-        if c.whiten_advantages:
-            advantages = masked_whiten(advantages, mask)
-        return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
+        return self.shaped_advantages(advantages, mask, kl, whiten=c.whiten_advantages)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
-        """Clipped (or CISPO's) surrogate per token, plus beta times the KL, aggregated by ``loss_norm``."""
+        """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""
         c, mask = self.config, inputs.mask
         ratios = log_ratio(inputs.logp, inputs.old_logp, mask)
-        ratio = importance_ratio(pool_log_ratio(ratios, mask, c.ratio_level, turn_ids=inputs.turn_ids))
-        low, high = c.clip_range
+        pooled = pool_log_ratio(ratios, mask, c.ratio_level, turn_ids=inputs.turn_ids, reduction=c.pooling)
+        ratio = importance_ratio(pooled)
         if c.loss_type == "cispo":
-            loss = cispo(ratio, inputs.advantages, inputs.logp, clip_max=c.clip_max, clip_min=c.clip_min)
-            low, high = c.clip_min or 0.0, c.clip_max
+            low, high = c.weight_range
+            loss = cispo(ratio, inputs.advantages, inputs.logp, clip_max=high, clip_min=low)
         else:
+            low, high = c.clip_range
             loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta)
         if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
             loss = loss * mismatch_weights(
@@ -220,7 +214,10 @@ class GRPO(LLMAlgorithm):
             kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
             metrics.add("kl", kl, mask)
             if c.kl_placement == "loss" and not c.use_kl_advantage_shaping:
-                loss = loss + c.beta * kl
+                limit = c.kl_clamp_value
+                loss = loss + self.kl_coef * (kl if limit is None else kl.clamp(-limit, limit))
+        if c.entropy_coef > 0 and inputs.entropy is not None:
+            loss = loss - c.entropy_coef * inputs.entropy
         record_policy(inputs, ratio, low, high, metrics)
         total = aggregate(loss, mask, c.loss_norm, inputs.denominator)
         metrics.add("loss", total, reduction="sum")
@@ -229,3 +226,114 @@ class GRPO(LLMAlgorithm):
     def window_denominator(self, mask: Tensor) -> float:
         """Return what ``loss_norm`` divides by."""
         return float(normaliser(mask, self.config.loss_norm, max_length=self.config.max_output_tokens))
+
+    # -- parts of the credit --------------------------------------------------------------------------------------
+
+    def shaped_rewards(self, batch: RolloutBatch, kl: Tensor | None) -> Tensor:
+        """Return the turn rewards ``[B, K]`` less the punishment of length and, if placed here, less the KL."""
+        c, rewards, turns = self.config, batch.rewards, batch.rewards.shape[1]
+        if c.overlong_cache_tokens is not None and c.max_output_tokens is not None:
+            played = int(batch.turn_ids.max()) + 1 if len(batch) else 1
+            lengths = per_turn_sums(batch.action_mask.float(), batch.turn_ids, played)
+            punishment = overlong_penalty(lengths, c.max_output_tokens, c.overlong_cache_tokens)
+            for k in range(played):
+                column = min(k, turns - 1)
+                rewards = rewards.index_add(1, torch.tensor([column]), punishment[:, k : k + 1])
+        if kl is not None and c.kl_placement == "reward":
+            rewards = rewards - self.kl_coef * per_turn_sums(kl, batch.turn_ids, turns)
+        return rewards
+
+    def shaped_advantages(self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: bool) -> Tensor:
+        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for."""
+        c = self.config
+        if kl is not None and c.kl_placement == "advantage":
+            advantages = fill_masked(advantages - self.kl_coef * kl, mask)
+        if kl is not None and c.use_kl_advantage_shaping:
+            advantages = kl_shaped_advantages(advantages, kl, mask, self.kl_coef)
+        if whiten:
+            advantages = masked_whiten(advantages, mask)
+        return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
+
+    def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        c = self.config
+        kept = torch.ones(len(batch), dtype=torch.bool)
+        if c.filter_zero_adv:
+            kept &= nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
+        if c.mask_truncated and batch.truncated is not None:
+            kept &= ~batch.truncated
+        return kept
+
+    def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
+        """Leave advantages on the tokens of highest entropy only: elsewhere the policy term and its gradient vanish."""
+        entropy = behaviour_entropy(self, batch)
+        valid = entropy[batch.action_mask].double()
+        if not len(valid):
+            return advantages
+        threshold = torch.quantile(valid, 1 - self.config.top_entropy_quantile)
+        top = top_entropy_mask(entropy.double(), batch.action_mask, threshold)
+        return fill_masked(advantages, top)
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
+        return self.config.beta * self.kl_scale
+
+    def _adapt_kl(self, kl: Tensor) -> None:
+        """Move the weight by what the KL ``[B]`` of this batch's completions says, before it is used."""
+        c = self.config
+        if c.kl_target is None or not len(kl):
+            return
+        samples = min(len(kl), c.kl_horizon)  # more than a horizon at once could turn the weight negative
+        mean = float(kl.double().mean())
+        self.kl_scale = adaptive_kl_coefficient(
+            self.kl_scale, mean, c.kl_target, horizon=float(c.kl_horizon), samples=samples
+        )
+
+    # -- one family -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def family(cls) -> dict[str, "type[GRPO]"]:
+        """Return GRPO and its relatives by name: what the gene ``algorithm`` chooses among."""
+        members: list[type[GRPO]] = [GRPO, *GRPO.__subclasses__()]
+        return {member.__name__: member for member in members}
+
+    def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Change some hyperparameters together; ``algorithm`` names the relative that this agent becomes.
+
+        It keeps everything that it is and has: slot, weights, moments, counters, and the hyperparameters that were set.
+        Nothing changes when one of the values, or their combination, is invalid.
+        """
+        name = values.get("algorithm", self.config.algorithm)
+        if name == self.config.algorithm:
+            super().set_hyperparameters({key: value for key, value in values.items() if key != "algorithm"})
+            return
+        family = self.family()
+        if name not in family:
+            raise ConfigError(f"{type(self).__name__} cannot become {name!r}; {nearest(str(name), family)}")
+        kept = {**self.config.model_dump(exclude_unset=True), **values}
+        del kept["algorithm"]
+        # All members have the same attributes, so an agent changes its class and every reference to it stays valid.
+        before = self.config, type(self)
+        self.config, self.__class__ = validated(family[name].Config, kept), family[name]  # type: ignore[assignment]
+        try:
+            if self.loss is not None:
+                check_loss(self.loss, self)
+        except ConfigError:
+            self.config, self.__class__ = before
+            raise
+
+    @classmethod
+    def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
+        """Build the agent of a state: of the relative that the state names, whichever class is asked."""
+        member = cls.family().get(state.algorithm, cls)
+        if member is cls:
+            return super().from_state(state, runtime, loss)
+        return member.from_state(state, runtime, loss)  # type: ignore[return-value]
+
+    @classmethod
+    def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
+        try:
+            cls.Config.refuse_pinned(dict(keywords))  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return super()._merge(config, keywords)

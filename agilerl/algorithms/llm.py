@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,8 +13,10 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.documented import DocumentedSurface
-from agilerl.algorithms.experiences import ActionResult, action_result, to_batch
+from agilerl.algorithms.experiences import ActionResult, action_result
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
+from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
+from agilerl.algorithms.primitives import TrainingPrimitives
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
@@ -26,7 +28,7 @@ from agilerl.algorithms.state import (
     restore,
     write_state,
 )
-from agilerl.algorithms.update import MICRO_TOKENS, Experience, learn_together
+from agilerl.algorithms.update import MICRO_TOKENS, Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
@@ -41,12 +43,14 @@ from agilerl.runtime import Runtime
 __all__ = ["LLMAlgorithm"]
 
 
-class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
     built on the same object share it) and ``model_name`` (a local folder, a hub name or ``embedded``).
+    ``device`` None leaves a loaded model where it is and puts a named one on the CPU.
     ``lora_config`` is a ``peft.LoraConfig``, by default rank 16, alpha 32 on all linear layers.
+    ``loss`` is a function of LossInputs, or a PolicyLoss, that replaces the algorithm's objective.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
@@ -63,11 +67,15 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         *,
         runtime: Runtime | None = None,
         lora_config: Any = None,
-        device: str = "cpu",
+        device: str | None = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
+        loss: LossFunction | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(**self._split_documented(arguments))
+        if loss is not None:
+            check_loss(loss, self)
+        self.loss = loss
         self.runtime = Runtime.resolve(
             runtime, model_name, actor_network, lora_config=lora_config, device=device, seed=self.config.seed
         )
@@ -95,22 +103,30 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self.reference_tracker = 0
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
-        self.slot = self._take_slot()
-        self.runtime.store.initialise(self.slot, self.config.seed)
+        self._take_slots()
 
     # -- resources ------------------------------------------------------------------------------------------------
 
-    def _take_slot(self) -> int:
+    def _take_slots(self) -> None:
+        """Take the slots that the agent trains."""
+        self.slot = self._new_slot()
+        self._lease = self._lease_of(self.slot)
+
+    def _new_slot(self) -> int:
         store = self.runtime.store
         slot = store.allocate(self.lora_config.r, adapters.lora_scaling(self.lora_config))
-        self._lease = weakref.finalize(self, store.release, slot)
+        store.initialise(slot, self.config.seed)
         return slot
+
+    def _lease_of(self, slot: int) -> Callable[[], object]:
+        """Return what gives a slot back: called once, or else when the agent is collected, never both."""
+        return weakref.finalize(self, self.runtime.store.release, slot)
 
     def clean_up(self) -> None:
         """Give the agent's slots back; the agent cannot be used afterwards."""
         self._lease()
         if self.reference_slot is not None:
-            self.runtime.store.release(self.reference_slot)
+            self._reference_lease()
             self.reference_slot = None
 
     def move_to(self, slot: int) -> None:
@@ -118,8 +134,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         store = self.runtime.store
         store.move(self.slot, slot)
         self._lease()
-        self.slot = slot
-        self._lease = weakref.finalize(self, store.release, slot)
+        self.slot, self._lease = slot, self._lease_of(slot)
 
     @property
     def rank(self) -> int:
@@ -137,7 +152,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         if room < 1:
             raise ConfigError(
                 f"a prompt of {prompt_length} tokens leaves no room for a completion: the context holds "
-                f"{self.context_length} tokens (max_model_len={c.max_model_len}); shorten the prompt or raise max_model_len"
+                f"{self.context_length} tokens; shorten the prompt or raise max_model_len={c.max_model_len}"
             )
         return c.sampling(room, greedy=greedy)
 
@@ -189,21 +204,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         return scores
 
     # -- learning -------------------------------------------------------------------------------------------------
-
-    def learn(
-        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
-    ) -> dict[str, float]:
-        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
-
-        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``.
-        Returns the metrics of the update, ``mean_loss`` and ``mean_kl`` among them.
-        """
-        batch = (
-            experiences
-            if isinstance(experiences, RolloutBatch)
-            else to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps)
-        )
-        return learn_together([self], [batch])[0]
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
@@ -275,15 +275,16 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         return capture(self)
 
     @classmethod
-    def from_state(cls, state: AgentState, runtime: Runtime) -> Self:
-        """Build an agent from a state on a runtime; the inverse of :meth:`state`."""
-        agent = cls(runtime=runtime, **constructor_arguments(state, runtime))
+    def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
+        """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
+        check_restored(state.own_loss, loss)
+        agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
         restore(agent, state, with_optimizer=True)
         return agent
 
     def clone(self, index: int | None = None, wrap: bool = True) -> Self:
         """Return an independent copy in a slot of its own; with a new ``index`` its samples differ from here on."""
-        clone = self.from_state(self.state(), self.runtime)
+        clone = self.from_state(self.state(), self.runtime, self.loss)
         clone.hp_config = self.hp_config
         clone._mutation_hooks = list(self._mutation_hooks)
         if index is not None:
@@ -311,7 +312,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Load the adapter of a checkpoint folder into this agent; hyperparameters stay this agent's own.
 
         With ``overwrite_reference_adapter`` the loaded actor also becomes the reference policy, as between the stages
-        of an SFT -> DPO -> GRPO chain. Raises CheckpointError when the ranks differ.
+        of an SFT -> DPO -> GRPO chain. With ``overwrite_critic_adapter`` an agent with a critic takes the checkpoint's,
+        or starts its critic from the actor where there is none. Raises CheckpointError when the ranks differ.
         """
         state = read_state(Path(path), self.runtime.store.layers)
         if state.lora["r"] != self.rank:
@@ -321,18 +323,28 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             )
         if load_optimizer and not state.moments:
             raise CheckpointError(f"{str(path)!r} was saved without its optimizer; load it with load_optimizer=False")
-        load_weights(self, state, with_optimizer=load_optimizer)
+        load_weights(self, state, with_optimizer=load_optimizer, with_critic=overwrite_critic_adapter)
         if overwrite_reference_adapter:
             self.set_reference(state.adapter)
 
     @classmethod
     def load(
-        cls, path: str | Path, device: str = "cpu", accelerator: Any = None, *, runtime: Runtime | None = None
+        cls,
+        path: str | Path,
+        device: str = "cpu",
+        accelerator: Any = None,
+        *,
+        runtime: Runtime | None = None,
+        loss: LossFunction | None = None,
     ) -> Self:
-        """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given."""
+        """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given.
+
+        An agent that was trained with an own loss needs it again as ``loss``; else CheckpointError is raised.
+        """
         if runtime is None:
-            runtime = Runtime.from_pretrained(base_name(Path(path)), device=device)
-        return cls.from_state(read_state(Path(path), runtime.store.layers), runtime)
+            lora = adapters.read_config(Path(path) / "actor")
+            runtime = Runtime.from_pretrained(base_name(Path(path)), device=device, lora_config=lora)
+        return cls.from_state(read_state(Path(path), runtime.store.layers), runtime, loss)
 
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference when the tracker advances past its stored value.
@@ -350,7 +362,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         store = self.runtime.store
         if self.reference_slot is None:
             self.reference_slot = store.allocate(self.rank, float(store.scaling[self.slot]))
-            weakref.finalize(self, store.release, self.reference_slot)
+            self._reference_lease = self._lease_of(self.reference_slot)
         store.load_adapter(self.reference_slot, factors)
 
     # -- populations ----------------------------------------------------------------------------------------------
@@ -374,7 +386,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         if size < 1:
             raise ConfigError(f"a population needs at least 1 agent, found size={size}")
         first = cls(hp_config=hp_config, index=0, **arguments)
-        first.runtime.store.reserve(size)
+        first.runtime.store.reserve(size * (1 if first.critic_slot is None else 2))
         starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
         agents = [first]
         for index, values in enumerate(starts[1:], start=1):

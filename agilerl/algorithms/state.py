@@ -6,15 +6,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agilerl.algorithms.losses import loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
-from agilerl.models.slots import LinearShape
+from agilerl.models.slots import AdapterStore, LinearShape
 from agilerl.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentState",
+    "CriticState",
     "base_name",
     "capture",
     "constructor_arguments",
@@ -45,10 +48,25 @@ _COUNTERS = (
     "tokens",
     "fitness",
     "scores",
+    "kl_scale",
 )
+"""Attributes that are counters of an agent; an algorithm has those that mean something for it."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_HEAD_FILE = "value_head.safetensors"
 Factors = list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class CriticState:
+    """A critic: an adapter of its own and the value head on top of it."""
+
+    adapter: Factors
+    head: Tensor
+    """[H + 1] weights of the value head, the bias last."""
+    moments: dict[str, Factors] = field(default_factory=dict)
+    head_moments: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_steps: float = 0.0
 
 
 @dataclass
@@ -76,6 +94,10 @@ class AgentState:
     moments: dict[str, Factors] = field(default_factory=dict)
     reference: Factors | None = None
     """Frozen reference adapter; None when the reference is the base model."""
+    critic: CriticState | None = None
+    """None for an algorithm without a critic."""
+    own_loss: str | None = None
+    """What the user's loss function is called; the function itself is no data."""
 
 
 def capture(agent: "LLMAlgorithm") -> AgentState:
@@ -90,11 +112,24 @@ def capture(agent: "LLMAlgorithm") -> AgentState:
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora},
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),
-        counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS},
+        counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS if hasattr(agent, name)},
         optimizer_steps=float(store.steps[agent.slot]),
         adapter=read["theta"],
         moments={name: read[name] for name in _MOMENTS},
         reference=None if agent.reference_slot is None else store.adapter(agent.reference_slot),
+        critic=None if agent.critic_slot is None else _capture_critic(store, agent.critic_slot),
+        own_loss=None if agent.loss is None else loss_name(agent.loss),
+    )
+
+
+def _capture_critic(store: AdapterStore, slot: int) -> CriticState:
+    read, head = store.read(slot), store.read_head(slot)
+    return CriticState(
+        adapter=read["theta"],
+        head=head[0],
+        moments={name: read[name] for name in _MOMENTS},
+        head_moments=dict(zip(_MOMENTS, head[1:])),
+        optimizer_steps=float(store.steps[slot]),
     )
 
 
@@ -119,12 +154,17 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
 def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
     for name in _COUNTERS:
-        setattr(agent, name, copy.deepcopy(state.counters[name]))
+        if name in state.counters:
+            setattr(agent, name, copy.deepcopy(state.counters[name]))
     load_weights(agent, state, with_optimizer=with_optimizer)
 
 
-def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -> None:
-    """Give an agent the adapter (and the reference, where there is one) of a state of equal rank."""
+def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
+    """Give an agent the adapter (and the reference, where there is one) of a state of equal rank.
+
+    With ``with_critic`` an agent that has a critic takes the state's; without one there, its critic starts from the
+    actor's adapter and a head of zeros.
+    """
     store = agent.runtime.store
     if with_optimizer and state.moments:
         store.write(agent.slot, {"theta": state.adapter, **state.moments})
@@ -134,6 +174,23 @@ def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bo
         store.clear_moments(agent.slot)
     if state.reference is not None:
         agent.set_reference(state.reference)
+    if with_critic and agent.critic_slot is not None:
+        critic = state.critic or CriticState(state.adapter, torch.zeros(store.head_features + 1))
+        _load_critic(store, agent.critic_slot, critic, with_optimizer=with_optimizer)
+
+
+def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_optimizer: bool) -> None:
+    store.load_adapter(slot, critic.adapter)
+    store.clear_moments(slot)
+    head = torch.zeros_like(store.read_head(slot))
+    if critic.head.shape != head[0].shape:
+        raise CheckpointError(f"expected a value head of {head.shape[1]} numbers, found {critic.head.numel()}")
+    head[0] = critic.head
+    if with_optimizer and critic.moments:
+        store.write(slot, critic.moments)
+        store.steps[slot] = critic.optimizer_steps
+        head[1:] = torch.stack([critic.head_moments[name] for name in _MOMENTS])
+    store.write_head(slot, head)
 
 
 def base_name(folder: Path) -> str:
@@ -147,28 +204,42 @@ def base_name(folder: Path) -> str:
 def write_state(
     state: AgentState, folder: Path, runtime: Runtime, lora_config: Any, *, save_optimizer: bool = True
 ) -> None:
-    """Write ``actor/`` (a PEFT folder), ``reference/`` where there is one, ``optimizer.safetensors``, ``agent.json``."""
+    """Write PEFT folders ``actor/`` and, where there are, ``reference/`` and ``critic/``; optimizer; ``agent.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     layers, source = runtime.store.layers, runtime.base.source
     adapters.write_adapter(folder / "actor", layers, state.adapter, lora_config, source)
     if state.reference is not None:
         adapters.write_adapter(folder / "reference", layers, state.reference, lora_config, source)
+    critic = state.critic
+    if critic is not None:
+        adapters.write_adapter(folder / "critic", layers, critic.adapter, lora_config, source)
+        head = critic.head.cpu()
+        tensors = {"weight": head[None, :-1].contiguous(), "bias": head[-1:].contiguous()}
+        save_file(tensors, folder / "critic" / _HEAD_FILE, metadata={"format": "pt"})
     if save_optimizer:
-        tensors = {
-            f"{moment}.{layer.name}.{side}": tensor.contiguous().cpu()
-            for moment, factors in state.moments.items()
-            for layer, pair in zip(layers, factors)
-            for side, tensor in zip("AB", pair)
-        }
+        tensors = _flat_moments(state.moments, layers)
+        if critic is not None:
+            own = {**_flat_moments(critic.moments, layers), **{f"{n}.head": t for n, t in critic.head_moments.items()}}
+            own["steps"] = torch.tensor(critic.optimizer_steps, dtype=torch.float64)
+            tensors |= {f"critic.{name}": tensor.contiguous().cpu() for name, tensor in own.items()}
         save_file(tensors, folder / "optimizer.safetensors")
     plain = {f.name: getattr(state, f.name) for f in fields(state)}
-    for name in ("adapter", "moments", "reference"):
+    for name in ("adapter", "moments", "reference", "critic"):
         del plain[name]
     (folder / "agent.json").write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
 
 
+def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) -> dict[str, Tensor]:
+    return {
+        f"{moment}.{layer.name}.{side}": tensor.contiguous().cpu()
+        for moment, factors in moments.items()
+        for layer, pair in zip(layers, factors)
+        for side, tensor in zip("AB", pair)
+    }
+
+
 def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path) -> None:
-    """Save an agent so that ``PeftModel.from_pretrained(base, path)`` and ``(base, path + "/actor")`` load its policy."""
+    """Save an agent so that ``PeftModel.from_pretrained(base, folder)`` loads its policy from path and path/actor."""
     folder = Path(path)
     agent.save_checkpoint(folder)
     runtime = agent.runtime
@@ -193,20 +264,50 @@ def read_state(folder: Path, layers: tuple[LinearShape, ...]) -> AgentState:
     state.adapter, _ = adapters.read_adapter(folder / "actor", layers)
     if (folder / "reference").is_dir():
         state.reference, _ = adapters.read_adapter(folder / "reference", layers)
+    if (folder / "critic").is_dir():
+        adapter, _ = adapters.read_adapter(folder / "critic", layers)
+        state.critic = CriticState(adapter, _read_head(folder / "critic" / _HEAD_FILE))
     path = folder / "optimizer.safetensors"
     if path.exists():
-        state.moments = _read_moments(path, layers)
+        _read_optimizer(path, layers, state)
     return state
 
 
-def _read_moments(path: Path, layers: tuple[LinearShape, ...]) -> dict[str, Factors]:
+def _read_head(path: Path) -> Tensor:
+    tensors = _tensors(path)
     try:
-        tensors = load_file(path)
-        return {
-            moment: [(tensors[f"{moment}.{layer.name}.A"], tensors[f"{moment}.{layer.name}.B"]) for layer in layers]
-            for moment in _MOMENTS
-        }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        head = torch.cat([tensors["weight"].reshape(-1), tensors["bias"].reshape(-1)])
+    except KeyError as error:
+        raise CheckpointError(f"{path} is no value head: {error.args[0]} is missing") from error
+    if not torch.isfinite(head).all():
+        raise CheckpointError(f"{path} holds numbers that are not finite")
+    return head
+
+
+def _read_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState) -> None:
+    tensors = _tensors(path)
+    try:
+        state.moments = _read_moments(tensors, layers)
+        if state.critic is not None:
+            state.critic.moments = _read_moments(tensors, layers, "critic.")
+            state.critic.head_moments = {moment: tensors[f"critic.{moment}.head"] for moment in _MOMENTS}
+            state.critic.optimizer_steps = float(tensors["critic.steps"])
     except KeyError as error:
         raise CheckpointError(f"{path} does not fit this agent: {error.args[0]} is missing") from error
+
+
+def _read_moments(tensors: dict[str, Tensor], layers: tuple[LinearShape, ...], prefix: str = "") -> dict[str, Factors]:
+    def pair(moment: str, layer: LinearShape) -> tuple[Tensor, Tensor]:
+        return tensors[f"{prefix}{moment}.{layer.name}.A"], tensors[f"{prefix}{moment}.{layer.name}.B"]
+
+    return {moment: [pair(moment, layer) for layer in layers] for moment in _MOMENTS}
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return tensors

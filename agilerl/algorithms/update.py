@@ -1,22 +1,37 @@
-"""One update of many agents: every micro-batch of every agent through one base, one backward, one stacked step."""
+"""One update of many agents: every micro-batch of every agent through one base, one backward, one stacked step.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+Two operations change an agent by training: :func:`accumulate` adds gradients, :func:`optim_step` spends them. Learning
+is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and ``agent.optim_step``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.policy import record_batch
+from agilerl.algorithms.losses import LossFunction, compute_loss, loss_denominator
+from agilerl.algorithms.policy import record_batch, record_idle
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer
-from agilerl.models.optim import adamw_step, zero_grad
+from agilerl.models.optim import adamw_step
+from agilerl.models.slots import AdapterStore
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
 
-__all__ = ["MICRO_TOKENS", "Experience", "Piece", "accumulate", "learn_together", "optim_step"]
+__all__ = [
+    "MICRO_TOKENS",
+    "Experience",
+    "Piece",
+    "accumulate",
+    "accumulate_all",
+    "clear_gradients",
+    "learn_together",
+    "optim_step",
+]
 
 MICRO_TOKENS = 4096
 """Padded tokens of one agent's micro-batch when the user gives no size: enough to fill a core, small in memory."""
@@ -41,6 +56,21 @@ class Experience:
     """[B, L] targets of the critic."""
     idle: Tensor | None = None
     """[B] bool, True for rows whose gradient is exactly zero: counted in every normaliser, never computed."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What only the whole batch can tell, reported with the metrics of the update."""
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def select(self, rows: Tensor | slice) -> "Experience":
+        """Return the experience of some rows, cut to the shortest padded length that holds them."""
+        batch = self.batch.select(rows)
+        width = batch.action_mask.shape[1]
+        picked: dict[str, Any] = {"batch": batch, "metrics": self.metrics}
+        for name in (f.name for f in fields(self) if f.name not in picked):
+            value = getattr(self, name)
+            picked[name] = value if value is None else value[rows] if value.dim() == 1 else value[rows][:, :width]
+        return Experience(**picked)
 
 
 @dataclass
@@ -52,8 +82,8 @@ class Piece:
     rows: Tensor
     denominator: float
     metrics: MetricReducer
-    finite: bool = True
-    """Set to False when the loss of the piece is not finite."""
+    loss: LossFunction | None = None
+    """Used in place of the agent's own; None: the agent's."""
 
 
 @dataclass
@@ -62,6 +92,8 @@ class _Window:
 
     denominator: float
     micro_batches: list[Tensor]
+    idle_tokens: int
+    """Action tokens of the rows that need no computation."""
 
 
 @dataclass
@@ -74,15 +106,26 @@ class _Update:
     windows: list[_Window] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        agent, batch, idle = self.agent, self.experience.batch, self.experience.idle
+        agent, batch = self.agent, self.experience.batch
         if not len(batch):
             return
-        micro_rows = agent.micro_rows(batch)
         for epoch in range(agent.config.update_epochs):
             for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
-                denominator = agent.window_denominator(batch.action_mask[rows])
-                busy = rows if idle is None else rows[~idle[rows]]
-                self.windows.append(_Window(denominator, list(torch.split(busy, micro_rows)) if len(busy) else []))
+                denominator = loss_denominator(agent, None, batch.action_mask[rows])
+                self.windows.append(_Window(denominator, *_cut(agent, self.experience, rows, own=agent.loss)))
+
+
+def _cut(
+    agent: "LLMAlgorithm", experience: Experience, rows: Tensor, *, own: LossFunction | None
+) -> tuple[list[Tensor], int]:
+    """Cut rows into micro-batches without those that need no computation, whose action tokens are counted.
+
+    Idle rows are idle under the algorithm's own objective only; another loss sees every row.
+    """
+    idle = experience.idle if own is None else None
+    busy = rows if idle is None else rows[~idle[rows]]
+    skipped = 0 if idle is None else int(experience.batch.action_mask[rows[idle[rows]]].sum())
+    return list(torch.split(busy, agent.micro_rows(experience.batch))) if len(busy) else [], skipped
 
 
 def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
@@ -102,22 +145,47 @@ def learn_together(agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBa
     updates = [_Update(agent, agent.prepare(batch)) for agent, batch in zip(agents, batches)]
     for update, batch in zip(updates, batches):
         record_batch(batch, update.metrics)
-    zero_grad(runtime.store)
+        for name, value in update.experience.metrics.items():
+            update.metrics.add(name, value)
+    clear_gradients(agents)
     for step in range(max((len(u.windows) for u in updates), default=0)):
         active = [u for u in updates if step < len(u.windows)]
-        pieces = [
-            [
-                Piece(u.agent, u.experience, rows, u.windows[step].denominator, u.metrics)
-                for rows in u.windows[step].micro_batches
-            ]
-            for u in active
-        ]
-        for k in range(max((len(own) for own in pieces), default=0)):
-            for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.max_tokens):
-                accumulate(runtime, pack)
-        healthy = [all(piece.finite for piece in own) for own in pieces]
-        optim_step([u.agent for u in active], healthy, [u.metrics for u in active])
+        accumulate_all(runtime, [_pieces(u, u.windows[step]) for u in active])
+        optim_step([u.agent for u in active], [u.metrics for u in active])
     return [_finish(u) for u in updates]
+
+
+def _pieces(update: _Update, window: _Window) -> list[Piece]:
+    record_idle(window.idle_tokens, update.metrics)
+    return [
+        Piece(update.agent, update.experience, rows, window.denominator, update.metrics)
+        for rows in window.micro_batches
+    ]
+
+
+def accumulate_batch(
+    agent: "LLMAlgorithm", experience: Experience, loss: LossFunction | None, denominator: float | None
+) -> MetricReducer:
+    """Add the gradient of one agent's rows, as a part of an optimizer step; returns the metrics of these rows.
+
+    Without a ``denominator`` the rows are the whole step.
+    """
+    metrics = MetricReducer()
+    if denominator is None:
+        denominator = loss_denominator(agent, loss, experience.batch.action_mask)
+    own = loss if loss is not None else agent.loss
+    micro_batches, idle_tokens = _cut(agent, experience, torch.arange(len(experience)), own=own)
+    record_idle(idle_tokens, metrics)
+    pieces = [Piece(agent, experience, rows, denominator, metrics, loss) for rows in micro_batches]
+    accumulate_all(agent.runtime, [pieces])
+    return metrics
+
+
+def accumulate_all(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> None:
+    """Add the gradients of each agent's micro-batches, in as few forward passes as ``runtime.max_tokens`` allows."""
+    for k in range(max((len(own) for own in pieces), default=0)):
+        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.max_tokens):
+            accumulate(runtime, pack)
 
 
 def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
@@ -132,17 +200,23 @@ def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
     for length, group in by_length.items():
         packs.append([])
         for piece in group:
-            if packs[-1] and (sum(len(p.rows) for p in packs[-1]) + len(piece.rows)) * length > max_tokens:
+            if packs[-1] and sum(map(_forward_rows, [*packs[-1], piece])) * length > max_tokens:
                 packs.append([])
             packs[-1].append(piece)
     return packs
+
+
+def _forward_rows(piece: Piece) -> int:
+    """Return the rows that a micro-batch adds to a forward pass: a critic reads them once more."""
+    return len(piece.rows) * (1 if piece.agent.critic_slot is None else 2)
 
 
 def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
     """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
 
     The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
-    window's denominator already, and a loss that is not finite reaches no other agent's gradient.
+    window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
+    skip the next step.
     """
     batches = [p.experience.batch.select(p.rows) for p in pieces]
     parts = [
@@ -154,8 +228,9 @@ def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
     values = {i: output.values for i, output in zip(critics, outputs[len(pieces) :])}
     losses = []
     for i, (piece, output) in enumerate(zip(pieces, outputs)):
-        loss = piece.agent.objective(_inputs(piece, batches[i], output, values.get(i)), piece.metrics)
-        piece.finite = bool(torch.isfinite(loss))
+        inputs = _inputs(piece, batches[i], output, values.get(i))
+        loss = compute_loss(piece.agent, piece.loss, inputs, piece.metrics)
+        piece.agent.gradient_is_finite &= bool(torch.isfinite(loss))
         losses.append(loss)
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -186,27 +261,43 @@ def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Ten
     )
 
 
-def optim_step(
-    agents: Sequence["LLMAlgorithm"], healthy: Sequence[bool], metrics: Sequence[MetricReducer] | None = None
-) -> list[bool]:
-    """Clip, step and clear the accumulated gradients of some agents; returns which of them took the step."""
+def clear_gradients(agents: Sequence["LLMAlgorithm"]) -> None:
+    """Forget what some agents have accumulated; other agents' gradients stay."""
+    for agent in agents:
+        for slot in agent.optimizer_settings():
+            agent.runtime.store.grad[slot].zero_()  # in place: the layers hold views of it
+        agent.gradient_is_finite = True
+
+
+def optim_step(agents: Sequence["LLMAlgorithm"], metrics: Sequence[MetricReducer]) -> list[bool]:
+    """Clip, step and clear the accumulated gradients of some agents; returns which of them took the step.
+
+    An agent steps as a whole: where a loss since its last step, or the gradient of one of its slots, is not finite, all
+    of it stays as it was.
+    """
     store = agents[0].runtime.store
-    owners, slots, settings = [], [], []
+    owners, slots, settings, sound = [], [], [], []
     for i, agent in enumerate(agents):
-        for slot, setting in agent.optimizer_settings().items():
+        own = agent.optimizer_settings()
+        sound.append(agent.gradient_is_finite and (len(own) == 1 or _finite_gradients(store, list(own))))
+        for slot, setting in own.items():
             owners.append(i)
             slots.append(slot)
             settings.append(setting)
-    norms, applied = adamw_step(store, slots, settings, [healthy[i] for i in owners])
-    zero_grad(store)
+    norms, applied = adamw_step(store, slots, settings, [sound[i] for i in owners])
+    clear_gradients(agents)
     stepped = [all(a for a, owner in zip(applied, owners) if owner == i) for i in range(len(agents))]
     for i, agent in enumerate(agents):
         agent.skipped_steps += not stepped[i]
-        if metrics is not None:
-            first = owners.index(i)
-            metrics[i].add("grad_norm", norms[first])
-            metrics[i].add("learning_rate", settings[first].lr)
+        first = owners.index(i)
+        metrics[i].add("grad_norm", norms[first])
+        metrics[i].add("learning_rate", settings[first].lr)
     return stepped
+
+
+def _finite_gradients(store: AdapterStore, slots: Sequence[int]) -> bool:
+    """Return whether the gradient norm of every slot is finite, by the measure of the optimizer itself."""
+    return bool(torch.isfinite(torch.stack([torch.linalg.vector_norm(store.grad[slot]) for slot in slots])).all())
 
 
 def _finish(update: _Update) -> dict[str, float]:

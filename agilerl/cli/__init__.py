@@ -1,20 +1,39 @@
 """The command line: ``agilerl``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
 
 import sys
+from typing import Any
 
 __all__ = ["main"]
+
+_LONGEST = 2000
 
 
 def main() -> None:
     """Run the command line; a user's mistake ends with one sentence and exit code 2, an interruption with 130."""
+    import typer
+
     from agilerl.cli.app import app
     from agilerl.errors import AgileRLError
 
+    # Typer's base of all complaints about options; it exports only this descendant under a stable name.
+    usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
     try:
-        app()
+        code = app(standalone_mode=False)
     except AgileRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except usage_error as error:
+        _fail(error.format_message(), 2)
+    if code == 130:
+        _fail("interrupted", 130)
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> None:
+    """Print one line, whatever the message is made of, and exit."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST - 3]}..."
+    print(line if code == 130 else f"error: {line}", file=sys.stderr)
+    sys.exit(code)

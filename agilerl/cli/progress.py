@@ -1,19 +1,25 @@
 """Progress and result of a run on the terminal: a live table where there is one, plain lines elsewhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from agilerl.hpo.fitness import Fitness
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
 from agilerl.training.setup import Session
 
 __all__ = ["watch"]
+
+_GAP = 2
 
 
 def watch(events: Iterator[Event], session: Session, console: Console) -> dict[str, Any]:
@@ -25,6 +31,9 @@ def watch(events: Iterator[Event], session: Session, console: Console) -> dict[s
             view.show(event)
             if isinstance(event, RunFinished):
                 summary = dict(event.summary)
+    console.print("Last generation")
+    console.print(view.table())
+    console.print()
     _print_result(summary, view.out, console)
     return summary
 
@@ -34,14 +43,12 @@ class _View:
 
     def __init__(self, session: Session, console: Console) -> None:
         self.session, self.console = session, console
-        self.metrics: Mapping[int, Mapping[str, float]] = {}
-        self.fitness: Mapping[int, Fitness] = {}
-        self.mutations: Mapping[int, str] = {}
-        self.elite: int | None = None
-        self.out: Any = None
+        self.metrics: dict[int, Mapping[str, float]] = {}
+        self.fitness: dict[int, Fitness] = {}
+        self.best: int | None = None
+        self.out = Path()
         self.started = perf_counter()
-        columns = (TextColumn("{task.description:<10}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        self.bars = Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+        self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), _Clock(), console=console)
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -61,26 +68,30 @@ class _View:
             self.out = event.out
         elif isinstance(event, PhaseStarted):
             total = self.session.config.training.evo_steps if event.name == "train" else None
-            self.bars.reset(self.phase, description=event.name, total=total)
+            # A new one each time: rich takes total=None as "leave it" for a task that exists.
+            self.bars.remove_task(self.phase)
+            self.phase = self.bars.add_task(event.name, total=total)
         elif isinstance(event, IterationDone):
-            self.metrics = event.metrics
+            self.metrics.update(event.metrics)
             self.bars.update(self.run, completed=event.progress)
             self.bars.advance(self.phase)
             self._line(self._iteration_line(event))
         elif isinstance(event, ExamDone):
-            self.fitness = event.fitness
-            self._line(f"generation {event.generation}: exam " + ", ".join(_scores(event.fitness)))
+            self.fitness.update(event.fitness)
+            finite = {index: f.mean for index, f in event.fitness.items() if f.is_finite}
+            self.best = max(finite, key=lambda index: finite[index], default=None)
+            scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
+            self._line(f"generation {event.generation}: exam {scores}")
         elif isinstance(event, Evolved):
-            self.mutations, self.elite = event.mutations, event.plan.elite
             births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "nobody"
-            changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "nothing"
+            changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "nobody"
             self._line(f"generation {event.generation}: elite {event.plan.elite}; born {births}; mutated {changes}")
         if self.live is not None:
-            self.live.update(Group(self._table(), self.bars))
+            self.live.update(Group(self.table(), self.bars))
 
     def _line(self, text: str) -> None:
         if self.live is None:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, soft_wrap=True)
 
     def _iteration_line(self, event: IterationDone) -> str:
         rewards = ", ".join(f"{i}: {m['reward']:.3f}" for i, m in event.metrics.items() if "reward" in m)
@@ -88,27 +99,67 @@ class _View:
         left = spent / event.progress - spent if event.progress > 0 else 0.0
         return f"iteration {event.iteration} ({event.progress:.0%}, about {left:.0f} s left): reward {rewards}"
 
-    def _table(self) -> Table:
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        for name, justify in (("agent", "right"), ("parent", "right"), ("genes", "left"), ("last mutation", "left")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        for name in ("reward", "fitness", "KL", "entropy", "tokens/s"):
-            table.add_column(name, justify="right")
-        for agent in self.session.population.agents:
-            m, fitness = self.metrics.get(agent.index, {}), self.fitness.get(agent.index)
-            genes = ", ".join(f"{k}={v:.2g}" if isinstance(v, float) else f"{k}={v}" for k, v in agent.hyperparameters.items())
-            table.add_row(
-                f"{agent.index}{'*' if agent.index == self.elite else ''}",
-                "-" if agent.parent is None else str(agent.parent),
-                genes or "-",
-                "-" if agent.mut == "None" else agent.mut,
-                _cell(m.get("reward"), "{:.3f}"),
-                "-" if fitness is None else _score(fitness),
-                _cell(m.get("kl"), "{:.4f}"),
-                _cell(m.get("entropy"), "{:.3f}"),
-                _cell(m.get("tokens_per_second"), "{:,.0f}"),
-            )
-        return table
+    def table(self) -> Table:
+        """Return one row an agent, with as many columns as the terminal has room for."""
+        agents = self.session.population.agents
+        metrics = [self.metrics.get(agent.index, {}) for agent in agents]
+        fitness = [self.fitness.get(agent.index) for agent in agents]
+        columns = [
+            _Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents], "right"),
+            _Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], "right", 3),
+            _Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
+            _Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
+            _Column("reward", [_cell(m.get("reward"), "{:.3f}") for m in metrics], "right"),
+            _Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
+            _Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
+            _Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
+            _Column("tokens/s", [_cell(m.get("tokens_per_second"), "{:,.0f}") for m in metrics], "right", 2),
+        ]
+        return _fitted([c for c in columns if c.name != "KL" or any("kl" in m for m in metrics)], self.console.width)
+
+
+class _Clock(ProgressColumn):
+    """Share, time spent and time left; of a phase without a known length only the time spent."""
+
+    def render(self, task: Task) -> Text:
+        """Return the text beside a bar."""
+        spent = f"{timedelta(seconds=int(task.elapsed or 0))}"
+        if task.total is None:
+            return Text(f"     {spent}")
+        left = "" if task.time_remaining is None else f", {timedelta(seconds=int(task.time_remaining))} left"
+        return Text(f"{task.percentage:3.0f}% {spent}{left}")
+
+
+@dataclass
+class _Column:
+    """Header and cells; of those that may be left out, the one with the highest ``rank`` goes first."""
+
+    name: str
+    cells: list[str]
+    justify: Literal["left", "right"]
+    rank: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.name, *self.cells])) + _GAP
+
+
+def _fitted(columns: Sequence[_Column], width: int) -> Table:
+    """Return a table that never wraps: columns are left out as long as it is too wide, and texts cut after that."""
+    shown = list(columns)
+    while sum(c.width for c in shown) > width and any(c.rank for c in shown):
+        shown.remove(max(shown, key=lambda c: c.rank))
+    table = Table(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
+    for column in shown:
+        table.add_column(column.name, justify=column.justify, no_wrap=True, overflow="ellipsis")
+    for row in zip(*(column.cells for column in shown)):
+        table.add_row(*row)
+    return table
+
+
+def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
+    """Return gene values in a few words, for instance ``lr=0.0021, group_size=8``."""
+    return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -119,12 +170,8 @@ def _score(fitness: Fitness) -> str:
     return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}" if fitness.is_finite else "not finite"
 
 
-def _scores(fitness: Mapping[int, Fitness]) -> list[str]:
-    return [f"{index}: {_score(f)}" for index, f in fitness.items()]
-
-
-def _print_result(summary: Mapping[str, Any], out: Any, console: Console) -> None:
-    table = Table(title="Held-out test (greedy)", title_justify="left", box=None, padding=(0, 3, 0, 0))
+def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> None:
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("", "mean", "stderr", "n"):
         table.add_column(name, justify="left" if not name else "right")
     elite = summary["elite"]
@@ -132,18 +179,17 @@ def _print_result(summary: Mapping[str, Any], out: Any, console: Console) -> Non
     for key, label in rows.items():
         result = summary["test"].get(key)
         if result is not None:
-            who = f"{label} (agent {result['index']})" if "index" in result else label
+            index = result.get("index") if key != "elite" else elite["index"]
+            who = label if index is None else f"{label} (agent {index})"
             table.add_row(who, *(_cell(result[k], "{:.3f}") for k in ("mean", "stderr")), str(result["n"]))
+    console.print("Held-out test (greedy)")
     console.print(table)
     if elite is None:
-        console.print("No agent had a finite fitness, so there is no elite.")
+        console.print("\nNo agent had a finite fitness, so there is no elite.")
     else:
-        steps = [
-            f"{a['agent']} ({', '.join(f'{k}={v:.3g}' if isinstance(v, float) else f'{k}={v}' for k, v in a['hyperparameters'].items())})"
-            for a in summary["lineage"]
-        ]
-        console.print(f"\nWinning lineage  {' -> '.join(steps)}", highlight=False)
-        console.print(f"Elite adapter    {out / 'elite'}", highlight=False, soft_wrap=True)
-    console.print(f"Report           {out / 'report.html'}", highlight=False, soft_wrap=True)
-    total = sum(summary["tokens"].values())
-    console.print(f"{summary['generations']} generations, {total:,} tokens, {summary['seconds']:.0f} s", highlight=False)
+        line = " -> ".join(f"{a['agent']} ({genes_text(a['hyperparameters'])})" for a in summary["lineage"])
+        console.print(f"\nWinning lineage  {line}")
+        console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
+    console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
+    tokens, generations = sum(summary["tokens"].values()), summary["generations"]
+    console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")

@@ -15,7 +15,15 @@ from torch import Tensor
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.slots import LinearShape
 
-__all__ = ["WEIGHTS_FILE", "check_lora_config", "default_lora_config", "lora_scaling", "read_adapter", "write_adapter"]
+__all__ = [
+    "WEIGHTS_FILE",
+    "check_lora_config",
+    "default_lora_config",
+    "lora_scaling",
+    "read_adapter",
+    "read_config",
+    "write_adapter",
+]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -76,19 +84,28 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
     written.save_pretrained(str(folder))
 
 
+def read_config(folder: Path) -> Any:
+    """Read the ``peft.LoraConfig`` of an adapter folder; raises CheckpointError when it is missing or damaged."""
+    from peft import LoraConfig
+
+    try:
+        fields = json.loads((folder / CONFIG_FILE).read_text())
+        known = {f.name for f in dataclasses.fields(LoraConfig)}
+        return LoraConfig(**{name: value for name, value in fields.items() if name in known})
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {CONFIG_FILE} is missing") from error
+    except (json.JSONDecodeError, OSError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {CONFIG_FILE}: {error}") from error
+
+
 def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tuple[Tensor, Tensor]], Any]:
     """Read a PEFT adapter folder; returns its factors in the order of ``layers`` and its LoraConfig.
 
     Raises CheckpointError when files are missing or damaged, or the adapter was made for other layers.
     """
-    from peft import LoraConfig
-
-    path = folder / WEIGHTS_FILE
+    path, config = folder / WEIGHTS_FILE, read_config(folder)
     try:
         tensors = load_file(path)
-        fields = json.loads((folder / CONFIG_FILE).read_text())
-        known = {f.name for f in dataclasses.fields(LoraConfig)}
-        config = LoraConfig(**{name: value for name, value in fields.items() if name in known})
     except FileNotFoundError as error:
         raise CheckpointError(
             f"no PEFT adapter at {str(folder)!r}: {Path(error.filename or path).name} is missing"

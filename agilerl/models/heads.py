@@ -11,7 +11,7 @@ __all__ = ["token_values"]
 
 
 def token_values(hidden: Tensor, store: AdapterStore, slot: int) -> Tensor:
-    """Return values ``[..., ]`` of hidden states ``[..., H]`` by a slot's head, ``w h + b``, in the head's data type."""
+    """Return values ``[...]`` of hidden states ``[..., H]`` by a slot's head, ``w h + b``, in the head's type."""
     return cast(Tensor, _ValueHead.apply(hidden, store, slot))  # type: ignore[no-untyped-call]
 
 

@@ -42,9 +42,10 @@ class AdapterStore:
     """Flat, agent-major banks ``[N, D]`` of adapter parameters, gradients and Adam moments.
 
     A layer's factors A ``[N, R, in]`` and B ``[N, out, R]`` are views of ``theta``, their gradients views of ``grad``.
-    The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is no autograd leaf. R is the largest rank in use; an adapter of smaller rank is padded
-    with zeros, which stay zero because each padded factor multiplies the other's zeros. Cloning a slot copies one
-    row of each bank.
+    The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is no autograd leaf. R is the
+    largest rank in use; an adapter of smaller rank is padded with zeros, which stay zero because each padded factor
+    multiplies the other's zeros. Every row ends with a value head ``[H + 1]``, used by critics. Cloning a slot copies
+    one row of each bank.
     """
 
     def __init__(

@@ -1,16 +1,17 @@
 """The manifest: every setting of a run, declared once, checked before anything is loaded."""
 
+import re
 import types
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest, validated
+from agilerl.training.strict_yaml import parse_yaml
+from agilerl.validation import nearest, shown, validated
 
 __all__ = [
     "EnvironmentConfig",
@@ -23,10 +24,19 @@ __all__ = [
 ]
 
 _MANIFEST_BYTES = 1_000_000
+_LARGEST_SEED = 2**63 - 1
+
+Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
+
+
+def _device(name: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d{1,2})?", name) is None:
+        raise ValueError(f"expected cpu, cuda, or cuda with a number such as cuda:1, found {shown(name)}")
+    return name
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class EnvironmentConfig(_Section):
@@ -46,8 +56,11 @@ class EnvironmentConfig(_Section):
     """Size of the exam that selection uses."""
     test_prompts: Annotated[int, Field(ge=2)] = 400
     """Size of the test set that only the final numbers use."""
-    conversation_template: list[dict[str, str]] | None = None
-    """Messages with ``{question}``; None asks the plain question."""
+    holdout: Literal["reserved", "any"] = "reserved"
+    """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
+    questions: from all of them, and training leaves out those that were drawn."""
+    conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
+    """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
 
 
 class TrainingConfig(_Section):
@@ -65,16 +78,16 @@ class TrainingConfig(_Section):
     """Iterations (a rollout and an update of every agent) between selections."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Seed = 42
     """Seed of everything random in the run."""
     init: Literal["spread", "same"] = "spread"
     """Start the population spread over the genes' ranges, or all alike."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
     """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
     """CPU threads of torch; more than one pays for large base models only."""
-    device: str = "cpu"
-    """``cpu`` or ``cuda``."""
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere."""
     max_tokens_in_flight: Annotated[int, Field(ge=64)] = 4096
@@ -136,7 +149,7 @@ class MutationConfig(_Section):
     """Smallest and largest adapter rank."""
     mutate_elite: bool = False
     """Let the elite mutate too."""
-    rand_seed: int | None = None
+    rand_seed: Seed | None = None
     """Seed of mutations; None takes ``training.seed``."""
 
 
@@ -158,8 +171,8 @@ class LoraSection(_Section):
     """Rank."""
     lora_alpha: Annotated[float, Field(gt=0)] = 32
     """The delta is scaled by alpha / r."""
-    target_modules: str | list[str] = "all-linear"
-    """Layers that carry an adapter."""
+    target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Layers that carry an adapter: ``all-linear``, a list of name endings, or one regular expression."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
 
@@ -196,10 +209,13 @@ class RunConfig(_Section):
         size, tournament = self.training.pop_size, self.selection_strategy.tournament_size
         if self.selection_strategy.name == "tournament" and tournament > size:
             raise ValueError(
-                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the first"
+                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
+                "first, or raise the second"
             )
         if "name" not in self.algorithm:
             self.algorithm = {"name": "GRPO", **self.algorithm}
+        if not isinstance(self.algorithm["name"], str):
+            raise ValueError(f"algorithm.name must be the name of an algorithm, found {shown(self.algorithm['name'])}")
         return self
 
     @classmethod
@@ -207,7 +223,7 @@ class RunConfig(_Section):
         """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
         for section, content in values.items():
             if section in cls.model_fields and not isinstance(content, Mapping):
-                raise ConfigError(f"{section} must be a mapping of settings, found {content!r}")
+                raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
         return validated(cls, values)
 
 
@@ -220,7 +236,9 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     changed = [_split(override) for override in overrides]
     if any(keys == ["environment", "task"] for keys, _ in changed):
         # Parameters belong to a dataset: those of another one would only be in the way.
-        values.get("environment", {}).pop("params", None)
+        environment = values.get("environment")
+        if isinstance(environment, dict):
+            environment.pop("params", None)
     for keys, value in changed:
         _put(values, keys, value)
     return RunConfig.from_dict(values)
@@ -230,48 +248,54 @@ def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
         text, name = (resources.files("agilerl.training") / "default.yaml").read_text(), "the embedded default"
     else:
-        name = str(path)
-        if not path.is_file():
-            raise ConfigError(f"no manifest at {name!r}; expected a YAML file")
-        if path.stat().st_size > _MANIFEST_BYTES:
-            raise ConfigError(f"the manifest {name!r} has {path.stat().st_size} bytes; expected at most {_MANIFEST_BYTES}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the manifest {name!r} cannot be read: {error}") from error
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the manifest {name!r} is no valid YAML: {' '.join(str(error).split())}") from error
+        name = f"the manifest {shown(str(path))}"
+        text = _text(path, name)
+    values = parse_yaml(text, name)
     if values is None:
         return {}
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"the manifest {name!r} must be a mapping of sections, found {type(values).__name__}")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        is_file, size = path.is_file(), path.stat().st_size if path.exists() else 0
+        text = path.read_text(encoding="utf-8-sig") if is_file and size <= _MANIFEST_BYTES else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} cannot be read: it is no UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
+    if not is_file:
+        found = "a folder" if path.is_dir() else "nothing"
+        raise ConfigError(f"expected a YAML file or key.path=value, found {found} at {shown(str(path))}")
+    if size > _MANIFEST_BYTES:
+        raise ConfigError(f"{name} has {size:,} bytes; expected at most {_MANIFEST_BYTES:,}")
+    return text
 
 
 def _split(override: str) -> tuple[list[str], Any]:
     key, separator, text = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"expected key.path=value, found {override!r}")
-    try:
-        return key.strip().split("."), yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key!r} is no valid YAML: {text!r}") from error
+    keys = key.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"expected key.path=value, found {shown(override)}")
+    return keys, parse_yaml(text, f"the value of {shown(key)}")
 
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
     model: Any = RunConfig
     for depth, key in enumerate(keys):
+        path = ".".join(keys[: depth + 1])
         fields = getattr(model, "model_fields", None)
         if fields is not None and key not in fields:
-            raise ConfigError(f"unknown key {'.'.join(keys[: depth + 1])!r}; {nearest(key, fields)}")
+            raise ConfigError(f"unknown key {shown(path)}; {nearest(key, fields)}")
         model = None if fields is None else _nested(fields[key].annotation)
         if depth < len(keys) - 1:
-            inner = values.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{'.'.join(keys[: depth + 1])} holds {inner!r}, so it has no key {keys[depth + 1]!r}")
-            values = inner
+            if values.get(key) is None:
+                values[key] = {}
+            if not isinstance(values[key], dict):
+                raise ConfigError(f"{path} holds {shown(values[key])}, so it has no key {shown(keys[depth + 1])}")
+            values = values[key]
     values[keys[-1]] = value
 
 

@@ -24,7 +24,7 @@ from agilerl.training.events import (
     RunStarted,
 )
 from agilerl.training.records import RunRecords, Where
-from agilerl.training.setup import Session
+from agilerl.training.setup import Session, document
 
 __all__ = ["planned_iterations", "samples_per_iteration", "train"]
 
@@ -42,6 +42,8 @@ class _Progress:
     elite_iteration: int | None = None
     fitness: dict[int, Fitness] = field(default_factory=dict)
     """Last exam of every agent that ever lived."""
+    exam: ExamDone | None = None
+    """The last exam, as long as nobody has learned or changed since."""
     started: float = field(default_factory=perf_counter)
 
     @property
@@ -76,8 +78,7 @@ def train(session: Session, out: Path, *, command: list[str] | None = None) -> I
     Raises CheckpointError, having written nothing, when the directory is in use or holds a run.
     """
     config = session.config
-    document = config.model_dump(mode="json")
-    with RunDirectory.create(out, document, config.training.seed, command=command) as run:
+    with RunDirectory.create(out, document(config), config.training.seed, command=command) as run:
         records = RunRecords(run)
         try:
             yield from _run(session, run, records)
@@ -103,11 +104,12 @@ def _run(session: Session, run: RunDirectory, records: RunRecords) -> Iterator[E
             if progress.spent(config) >= 1:
                 break
             if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
+                yield PhaseStarted("exam")
                 yield _exam(session, records, progress)
-        yield PhaseStarted("exam")
-        # An extra exam may have just been held on the same weights; its result would be the same.
-        exam = _exam(session, records, progress)
-        yield exam
+        exam = progress.exam
+        if exam is None:
+            yield PhaseStarted("exam")
+            yield (exam := _exam(session, records, progress))
         if median is None:
             ranked = ranking(exam.fitness)
             middle = ranked[(len(ranked) - 1) // 2]
@@ -129,40 +131,41 @@ def _run(session: Session, run: RunDirectory, records: RunRecords) -> Iterator[E
 def _iterate(session: Session, records: RunRecords, progress: _Progress) -> IterationDone:
     population, config = session.population, session.config
     start = perf_counter()
-    before = _tokens(session)
+    before = {agent.index: dict(agent.tokens) for agent in population.agents}
+    progress.exam = None
     rollout = population.rollout()
     update_start = perf_counter()
-    metrics = population.learn(rollout)
+    learned = population.learn(rollout)
     end = perf_counter()
     progress.iteration += 1
     progress.samples += sum(len(t) for t in rollout.trajectories.values())
-    spent = {name: count - before[name] for name, count in _tokens(session).items()}
-    for name, count in spent.items():
-        progress.tokens[name] += count
-    times = {
+    shared = {
         "time/rollout": rollout.times.rollout,
         "time/reward": rollout.times.reward,
         "time/update": end - update_start,
         "step_time": end - start,
-        "tokens_per_second": sum(spent.values()) / (end - start),
-        "memory/peak": _peak_memory(),
+        "memory/peak": _peak_memory(population.runtime.base.device),
     }
-    where = Where(progress.generation, progress.iteration)
+    metrics = {}
     for agent in population.agents:
-        agent.scores.append(metrics[agent.index].get("reward", float("nan")))
-    records.iteration(where, metrics, times)
+        spent = {name: count - before[agent.index][name] for name, count in agent.tokens.items()}
+        for name, count in spent.items():
+            progress.tokens[name] += count
+        agent.scores.append(learned[agent.index].get("reward", float("nan")))
+        # Sampled and learned from; the time is that of all agents, who share every forward pass.
+        rate = sum(spent.values()) / (end - start)
+        metrics[agent.index] = {**learned[agent.index], **shared, "tokens_per_second": rate}
+    where = Where(progress.generation, progress.iteration)
+    records.iteration(where, metrics)
     records.completions(where, rollout, config.training.log_completions, population.tokenizer)
-    watched = {index: {**values, **times} for index, values in metrics.items()}
-    return IterationDone(progress.generation, progress.iteration, min(progress.spent(config), 1.0), watched)
+    return IterationDone(progress.generation, progress.iteration, min(progress.spent(config), 1.0), metrics)
 
 
 def _exam(session: Session, records: RunRecords, progress: _Progress) -> ExamDone:
     population = session.population
-    start, before = perf_counter(), _tokens(session)
+    start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.agents)
     fitness = population.evaluate("exam")
-    progress.tokens["evaluated"] += _tokens(session)["evaluated"] - before["evaluated"]
-    for agent in population.agents:
-        agent.fitness.append(fitness[agent.index].mean)
+    progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.agents) - before
     where = Where(progress.generation, progress.iteration)
     records.exam(where, fitness, population.agents, perf_counter() - start)
     progress.fitness.update(fitness)
@@ -172,7 +175,8 @@ def _exam(session: Session, records: RunRecords, progress: _Progress) -> ExamDon
         progress.best = fitness[best].mean
         progress.elite = next(a for a in population.agents if a.index == best).state()
         progress.elite_iteration = progress.iteration
-    return ExamDone(progress.generation, fitness)
+    progress.exam = ExamDone(progress.generation, fitness)
+    return progress.exam
 
 
 def _evolve(session: Session, records: RunRecords, progress: _Progress, exam: ExamDone) -> Evolved:
@@ -235,15 +239,10 @@ def _finish(
     return RunFinished(run.root, {"status": "finished", **summary})
 
 
-def _tokens(session: Session) -> dict[str, int]:
-    agents = session.population.agents
-    return {name: sum(a.tokens[name] for a in agents) for name in ("generated", "trained", "evaluated")}
-
-
-def _peak_memory() -> int:
-    """Return the most bytes used so far: of the GPU where there is one, else of the process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+def _peak_memory(device: torch.device) -> int:
+    """Return the most bytes used so far: of the GPU where the run is on one, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -49,11 +49,11 @@ class RunRecords:
         for agent in agents:
             self.lineage.write(lineage.birth_record(agent.index, None, 0, 0, agent.hyperparameters))
 
-    def iteration(self, where: Where, metrics: Mapping[int, Mapping[str, float]], times: Mapping[str, float]) -> None:
+    def iteration(self, where: Where, metrics: Mapping[int, Mapping[str, float]]) -> None:
         """Write one metrics line an agent."""
         for index, values in metrics.items():
             place = {"kind": "train", "generation": where.generation, "step": where.iteration, "agent": index}
-            self.metrics.write({**values, **times, **place})
+            self.metrics.write({**values, **place})
 
     def completions(self, where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> None:
         """Write the first completions of each agent's batch, whole groups from the start."""
@@ -79,7 +79,9 @@ class RunRecords:
         if rows:
             write_completions(self.run.completions, where.iteration, rows)
 
-    def exam(self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[LLMAlgorithm], seconds: float) -> None:
+    def exam(
+        self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[LLMAlgorithm], seconds: float
+    ) -> None:
         """Write the result of each agent."""
         by_index = {agent.index: agent for agent in agents}
         for index, result in fitness.items():

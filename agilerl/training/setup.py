@@ -1,24 +1,37 @@
 """From a checked configuration to the objects of a run: base, task, agents, operators."""
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
-from agilerl.envs.core import Task
+from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.envs.core import Message, Task
+from agilerl.envs.datasets import fill_template
+from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.parameters import Gene, RLParameter, check_values, genes_from
+from agilerl.hpo.parameters import Gene, RLParameter, genes_from
 from agilerl.hpo.selection import NoSelection, SelectionStrategy
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.hpo.truncation import TruncationSelection
+from agilerl.models.base import load_base, load_tokenizer, lora_layers, resolve_model
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.training.config import GeneConfig, NetworkConfig, RunConfig
-from agilerl.validation import nearest, validated
+from agilerl.training.config import EnvironmentConfig, GeneConfig, NetworkConfig, RunConfig
+from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate
+from agilerl.validation import nearest, shown, validated
 
-__all__ = ["Session", "algorithm_class", "build", "check", "genes"]
+__all__ = ["Session", "algorithm_class", "build", "check", "document", "genes"]
+
+_CHOICE = re.compile(r"choice\[(.*)\]")
+_TRIED_PROMPTS = 256
+"""Training prompts that are rendered before the run starts."""
 
 
 @dataclass
@@ -33,49 +46,133 @@ class Session:
 
 
 def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
-    """Return the class that ``algorithm.name`` stands for."""
-    name = config.algorithm["name"]
-    if name not in ALGORITHMS:
-        raise ConfigError(f"algorithm.name={name!r} is unknown; {nearest(str(name), ALGORITHMS)}")
-    return ALGORITHMS[name]
+    """Return the class that ``algorithm.name`` stands for, of several the first."""
+    return algorithm_classes(config)[0]
 
 
-def hyperparameters(config: RunConfig) -> dict[str, Any]:
-    """Return the agents' hyperparameters; the run's seed and context limit are theirs unless they have their own."""
+def algorithm_classes(config: RunConfig) -> list[type[LLMAlgorithm]]:
+    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
+
+    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
+    """
+    written = config.algorithm["name"]
+    choice = _CHOICE.fullmatch(written.strip())
+    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
+    family = GRPO.family()
+    for name in names:
+        if name not in ALGORITHMS:
+            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, ALGORITHMS)}")
+        if choice is not None and name not in family:
+            raise ConfigError(
+                f"algorithm.name={shown(written)}: an agent cannot become {name} or cease to be it; choose among "
+                f"{', '.join(family)}"
+            )
+    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
+        raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
+    return [ALGORITHMS[name] for name in names]
+
+
+def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = None) -> AlgorithmConfig:
+    """Return the hyperparameters of the agents, checked; the run's seed is theirs unless they have their own.
+
+    Where ``algorithm.name`` is a choice, those of ``algorithm``, or of the first. Raises ConfigError for an unknown
+    one, a value out of range, and two different limits of the context.
+    """
+    model = (algorithm or algorithm_class(config)).Config
     values = {key: value for key, value in config.algorithm.items() if key != "name"}
     values.setdefault("seed", config.training.seed)
-    if config.network.max_context_length is not None:
-        values.setdefault("max_model_len", config.network.max_context_length)
-    return values
+    limit = config.network.max_context_length
+    if limit is not None and values.setdefault("max_model_len", limit) != limit:
+        raise ConfigError(
+            f"network.max_context_length={limit} and algorithm.max_model_len={shown(values['max_model_len'])} mean the "
+            "same and disagree; give one of them"
+        )
+    declared = validated(model, values, "algorithm")
+    for name, value in declared:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"algorithm.{name}: input should be a finite number, found {number}")
+    return declared
+
+
+def document(config: RunConfig) -> dict[str, Any]:
+    """Return the resolved manifest, defaults included, as plain data; it gives the same run again."""
+    # The defaults of one algorithm are not those of another: where there are several, they stay unsaid.
+    several = len(algorithm_classes(config)) > 1
+    values = hyperparameters(config).model_dump(mode="json", exclude_unset=several)
+    algorithm = {"name": config.algorithm["name"], **values}
+    return {**config.model_dump(mode="json"), "algorithm": algorithm}
 
 
 def genes(config: RunConfig) -> dict[str, Gene]:
-    """Return the genes of ``mutation.rl_hp_selection``: the algorithm's declared ranges, as far as not overridden."""
-    model = algorithm_class(config).Config
+    """Return the genes of ``mutation.rl_hp_selection``: the algorithm's declared ranges, as far as not overridden.
+
+    Where ``algorithm.name`` is a choice, that is a gene too, and the others suit every algorithm. Raises ConfigError
+    for a range that is empty, leaves what an algorithm accepts, or excludes the start.
+    """
+    classes = algorithm_classes(config)
+    found: dict[str, Gene] = {}
+    for algorithm in classes:
+        # Those of the last are those of the first: a range that an algorithm does not declare itself is the first's.
+        found = _genes_of(config, algorithm, found)
+    if len(classes) > 1:
+        names = tuple(algorithm.__name__ for algorithm in classes)
+        found["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
+    return found
+
+
+def _genes_of(config: RunConfig, algorithm: type[LLMAlgorithm], known: Mapping[str, Gene]) -> dict[str, Gene]:
+    """Return the genes of one algorithm, checked against it; a gene that is ``known`` keeps its range."""
+    model, start = algorithm.Config, hyperparameters(config, algorithm)
     declared = genes_from(model)
     found = {}
     for name, wanted in config.mutation.rl_hp_selection.items():
         where = f"mutation.rl_hp_selection.{name}"
         if name not in model.model_fields:
-            raise ConfigError(f"{where}: {config.algorithm['name']} has no such hyperparameter; {nearest(name, declared)}")
+            raise ConfigError(
+                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, declared)}"
+            )
         if name not in declared:
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, declared)}")
-        found[name] = _gene(declared[name], wanted, where)
+        found[name] = gene = known.get(name) or _gene(declared[name], wanted, where)
+        if not gene.contains(value := getattr(start, name)):
+            raise ConfigError(
+                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}; widen the range or "
+                "move the start"
+            )
+        _check_ends(gene, start, where)
     return found
 
 
+def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
+    """Raise ConfigError where a mutation could lead to a value that the algorithm refuses, beside the others' start."""
+    for value in gene.choices or (gene.min, gene.max):
+        number = int(value) if gene.dtype == "int" else value
+        try:
+            validated(type(start), {**start.model_dump(exclude_unset=True), gene.name: number})
+        except ConfigError as error:
+            raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
+
+
 def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
-    if wanted.choices is not None:
-        if wanted.min is not None or wanted.max is not None:
-            raise ConfigError(f"{where}: give either choices or min and max, found both")
-        return replace(declared, dtype="choice", choices=tuple(wanted.choices), scale="choice")
+    given = wanted.model_fields_set
+    if wanted.choices is not None or declared.dtype == "choice":
+        if len(given) > 1 or (given and wanted.choices is None):
+            names = ", ".join(sorted(given - {"choices"}))
+            raise ConfigError(f"{where}: a gene with choices has no {names}; leave it out")
+        choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
+        if len(set(choices)) < 2 or len(set(choices)) != len(choices):
+            raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
+        return replace(declared, dtype="choice", choices=choices, scale="choice")
     low = declared.min if wanted.min is None else wanted.min
     high = declared.max if wanted.max is None else wanted.max
     if not low < high:
         raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
+    if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
+        raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
     scale = wanted.scale or declared.scale
     if scale == "log" and low <= 0:
-        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}")
+        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or give scale: linear")
     gene = replace(declared, min=low, max=high, scale=scale)
     if wanted.shrink_factor is None and wanted.grow_factor is None:
         return gene
@@ -84,18 +181,34 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
 
 
 def check(config: RunConfig) -> None:
-    """Check everything that needs no model: hyperparameters, genes and their start, operators.
+    """Check everything that needs no model: hyperparameters, genes and their start, operators, adapters.
 
     Raises ConfigError with a sentence.
     """
-    declared = validated(algorithm_class(config).Config, hyperparameters(config), "algorithm")
-    found = genes(config)
-    try:
-        check_values(found, {name: getattr(declared, name) for name in found})
-    except ConfigError as error:
-        raise ConfigError(f"mutation.rl_hp_selection excludes the start: {error}") from None
+    genes(config)
     mutations(config)
     selection(config)
+    low, high = config.mutation.rank_range
+    rank, pattern = config.network.lora_config.r, config.network.lora_config.target_modules
+    if config.mutation.probabilities.arch_mut > 0 and not low <= rank <= high:
+        raise ConfigError(
+            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
+            "move the start"
+        )
+    try:
+        re.compile(pattern if isinstance(pattern, str) else "")
+    except re.error as error:
+        raise ConfigError(
+            f"network.lora_config.target_modules={shown(pattern)} is no regular expression: {error}; expected "
+            "all-linear, a list of names, or a pattern"
+        ) from None
+    device = config.training.device
+    if device != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            raise ConfigError(
+                f"training.device={device!r} needs a CUDA build of torch and such a GPU, found {count} GPUs; use cpu"
+            )
 
 
 def mutations(config: RunConfig) -> Mutations:
@@ -123,24 +236,47 @@ def selection(config: RunConfig) -> SelectionStrategy:
     return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
-def task(config: RunConfig) -> Task:
-    """Build the task; raises with a sentence for an unknown one."""
-    from agilerl.envs.procedural import ReasoningGymTask
+class _TemplateTask(ReasoningGymTask):
+    """A reasoning_gym dataset whose questions are put into a conversation."""
 
+    template: Sequence[Message] = ()
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the template with the question filled in."""
+        return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
+
+
+def task(config: RunConfig) -> Task:
+    """Build the task and draw its panels; raises with a sentence for an unknown one."""
     e = config.environment
     family, _, name = e.task.partition(":")
     if family != "reasoning_gym" or not name:
-        raise ConfigError(f"environment.task={e.task!r} is unknown; expected reasoning_gym:<dataset>")
-    made = ReasoningGymTask(
+        meant = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
+        raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{meant}")
+    made = _TemplateTask(
         name,
         params=e.params,
         seed=config.training.seed,
         exam_prompts=e.eval_prompts,
         test_prompts=e.test_prompts,
         reward=e.reward,
+        holdout=e.holdout,
     )
+    made.template = _template(e)
     made.prepare()
     return made
+
+
+def _template(config: EnvironmentConfig) -> list[Message]:
+    where, template = "environment.conversation_template", config.conversation_template
+    if template is None:
+        return [{"role": "user", "content": "{question}"}]
+    for message in template:
+        if set(message) != {"role", "content"}:
+            raise ConfigError(f"{where}: a message has a role and a content, no more, found {shown(message)}")
+    if not any("{question}" in message["content"] for message in template):
+        raise ConfigError(f"{where}: expected {{question}} in one of the messages; otherwise every prompt is the same")
+    return template
 
 
 def lora(config: NetworkConfig) -> Any:
@@ -151,33 +287,50 @@ def lora(config: NetworkConfig) -> Any:
 
 
 def build(config: RunConfig) -> Session:
-    """Load the base, make the task and the population; nothing is written."""
+    """Load the base, make the task and the population; nothing is written.
+
+    Raises ConfigError or EnvError with a sentence for all that can be found out before training.
+    """
     check(config)
-    t = config.training
+    t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
+    check_weights(resolve_model(name), t.device)
     torch.set_num_threads(t.threads)
-    if t.device != "cpu" and not torch.cuda.is_available():
-        raise ConfigError(f"training.device={t.device!r} needs a CUDA build of torch and a GPU, found neither; use cpu")
     made = task(config)
-    runtime = Runtime.from_pretrained(
-        config.network.pretrained_model_name_or_path,
-        dtype=t.dtype,
-        device=t.device,
-        lora_config=lora(config.network),
+    tokenizer = load_tokenizer(name)
+    base = load_base(name, dtype=t.dtype, device=t.device)
+    settings = lora(network)
+    sizes = {"base": base.weight_bytes, "adapters": adapter_bytes(config, lora_layers(base.model, settings))}
+    check_memory(sizes, t.device)
+    runtime = Runtime(
+        base,
+        lora_config=settings,
+        tokenizer=tokenizer,
         seed=t.seed,
         max_tokens=t.max_tokens_in_flight,
         max_rows=t.max_rows_in_flight,
     )
+    start = hyperparameters(config).model_dump(exclude_unset=True)
     agents = algorithm_class(config).population(
-        t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **hyperparameters(config)
+        t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start
     )
-    first = agents[0]
+    classes = algorithm_classes(config)
+    if len(classes) > 1 and t.init == "spread":
+        for place, agent in enumerate(agents):
+            agent.set_hyperparameters({"algorithm": classes[place % len(classes)].__name__})
     population = Population(
         agents,
         made,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
-        eval_max_new_tokens=t.eval_max_new_tokens or getattr(first.config, "max_output_tokens", None),
+        eval_max_new_tokens=t.eval_max_new_tokens or getattr(agents[0].config, "max_output_tokens", None),
     )
-    # Rendered now, so that a prompt that does not fit stops the run before it starts.
+    try_prompts(population)
+    check_memory(estimate(config, population), t.device)
+    return Session(config, made, population, selection(config), mutations(config))
+
+
+def try_prompts(population: Population) -> None:
+    """Render the panels and the first training prompts: one that does not fit stops the run before it starts."""
     for split in ("exam", "test"):
         population.panel(split)
-    return Session(config, made, population, selection(config), mutations(config))
+    for position in range(_TRIED_PROMPTS):
+        population.render(population.task.row("train", position))

@@ -377,3 +377,13 @@ def test_use_adapter_reaches_direct_calls_of_the_model() -> None:
     assert torch.equal(agent.runtime.base.model(IDS).logits, base)
     with pytest.raises(ConfigError, match="expected the adapter 'actor' or 'reference', found 'critic'"):
         agent.use_adapter("critic")
+
+
+def test_load_alone_finds_base_and_layers_by_itself(tmp_path: Path) -> None:
+    runtime = Runtime.from_pretrained("embedded", lora_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    agent = GRPO(runtime=runtime, max_output_tokens=5)
+    agent.save_checkpoint(tmp_path / "a")
+    loaded = GRPO.load(tmp_path / "a")
+    assert loaded.runtime is not runtime
+    assert [s.name for s in loaded.runtime.store.layers] == [s.name for s in runtime.store.layers]
+    assert torch.equal(agent_logits(loaded), agent_logits(agent))

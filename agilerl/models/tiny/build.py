@@ -41,7 +41,9 @@ def train(recipe: Recipe) -> Qwen2ForCausalLM:
     """Return the base, trained on the answers of the careless demonstrator with cross-entropy on answer tokens."""
     tokenizer = tiny_tokenizer()
     model = _initial_model(recipe, tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, foreach=True
+    )
     weights = [task.weight for task in TASKS]
     shares = [weight / sum(weights) for weight in weights]
     cursors = [0] * len(TASKS)
@@ -134,7 +136,7 @@ def _update(
         hidden = model.model(ids).last_hidden_state[:, :-1][targets != IGNORED]
         logits = model.lm_head(hidden)
         loss = torch.nn.functional.cross_entropy(logits, targets[targets != IGNORED], reduction="sum") / count
-        loss.backward()
+        torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     optimizer.step()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import reasoning_gym
@@ -11,7 +11,7 @@ from agilerl.envs.split import is_held_out
 
 __all__ = ["Entry", "Task", "demonstrations"]
 
-Entry = dict[str, Any]
+Entry: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Task:
     """Share of the demonstrations, relative to the other tasks."""
 
 
-def demonstrations(task: Task, count: int, *, start: int, draws: np.random.Generator) -> tuple[list[tuple[str, str]], int]:
+def demonstrations(
+    task: Task, count: int, *, start: int, draws: np.random.Generator
+) -> tuple[list[tuple[str, str]], int]:
     """Return ``count`` pairs (question, careless answer) from index ``start`` on, and the index after the last one.
 
     Held-out questions (``agilerl.envs.split``) are skipped, so that exams and tests ask what was never shown.

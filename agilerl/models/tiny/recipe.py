@@ -21,7 +21,7 @@ class Recipe:
     """Width of the gated feed-forward layer."""
     positions: int = 1024
     """Longest text, in tokens."""
-    steps: int = 1200
+    steps: int = 1800
     """Optimizer steps."""
     batch: int = 128
     """Demonstrations a step."""

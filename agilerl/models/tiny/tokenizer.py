@@ -12,11 +12,8 @@ PAD, UNK, BOS, SEP, EOS = "<pad>", "<unk>", "<bos>", "<sep>", "<eos>"
 PHRASES = (
     "Spell this word backward (example: sun -> nus): ",
     "State the final answer to the following arithmetic problem: ",
-    "How many 1 bits are there in the binary representation of the number ",
     "Find the Greatest Common Divisor (GCD) of these numbers: ",
     ". Give only the GCD as your final answer.",
-    'How many times does the letter "',
-    '" appear in the text: "',
 )
 
 # A question ends with <sep>, an answer with <eos>: rendering more messages only appends, and
@@ -25,7 +22,7 @@ CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
     "{%- if message['content'] is string %}{% set text = message['content'] %}"
-    "{%- else %}{% set text = message['content'] | map(attribute='text') | join %}{% endif %}"
+    "{%- else %}{% set text = (message['content'] or []) | map(attribute='text') | join %}{% endif %}"
     "{%- if message['role'] == 'system' %}{{- text + '\\n' }}"
     "{%- elif message['role'] in ('user', 'tool') %}{{- text + '<sep>' }}"
     "{%- elif message['role'] == 'assistant' %}{{- text + eos_token }}"

@@ -1,0 +1,55 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, not the update, so no token is left out."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["CISPO", "CISPOConfig"]
+
+
+class CISPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+    """Hyperparameters of CISPO: GRPO's, the objective fixed."""
+
+    algorithm: ClassVar[str] = "CISPO"
+    loss_type: ClassVar[Literal["cispo"]] = "cispo"  # type: ignore[misc]  # fixed: no hyperparameter here
+    dual_clip: ClassVar[None] = None  # type: ignore[misc]  # bounds of the clipped surrogate, which is not used
+    delta: ClassVar[None] = None  # type: ignore[misc]
+    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = "token-mean"
+    """How token losses become one number; ``token-mean``: all tokens of the optimizer window weigh the same."""
+    clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
+    """Cap of the detached importance weight."""
+    clip_min: Annotated[float | None, Field(ge=0)] = None
+    """Floor of the weight; None: no floor."""
+    clip_coef: Annotated[float | tuple[float, float] | None, Evolve(0.05, 0.5)] = None  # type: ignore[assignment]
+    """Both bounds of the weight at once, in place of ``clip_max`` and ``clip_min``: c means [1 - c, 1 + c]."""
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> Self:
+        set_both = self.model_fields_set & {"clip_max", "clip_min"}
+        if self.clip_coef is not None and set_both:
+            raise ValueError(
+                f"clip_coef={self.clip_coef} gives both bounds of the weight, found {' and '.join(sorted(set_both))} "
+                "as well; name one or the other"
+            )
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper bound of the detached importance weight."""
+        return (self.clip_min or 0.0, self.clip_max) if self.clip_coef is None else super().clip_range
+
+
+class CISPO(GRPO):
+    """Policy gradient ``-sg(clamp(rho, clip_min, clip_max)) A log pi`` on GRPO's advantages.
+
+    Advantages and objective are GRPO's, with ``loss_type="cispo"``.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = CISPOConfig

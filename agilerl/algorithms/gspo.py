@@ -1,0 +1,30 @@
+"""Group Sequence Policy Optimization (arXiv 2507.18071): GRPO with the importance ratio of whole completions."""
+
+from typing import Annotated, ClassVar, Literal
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["GSPO", "GSPOConfig"]
+
+
+class GSPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+    """Hyperparameters of GSPO: GRPO's, the objective fixed."""
+
+    algorithm: ClassVar[str] = "GSPO"
+    loss_type: ClassVar[Literal["gspo"]] = "gspo"  # type: ignore[misc]  # fixed: no hyperparameter here
+    clip_coef: Annotated[float | tuple[float, float], Evolve(1e-4, 0.5)] = (1 - 3e-4, 1 + 4e-4)
+    """Bounds of the ratio: c means [1 - c, 1 + c], a pair gives both. The mean log-ratio of a completion moves far less
+    than a token's, so the paper's bounds are narrow."""
+
+
+class GSPO(GRPO):
+    """GRPO with the ratio ``exp(mean_t (pi - old))`` of the trajectory: all tokens of a completion clip together.
+
+    Advantages and objective are GRPO's, with ``loss_type="gspo"``.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = GSPOConfig

@@ -1,0 +1,337 @@
+"""Own losses: a function in place of an algorithm's objective, and PolicyLoss, which composes one of named parts."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.policy import record_tokens
+from agilerl.data import LossInputs
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.functional import (
+    KLEstimator,
+    LossNorm,
+    MetricReducer,
+    MismatchMode,
+    PoolingLevel,
+    Reduction,
+    aggregate,
+    cispo,
+    clip_regions,
+    clipped_surrogate,
+    importance_ratio,
+    kl_estimate,
+    log_ratio,
+    mismatch_weights,
+    normaliser,
+    pool_log_ratio,
+    reinforce,
+)
+from agilerl.validation import nearest
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+
+__all__ = [
+    "LossFunction",
+    "PolicyLoss",
+    "check_loss",
+    "check_restored",
+    "compute_loss",
+    "loss_denominator",
+    "loss_name",
+    "tangent_loss",
+]
+
+LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
+"""``loss(inputs: LossInputs, **hyperparameters) -> scalar``, or ``-> (scalar, metrics)``.
+
+The scalar is these rows' part of the loss of one optimizer step: sum over the rows, divided by ``inputs.denominator``,
+so that micro-batches add up. Further parameters that are named like a hyperparameter of the agent (or a property, such
+as ``clip_range``) get its present value, so they evolve. Metrics are tensors ``[b, L]`` (reduced over action tokens),
+``[n]`` (over their entries), or numbers (averaged over rows); a name that ends in /min, /max, /std or /sum is reduced
+so, any other by the mean.
+"""
+
+Surrogate = Literal["clipped", "cispo", "reinforce"]
+_RESERVED = (
+    *("loss", "mean_loss", "mean_kl", "grad_norm", "learning_rate", "num_tokens", "skipped_steps"),
+    *("reward", "reward_std", "frac_reward_zero_std"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """A policy-gradient loss made of four parts, each by name or as a function; itself a loss function.
+
+    | part | names | as a function |
+    |---|---|---|
+    | ratio | token, turn, trajectory: unit over which log-ratios are pooled | ``f(inputs) -> [b, L]`` |
+    | surrogate | clipped, cispo, reinforce | ``f(ratio, advantages, logp) -> [b, L]`` |
+    | kl | None, k1, k2, k3, k3+: estimate that joins the loss with weight beta | ``f(logp, ref_logp) -> [b, L]`` |
+    | aggregation | a ``loss_norm``; None: the agent's | ``f(loss, mask, denominator) -> scalar`` |
+
+    Numbers (``beta``, ``clip_coef``, ``entropy_coef``, ...) are the agent's own, so they evolve as they do without it.
+    Raises ConfigError for an unknown name.
+    """
+
+    ratio: PoolingLevel | Callable[[LossInputs], Tensor] = "token"
+    surrogate: Surrogate | Callable[[Tensor, Tensor, Tensor], Tensor] = "clipped"
+    kl: KLEstimator | Callable[[Tensor, Tensor], Tensor] | None = None
+    aggregation: LossNorm | Callable[[Tensor, Tensor, float], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        known = {"ratio": PoolingLevel, "surrogate": Surrogate, "kl": KLEstimator, "aggregation": LossNorm}
+        for part, names in known.items():
+            value, optional = getattr(self, part), part in ("kl", "aggregation")
+            if not (callable(value) or value in get_args(names) or (optional and value is None)):
+                raise ConfigError(
+                    f"PolicyLoss({part}=...) takes a function or one of {', '.join(get_args(names))}"
+                    f"{', or None' if optional else ''}, found {value!r}"
+                )
+
+    def __call__(
+        self,
+        inputs: LossInputs,
+        *,
+        kl_coef: float = 0.0,
+        kl_clamp_value: float | None = None,
+        entropy_coef: float = 0.0,
+        clip_range: tuple[float, float] = (0.8, 1.2),
+        weight_range: tuple[float, float] = (0.0, 5.0),
+        dual_clip: float | None = None,
+        delta: float | None = None,
+        pooling: Literal["mean", "sum"] = "mean",
+        loss_norm: LossNorm = "seq-mean-token-mean",
+        vllm_importance_sampling_correction: bool = True,
+        vllm_importance_sampling_mode: MismatchMode = "token_truncate",
+        vllm_importance_sampling_cap: float = 2.0,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the aggregated loss and its metrics; the keywords are the agent's hyperparameters."""
+        mask, advantages, metrics = inputs.mask, inputs.advantages, {}
+        ratio = self._ratio(inputs, pooling)
+        low, high = weight_range if self.surrogate == "cispo" else clip_range
+        if self.surrogate == "clipped":
+            loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=dual_clip, delta=delta)
+        elif self.surrogate == "cispo":
+            loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
+        elif self.surrogate == "reinforce":
+            loss = reinforce(inputs.logp, advantages)
+        else:
+            loss = _token_loss(self.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
+        if inputs.sampling_logp is not None and vllm_importance_sampling_correction:
+            mode, cap = vllm_importance_sampling_mode, vllm_importance_sampling_cap
+            loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, mode, cap=cap)
+        metrics["policy_loss"] = loss.detach()
+        if self.kl is not None:
+            kl = self._kl(inputs)
+            metrics["kl"] = kl.detach()
+            loss = loss + kl_coef * (kl if kl_clamp_value is None else kl.clamp(-kl_clamp_value, kl_clamp_value))
+        if entropy_coef > 0 and inputs.entropy is not None:
+            loss = loss - entropy_coef * inputs.entropy
+        metrics |= {f"is_ratio/{name}": ratio.detach() for name in ("mean", "min", "max")}
+        if self.surrogate in ("clipped", "cispo"):
+            below, above = clip_regions(ratio, advantages, 1 - low, high - 1)
+            names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+            metrics |= dict(zip(names, (below, above, below | above)))
+        how = self.aggregation or loss_norm
+        if isinstance(how, str):
+            return aggregate(loss, mask, how, inputs.denominator), metrics
+        return how(loss, mask, inputs.denominator), metrics
+
+    def _ratio(self, inputs: LossInputs, pooling: Literal["mean", "sum"]) -> Tensor:
+        if not isinstance(self.ratio, str):
+            return _token_loss(self.ratio(inputs), inputs.mask, "ratio")
+        ratios = log_ratio(inputs.logp, inputs.old_logp, inputs.mask)
+        pooled = pool_log_ratio(ratios, inputs.mask, self.ratio, turn_ids=inputs.turn_ids, reduction=pooling)
+        return importance_ratio(pooled)
+
+    def _kl(self, inputs: LossInputs) -> Tensor:
+        if inputs.ref_logp is None:
+            raise ConfigError(
+                f"PolicyLoss(kl={self.kl!r}) needs the reference's log-probs, which an agent computes where its beta "
+                "is above 0; give the agent a beta, or leave kl out"
+            )
+        if isinstance(self.kl, str):
+            return kl_estimate(inputs.logp, inputs.ref_logp, self.kl)
+        assert self.kl is not None
+        return _token_loss(self.kl(inputs.logp, inputs.ref_logp), inputs.mask, "kl")
+
+
+def _token_loss(values: Tensor, mask: Tensor, part: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != mask.shape:
+        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {found}")
+    return torch.where(mask, values, 0.0)
+
+
+# -- how an agent uses a loss function --------------------------------------------------------------------------------
+
+
+def loss_name(loss: LossFunction) -> str:
+    """Return what to call a loss function in messages and checkpoints."""
+    if isinstance(loss, PolicyLoss):
+        return repr(loss)
+    inner = loss.func if isinstance(loss, partial) else loss
+    return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
+def check_loss(loss: LossFunction, agent: "LLMAlgorithm") -> None:
+    """Raise ConfigError unless ``loss`` can be called with LossInputs and hyperparameters of ``agent``."""
+    if not callable(loss):
+        raise ConfigError(
+            f"loss must be a function of LossInputs that returns a scalar tensor, found {loss!r} of type "
+            f"{type(loss).__name__}"
+        )
+    _arguments(loss, agent)
+    if isinstance(loss, PolicyLoss) and loss.kl is not None and not getattr(agent.config, "beta", 0.0):
+        raise ConfigError(f"loss=PolicyLoss(kl={loss.kl!r}) contradicts beta=0, which weighs it; change one of them")
+
+
+def check_restored(name: str | None, loss: LossFunction | None) -> None:
+    """Raise CheckpointError when an agent that had an own loss is restored without one."""
+    if name is not None and loss is None:
+        raise CheckpointError(
+            f"this agent was trained with an own loss, {name}, and a checkpoint cannot hold a function; pass it again "
+            "as load(path, loss=...). For the algorithm's own objective, build an agent and load the checkpoint into it"
+        )
+
+
+def compute_loss(agent: "LLMAlgorithm", own: LossFunction | None, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+    """Return the scalar loss of a micro-batch: that of ``own``, else of the agent's loss, else of its algorithm."""
+    loss = own if own is not None else agent.loss
+    if loss is None:
+        return agent.objective(inputs, metrics)
+    result: Any = loss(inputs, **{name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()})
+    pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    value, named = result if pair else (result, {})
+    _check_scalar(value, loss_name(loss))
+    assert isinstance(value, Tensor)
+    if not isinstance(loss, _Tangents):
+        _record(inputs, value, named, metrics)
+    return value.to(inputs.logp)
+
+
+def loss_denominator(agent: "LLMAlgorithm", own: LossFunction | None, mask: Tensor) -> float:
+    """Return the denominator of a window from its mask ``[rows, L]``: that of PolicyLoss's aggregation, or the agent's.
+
+    Raises ConfigError when ``fixed-length`` aggregation meets an agent without ``max_output_tokens``.
+    """
+    loss = own if own is not None else agent.loss
+    if not isinstance(loss, PolicyLoss) or not isinstance(loss.aggregation, str):
+        return agent.window_denominator(mask)
+    longest: int | None = getattr(agent.config, "max_output_tokens", None)
+    if loss.aggregation == "fixed-length" and longest is None:
+        raise ConfigError("PolicyLoss(aggregation='fixed-length') divides by max_output_tokens, which is None; set it")
+    return normaliser(mask, loss.aggregation, max_length=longest)
+
+
+@dataclass(frozen=True)
+class _Tangents:
+    tangents: Tensor
+
+    def __call__(self, inputs: LossInputs) -> Tensor:
+        # Its gradient with respect to logp is the tangents themselves.
+        own = torch.where(inputs.mask, self.tangents.to(inputs.logp), 0.0)
+        return (inputs.logp * own[:, : inputs.logp.shape[1]]).sum()
+
+
+def tangent_loss(tangents: Tensor) -> LossFunction:
+    """Return the loss function whose gradient with respect to the log-probs is ``tangents`` ``[b, L]``."""
+    return _Tangents(tangents)
+
+
+def _arguments(loss: LossFunction, agent: "LLMAlgorithm") -> dict[str, object]:
+    """Return the parameters that a loss function has besides its inputs, and which object holds the value of each."""
+    name = loss_name(loss)
+    try:
+        first, *others = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(f"the loss {name} must take one argument, the LossInputs; it takes none") from None
+    if first.kind is inspect.Parameter.KEYWORD_ONLY:
+        raise ConfigError(f"the loss {name} must take the LossInputs as its first argument, by position")
+    # What functools.partial has fixed stays fixed.
+    fixed = loss.keywords if isinstance(loss, partial) else {}
+    owners: dict[str, object] = {}
+    for parameter in others:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            continue
+        if parameter.name in fixed:
+            continue
+        owner = next((o for o in (agent.config, agent) if _has(o, parameter.name)), None)
+        if owner is not None:
+            owners[parameter.name] = owner
+        elif parameter.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"the loss {name} asks for {parameter.name!r}, which is no hyperparameter of this agent; "
+                f"{nearest(parameter.name, type(agent.config).model_fields)}"
+            )
+    return owners
+
+
+def _has(owner: object, name: str) -> bool:
+    """Return whether an object has a hyperparameter or a property of this name, without computing its value."""
+    fields = type(owner).model_fields if isinstance(owner, AlgorithmConfig) else ()
+    return name in fields or isinstance(inspect.getattr_static(type(owner), name, None), property)
+
+
+def _check_scalar(value: Any, name: str) -> None:
+    expected = f"the loss {name} must return a scalar tensor, or (scalar tensor, metrics)"
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{expected}, found {value!r} of type {type(value).__name__}; do not call .item()")
+    if value.dim() != 0:
+        raise ConfigError(
+            f"{expected}, found shape {tuple(value.shape)}; reduce it, for instance with "
+            "agilerl.functional.aggregate(loss, inputs.mask, 'token-mean', inputs.denominator)"
+        )
+    if not value.requires_grad:
+        raise ConfigError(
+            f"{expected}, found one without gradient; compute it from inputs.logp, without .detach() and no_grad()"
+        )
+
+
+@torch.no_grad()
+def _record(inputs: LossInputs, loss: Tensor, named: Mapping[str, Any], metrics: MetricReducer) -> None:
+    """Add what every loss lets us measure, and what this one says of itself, which wins where both have a name."""
+    usual = MetricReducer()
+    record_tokens(inputs, importance_ratio(log_ratio(inputs.logp, inputs.old_logp, inputs.mask)), usual)
+    if inputs.ref_logp is not None:
+        usual.add("kl", kl_estimate(inputs.logp, inputs.ref_logp, "k3"), inputs.mask)
+    for name in named:
+        if name in _RESERVED or name.startswith("completions/"):
+            raise ConfigError(
+                f"an own loss returned a metric named {name!r}, which the update itself reports; rename it"
+            )
+        usual.statistics.pop(name, None)
+        usual.reductions.pop(name, None)
+    metrics.merge(usual)
+    metrics.add("loss", loss, reduction="sum")
+    for name, values in named.items():
+        _record_own(inputs, name, values, metrics)
+
+
+def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReducer) -> None:
+    ending = name.rpartition("/")[2]
+    reduction: Reduction = ending if ending in ("min", "max", "std", "sum") else "mean"  # type: ignore[assignment]
+    try:
+        tensor = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"the metric {name!r} of an own loss must be a number or a tensor, found {values!r}"
+        ) from None
+    if tensor.shape == inputs.mask.shape:
+        metrics.add(name, tensor, inputs.mask, reduction=reduction)
+    elif tensor.dim() == 0 and reduction == "mean":
+        metrics.add_ratio(name, float(tensor) * len(inputs.mask), len(inputs.mask))
+    elif tensor.dim() < 2:
+        metrics.add(name, tensor, reduction=reduction)
+    else:
+        raise ConfigError(
+            f"the metric {name!r} of an own loss must be a number or have shape {tuple(inputs.mask.shape)} or [n], "
+            f"found {tuple(tensor.shape)}"
+        )

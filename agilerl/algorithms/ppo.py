@@ -1,0 +1,328 @@
+"""Proximal Policy Optimization (arXiv 1707.06347) with a critic that is a second adapter on the same base."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.policy import (
+    behaviour_logprobs,
+    is_off_policy,
+    per_turn_sums,
+    record_policy,
+    reference_logprobs,
+)
+from agilerl.algorithms.schedules import lr_factor
+from agilerl.algorithms.update import Experience
+from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import ConfigError
+from agilerl.functional import (
+    KLEstimator,
+    MetricReducer,
+    aggregate,
+    broadcast_turns,
+    clipped_surrogate,
+    explained_variance,
+    gae,
+    importance_ratio,
+    kl_estimate,
+    log_ratio,
+    masked_whiten,
+    mismatch_weights,
+    normaliser,
+    place_rewards,
+    pool_log_ratio,
+    pool_turn_values,
+    value_clip_region,
+    value_loss,
+)
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.parameters import Evolve
+from agilerl.models.operators import resize
+from agilerl.models.optim import AdamWSettings
+from agilerl.models.slots import Route
+from agilerl.validation import validated
+
+__all__ = ["PPO", "PPOConfig"]
+
+
+class PPOConfig(RolloutLLMConfig):
+    """Hyperparameters of PPO."""
+
+    lr: ClassVar[float]  # type: ignore[misc]  # not a hyperparameter here: the two below take its place
+    lr_actor: Annotated[float, Field(gt=0), Evolve(1e-6, 1e-2)] = 1e-5
+    """Learning rate of the policy's adapter."""
+    lr_critic: Annotated[float, Field(gt=0), Evolve(1e-6, 1e-2)] = 5e-5
+    """Learning rate of the critic's adapter and value head."""
+    group_size: Annotated[int, Field(ge=1), Evolve(1, 32)] = 1
+    """Completions sampled for each prompt; the critic is the baseline, so one suffices."""
+    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
+    """Weight of the KL term; 0 skips the reference forward."""
+    clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
+    """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
+    vf_coef: Annotated[float, Field(gt=0)] = 0.5
+    """Weight of the value loss. It shares no weight with the policy: what it moves is the critic's gradient norm."""
+    vf_clip_coef: Annotated[float | None, Field(gt=0), Evolve(0.05, 1.0)] = 0.2
+    """How far a value may move from the one before the update until its gradient stops; None: any distance."""
+    gamma: Annotated[float, Field(ge=0, le=1), Evolve(0.9, 1.0, scale="linear")] = 1.0
+    """Discount of one action token, or of one turn where credit goes to turns; environment tokens do not count."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1), Evolve(0.8, 1.0, scale="linear")] = 1.0
+    """Lambda of generalised advantage estimation (arXiv 1506.02438): 1 trusts the rewards, 0 the critic."""
+    turn_level_clip: bool = True
+    """Clip the ratio of a whole turn, in batches with episodes of several turns; False: token by token."""
+    turn_ratio_pooling: Literal["sum", "mean"] = "sum"
+    """A turn's log-ratio: the sum over its tokens (the ratio of its probabilities) or their mean."""
+    advantage_granularity: Literal["auto", "token", "turn"] = "auto"
+    """What gets one value and one advantage; ``auto`` is ``turn`` where ratios are clipped by turn, else ``token``."""
+    turn_value_reduction: Literal["final_value", "mean"] = "final_value"
+    """A turn's value: that of its last action token, or the mean over its action tokens."""
+    entropy_coef: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
+    """Weight of the entropy bonus: this times the policy's entropy in nats is subtracted from each token's loss."""
+    whiten_advantages: bool = True
+    """Give the advantages of a batch mean 0 and variance 1, over its action tokens or its turns."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
+    kl_placement: Literal["loss", "reward"] = "loss"
+    """Where ``beta`` times the KL goes: into the loss, or off the reward of each token (or turn)."""
+    use_separate_reference_adapter: bool = True
+    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
+    vllm_importance_sampling_correction: bool = True
+    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
+    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Cap of that weight."""
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
+        "token_truncate"
+    )
+    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _two_learning_rates(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "lr" in values:
+            raise ValueError(f"PPO has two learning rates, lr_actor and lr_critic, found lr={values['lr']!r}; name one")
+        return values
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        low, high = self.clip_range
+        if not 0 <= low < 1 < high:
+            raise ValueError(
+                f"clip_coef={self.clip_coef} gives the ratio bounds [{low:g}, {high:g}]; expected a number in (0, 1] "
+                "or a pair (min, max) of ratios around 1"
+            )
+        if self.turn_ratio_pooling == "mean" and not self.turn_level_clip:
+            raise ValueError(
+                "turn_ratio_pooling='mean' pools the ratio of a turn, which turn_level_clip=False never does; drop one"
+            )
+        if self.turn_value_reduction == "mean" and self.advantage_level == "token":
+            raise ValueError(
+                "turn_value_reduction='mean' reduces the values of a turn, but advantages are those of tokens "
+                f"(advantage_granularity={self.advantage_granularity!r}, turn_level_clip={self.turn_level_clip}); "
+                "use advantage_granularity='turn' or leave the reduction out"
+            )
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper bound of the ratio."""
+        c = self.clip_coef
+        return c if isinstance(c, tuple) else (1 - c, 1 + c)
+
+    @property
+    def advantage_level(self) -> Literal["token", "turn"]:
+        """Unit that gets one advantage, where a batch has turns."""
+        if self.advantage_granularity != "auto":
+            return self.advantage_granularity
+        return "turn" if self.turn_level_clip else "token"
+
+
+class PPO(LLMAlgorithm):
+    """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
+
+    Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
+    config: PPOConfig
+    critic_slot: int
+    _critic_lease: Callable[[], object]
+
+    @classmethod
+    def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
+        if "lr" in keywords:  # a sentence of its own, before the general one about unknown names
+            validated(cls.Config, keywords)
+        return super()._merge(config, keywords)
+
+    # -- credit and objective -------------------------------------------------------------------------------------
+
+    def prepare(self, batch: RolloutBatch) -> Experience:
+        """Return advantages, the critic's targets, and the log-probs and values that the objective compares with."""
+        c = self.config
+        # A row without a grade teaches nothing; an infinite reward is no grade either.
+        batch = batch.select(batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1))
+        batch = replace(batch, rewards=_turn_rewards(batch))
+        old: Tensor | None = None
+        reported: Tensor | None = None
+        sampled_kl = c.beta > 0 and c.kl_placement == "reward"
+        if is_off_policy(self, len(batch)) or sampled_kl or not self.runtime.engine.exact:
+            old, reported = behaviour_logprobs(self, batch)
+        ref = reference_logprobs(self, batch) if c.beta > 0 else None
+        kl = kl_estimate(old, ref, c.kl_estimator) if sampled_kl and old is not None and ref is not None else None
+        values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_rows(batch)).to(batch.ids.device)
+        advantages, values, returns = self.credit(batch, values, kl)
+        metrics = {"explained_variance": float(explained_variance(values, returns, batch.action_mask))}
+        if not self.has_turns(batch):  # -1 tells the objective that tokens are the only units of this batch
+            batch = replace(batch, turn_ids=torch.full_like(batch.turn_ids, -1))
+        old = old if is_off_policy(self, len(batch)) else None
+        return Experience(batch, advantages, old, ref, reported, values, returns, metrics=metrics)
+
+    def credit(self, batch: RolloutBatch, values: Tensor, kl: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return advantages, values and returns ``[B, L]``, 0 off the action mask; of turns, on each of its tokens.
+
+        ``values`` ``[B, L]`` are the critic's, ``kl`` ``[B, L]`` the detached KL of each token. Environment tokens are
+        skipped: neither discounted nor bootstrapped from.
+        """
+        c, mask, turn_ids = self.config, batch.action_mask, batch.turn_ids
+        by_turn = c.advantage_level == "turn" and self.has_turns(batch)
+        penalty = torch.zeros_like(values) if kl is None else c.beta * kl.to(values.device)
+        if by_turn:
+            turns = batch.rewards.shape[1]
+            rewards = batch.rewards - per_turn_sums(penalty, turn_ids, turns)
+            values = pool_turn_values(values, turn_ids, turns, c.turn_value_reduction)
+            mask = (turn_ids.unsqueeze(-1) == torch.arange(turns, device=turn_ids.device)).any(dim=1)
+        else:
+            rewards = place_rewards(batch.rewards, turn_ids) - penalty
+        advantages, returns = gae(rewards, values, mask, c.gamma, c.gae_lambda)
+        if c.whiten_advantages:
+            advantages = masked_whiten(advantages, mask)
+        if by_turn:
+            advantages, values, returns = (broadcast_turns(x, turn_ids) for x in (advantages, values, returns))
+        return advantages, values, returns
+
+    def has_turns(self, batch: RolloutBatch) -> bool:
+        """Return whether turns are units of this batch: somebody took a second one, or the user insists on turns."""
+        several = batch.turn_ids.numel() > 0 and int(batch.turn_ids.max()) > 0
+        return several or self.config.advantage_granularity == "turn"
+
+    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+        """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""
+        c, mask = self.config, inputs.mask
+        turns = inputs.turn_ids if inputs.turn_ids is not None and bool((inputs.turn_ids >= 0).any()) else None
+        ratios = log_ratio(inputs.logp, inputs.old_logp, mask)
+        level: Literal["token", "turn"] = "turn" if c.turn_level_clip and turns is not None else "token"
+        ratio = importance_ratio(pool_log_ratio(ratios, mask, level, turn_ids=turns, reduction=c.turn_ratio_pooling))
+        low, high = c.clip_range
+        loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1)
+        if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
+            mode, cap = c.vllm_importance_sampling_mode, c.vllm_importance_sampling_cap
+            loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, mode, cap=cap)
+        metrics.add("policy_loss", loss, mask)
+        if inputs.ref_logp is not None:
+            kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
+            metrics.add("kl", kl, mask)
+            if c.kl_placement == "loss":
+                loss = loss + c.beta * kl
+        if c.entropy_coef > 0 and inputs.entropy is not None:
+            loss = loss - c.entropy_coef * inputs.entropy
+        metrics.add("approx_kl", kl_estimate(inputs.old_logp, inputs.logp), mask)
+        record_policy(inputs, ratio, low, high, metrics)
+        loss = loss + c.vf_coef * self._value_error(inputs, turns, metrics)
+        total = aggregate(loss, mask, "token-mean", inputs.denominator)
+        metrics.add("loss", total, reduction="sum")
+        return total
+
+    def _value_error(self, inputs: LossInputs, turns: Tensor | None, metrics: MetricReducer) -> Tensor:
+        """Return half the clipped squared error of each token's value ``[b, L]``; a turn's is on each of its tokens."""
+        c, mask, values = self.config, inputs.mask, inputs.values
+        assert values is not None
+        assert inputs.old_values is not None
+        assert inputs.returns is not None
+        if c.advantage_level == "turn" and turns is not None:
+            values = broadcast_turns(
+                pool_turn_values(values, turns, int(turns.max()) + 1, c.turn_value_reduction), turns
+            )
+        error = value_loss(values, inputs.old_values, inputs.returns, c.vf_clip_coef, mask=mask)
+        metrics.add("value_loss", error, mask)
+        if c.vf_clip_coef is not None:
+            clipped = value_clip_region(values.detach(), inputs.old_values, inputs.returns, c.vf_clip_coef)
+            metrics.add("vf_clipfrac", clipped, mask)
+        return error
+
+    def window_denominator(self, mask: Tensor) -> float:
+        """Return the number of action tokens."""
+        return float(normaliser(mask, "token-mean"))
+
+    # -- two learning rates ---------------------------------------------------------------------------------------
+
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the actor's next step, the schedule applied."""
+        return self.config.lr_actor * lr_factor(self.cosine_lr_schedule_config, self.updates)
+
+    def optimizer_settings(self) -> dict[int, AdamWSettings]:
+        """Return the settings of the next optimizer step of the actor and of the critic; each is clipped by itself."""
+        critic = self.config.lr_critic * lr_factor(self.cosine_lr_schedule_config, self.updates)
+        return {self.slot: self.adamw(self.current_lr), self.critic_slot: self.adamw(critic)}
+
+    def get_lr_names(self) -> list[str]:
+        """Return the names of the learning rates."""
+        return ["lr_actor", "lr_critic"]
+
+    # -- two slots ------------------------------------------------------------------------------------------------
+
+    def _take_slots(self) -> None:
+        super()._take_slots()
+        self.critic_slot = self._new_slot()
+        self._critic_lease = self._lease_of(self.critic_slot)
+
+    def clean_up(self) -> None:
+        """Give the agent's slots back; the agent cannot be used afterwards."""
+        super().clean_up()
+        self._critic_lease()
+
+    def move_to(self, slot: int) -> None:
+        """Move the policy's adapter into a free slot, and the critic's into the lowest free one below its own."""
+        super().move_to(slot)
+        store = self.runtime.store
+        free = store.lowest_free_slot()
+        if free is not None and free < self.critic_slot:
+            store.move(self.critic_slot, free)
+            self._critic_lease()
+            self.critic_slot, self._critic_lease = free, self._lease_of(free)
+
+    def _mutate_adapter(self, mutation: Mutation) -> str:
+        """Change the rank of both adapters alike; noise goes to the policy alone."""
+        label = super()._mutate_adapter(mutation)
+        if mutation.kind == "rank":
+            resize(self.runtime.store, self.critic_slot, self.rank, self.config.seed)
+        return label
+
+    def reinit_optimizers(self, optimizer: Any = None) -> None:
+        """Forget Adam's moments and step counters of actor and critic."""
+        super().reinit_optimizers(optimizer)
+        self.runtime.store.clear_moments(self.critic_slot)
+
+    def _route_of(self, adapter_name: str) -> Route | None:
+        return Route((self.critic_slot,), None) if adapter_name == "critic" else super()._route_of(adapter_name)
+
+    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
+        """Return what evolution acts on: the slots and, unless ``networks_only``, the genes' values."""
+        return {**super().evolvable_attributes(networks_only), "critic": self.critic_slot}
+
+
+def _turn_rewards(batch: RolloutBatch) -> Tensor:
+    """Return rewards ``[B, K]`` of each turn, 0 where there is none; an episode's only reward goes to its last turn."""
+    rewards = batch.rewards.nan_to_num(nan=0.0)
+    turns = int(batch.turn_ids.max()) + 1 if batch.turn_ids.numel() else 1
+    if turns <= rewards.shape[1]:
+        return rewards
+    if rewards.shape[1] > 1:
+        raise ConfigError(
+            f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one reward for each turn, "
+            "or one for each episode"
+        )
+    last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)
+    return torch.zeros((len(batch), turns), dtype=rewards.dtype, device=rewards.device).scatter(1, last, rewards)

@@ -1,0 +1,124 @@
+"""The operations that train an agent: gradients are accumulated, then an optimizer step spends them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from agilerl.algorithms.experiences import to_batch
+from agilerl.algorithms.losses import LossFunction, tangent_loss
+from agilerl.algorithms.update import Experience, accumulate_batch, learn_together, optim_step
+from agilerl.data import RolloutBatch
+from agilerl.errors import ConfigError
+from agilerl.functional import MetricReducer
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+
+__all__ = ["TrainingPrimitives"]
+
+
+class TrainingPrimitives:
+    """``accumulate`` (or ``accumulate_tangents``) and ``optim_step``; ``learn`` is a sequence of them.
+
+    Gradients add up over any number of calls until ``optim_step`` spends them. They are no part of an agent's state: a
+    clone or a checkpoint has none, and ``learn`` forgets what was pending.
+    """
+
+    loss: LossFunction | None
+    """The user's loss function, in place of the algorithm's objective; None: the algorithm's own."""
+    gradient_is_finite: bool = True
+    """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
+
+    def learn(
+        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> dict[str, float]:
+        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``.
+        Returns the metrics of the update, ``mean_loss`` and ``mean_kl`` among them.
+        """
+        agent = cast("LLMAlgorithm", self)
+        batch = (
+            experiences
+            if isinstance(experiences, RolloutBatch)
+            else to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps)
+        )
+        return learn_together([agent], [batch])[0]
+
+    def accumulate(
+        self,
+        batch: RolloutBatch | Experience,
+        loss_fn: LossFunction | None = None,
+        *,
+        denominator: float | None = None,
+    ) -> dict[str, float]:
+        """Add the gradient of a loss on a batch to what is pending; returns the metrics of this batch.
+
+        ``loss_fn`` is a function of LossInputs, by default the agent's own loss. A :class:`RolloutBatch` is prepared
+        first (advantages, old and reference log-probs); to split one optimizer step over several calls, prepare the
+        whole of it and pass the parts together with the denominator of the whole::
+
+            experience = agent.prepare(batch)
+            whole = agent.window_denominator(experience.batch.action_mask)
+            for rows in torch.arange(len(experience)).split(16):
+                agent.accumulate(experience.select(rows), my_loss, denominator=whole)
+            agent.optim_step()
+
+        Without ``denominator`` the batch is the whole step. Raises ConfigError for what is no loss function.
+        """
+        agent = cast("LLMAlgorithm", self)
+        experience = batch if isinstance(batch, Experience) else agent.prepare(batch)
+        metrics = accumulate_batch(agent, experience, loss_fn, denominator)
+        self._count(experience.batch)
+        return metrics.result()
+
+    def accumulate_tangents(self, batch: RolloutBatch | Experience, dloss_dlogp: Tensor) -> None:
+        """Add the gradient of a loss that is known by its derivative with respect to each log-prob, ``[B, L]``.
+
+        Row b, position t belongs to the log-prob of token t + 1, as in :meth:`logprobs`; what stands off the action
+        mask is ignored. Nothing is divided: denominators are the caller's. A number that is not finite makes the next
+        ``optim_step`` skip. Raises ConfigError for another shape.
+        """
+        agent = cast("LLMAlgorithm", self)
+        rows = batch.batch if isinstance(batch, Experience) else batch
+        expected = tuple(rows.action_mask.shape)
+        if not isinstance(dloss_dlogp, Tensor) or tuple(dloss_dlogp.shape) != expected:
+            found = (
+                f"shape {tuple(dloss_dlogp.shape)}" if isinstance(dloss_dlogp, Tensor) else type(dloss_dlogp).__name__
+            )
+            raise ConfigError(
+                f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
+                f"agent.logprobs(batch), found {found}"
+            )
+        tangents, size = dloss_dlogp.detach(), agent.micro_rows(rows)
+        for start in range(0, len(rows), size):
+            piece = torch.arange(start, min(start + size, len(rows)))
+            part = Experience(rows.select(piece), torch.zeros(len(piece), expected[1]))
+            accumulate_batch(agent, part, tangent_loss(tangents[piece.to(tangents.device)]), 1.0)
+        self._count(rows)
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the pending gradient, take one AdamW step and clear it; returns gradient norm and learning rate.
+
+        The step is skipped, and counted in ``skipped_steps``, when a loss or the gradient was not finite.
+        """
+        agent, metrics = cast("LLMAlgorithm", self), MetricReducer()
+        optim_step([agent], [metrics])
+        agent.updates += 1
+        values = metrics.result()
+        values["skipped_steps"] = float(agent.skipped_steps)
+        values["num_tokens"] = float(agent.tokens["trained"])
+        return values
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask."""
+        agent = cast("LLMAlgorithm", self)
+        temperature = getattr(agent.config, "temperature", 1.0)
+        return agent.runtime.fixed_logprobs(agent.slot, batch, temperature, agent.micro_rows(batch))
+
+    def _count(self, batch: RolloutBatch) -> None:
+        agent = cast("LLMAlgorithm", self)
+        agent.tokens["trained"] += int(batch.lengths.sum())
+        agent.steps += len(batch)

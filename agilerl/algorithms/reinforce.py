@@ -1,0 +1,133 @@
+"""REINFORCE (Williams, 1992) on batch-normalised returns (arXiv 2510.01051), and REINFORCE++ (arXiv 2501.03262)."""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.policy import PolicyConfig, check_turn_rewards, per_turn_sums
+from agilerl.data import RolloutBatch
+from agilerl.functional import (
+    broadcast_rows,
+    broadcast_turns,
+    fill_masked,
+    place_rewards,
+    rebn,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["REINFORCE", "REINFORCEConfig"]
+
+
+class REINFORCEConfig(PolicyConfig, RolloutLLMConfig):
+    """Hyperparameters of REINFORCE."""
+
+    algorithm: ClassVar[str] = "REINFORCE"
+    loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameter here
+    group_size: Annotated[int, Field(ge=1), Evolve(1, 32)] = 8
+    """Completions sampled for each prompt; 1 is enough, unless a group's mean is the baseline."""
+    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.01
+    """Weight of the KL term; 0 skips the reference forward."""
+    gamma: Annotated[float, Field(ge=0, le=1), Evolve(0.9, 1.0, scale="linear")] = 1.0
+    """Discount from one unit of credit to the next: from token to token, or from turn to turn."""
+    advantage_estimator: Literal["rebn", "reinforce++", "reinforce++-baseline"] = "rebn"
+    """``rebn``: returns, z-scored over the batch. ``reinforce++``: the same with one reward a completion, at its last
+    token; ``reinforce++-baseline``: minus the mean of its prompt's completions first."""
+    advantage_granularity: Literal["auto", "token", "turn", "trajectory"] = "auto"
+    """Unit that has one return; ``auto``: the unit over which the ratio is pooled."""
+    ratio_pooling: Literal["mean", "sum"] = "mean"
+    """What a turn's or trajectory's ratio takes of its tokens' log-ratios; the sum is the ratio of probabilities."""
+
+    @model_validator(mode="after")
+    def _estimator_fits(self) -> Self:
+        if self.advantage_estimator != "rebn" and self.advantage_level != "token":
+            raise ValueError(
+                f"advantage_estimator={self.advantage_estimator!r} gives a return to every token, found advantages by "
+                f"{self.advantage_level}; use advantage_granularity='token', or advantage_estimator='rebn'"
+            )
+        if self.advantage_estimator == "reinforce++-baseline" and self.group_size < 2:
+            raise ValueError(
+                "advantage_estimator='reinforce++-baseline' subtracts the mean of the group, found group_size="
+                f"{self.group_size}; use at least 2, or advantage_estimator='reinforce++'"
+            )
+        return self
+
+    @property
+    def advantage_level(self) -> Literal["token", "turn", "trajectory"]:
+        """Unit that gets one advantage."""
+        return self.ratio_level if self.advantage_granularity == "auto" else self.advantage_granularity
+
+    @property
+    def uses_turns(self) -> bool:
+        """Whether something is computed turn by turn."""
+        return "turn" in (self.ratio_level, self.advantage_level)
+
+    @property
+    def pooling(self) -> Literal["mean", "sum"]:
+        """What pooling takes of a unit's log-ratios."""
+        return self.ratio_pooling
+
+
+class REINFORCE(GRPO):
+    """Clipped policy gradient on returns that are normalised over the whole batch; no group and no critic is needed.
+
+    The objective is GRPO's; what differs is the credit.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = REINFORCEConfig
+    config: REINFORCEConfig  # type: ignore[assignment]
+
+    @classmethod
+    def plus_plus(cls, **arguments: Any) -> Self:
+        """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
+        preset = {"advantage_estimator": "reinforce++", "kl_placement": "reward", "kl_estimator": "k1"}
+        return cls(**{**preset, **arguments})
+
+    @classmethod
+    def plus_plus_baseline(cls, **arguments: Any) -> Self:
+        """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
+        preset = {"advantage_estimator": "reinforce++-baseline", "kl_placement": "loss", "kl_estimator": "k2"}
+        return cls(**{**preset, **arguments})
+
+    def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
+        """Return whitened returns ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of tokens.
+
+        A KL that is placed in the reward is taken off where it arises: at its own token, turn or trajectory.
+        """
+        c, mask = self.config, batch.action_mask
+        penalty = self.kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
+        rewards = self.shaped_rewards(batch, None)
+        if c.advantage_estimator == "rebn":
+            advantages = self._returns(rewards, batch, penalty)
+        else:
+            whole = rewards.nansum(dim=1)
+            advantages = (
+                reinforce_plus_plus(whole, mask, gamma=c.gamma, penalty=penalty)
+                if c.advantage_estimator == "reinforce++"
+                else reinforce_plus_plus_baseline(whole, batch.groups, mask, gamma=c.gamma, penalty=penalty)
+            )
+        return self.shaped_advantages(advantages, mask, kl, whiten=False)
+
+    def _returns(self, rewards: Tensor, batch: RolloutBatch, penalty: Tensor | None) -> Tensor:
+        """Return discounted returns ``[B, L]``, z-scored over all cells: tokens, turns or trajectories."""
+        c, mask, turns = self.config, batch.action_mask, rewards.shape[1]
+        if c.advantage_level == "token":
+            if turns > 1:
+                check_turn_rewards(batch)
+            # One reward for several turns belongs to the last action of all.
+            at_token = place_rewards(rewards, batch.turn_ids if turns > 1 else torch.where(mask, 0, -1))
+            return rebn(at_token if penalty is None else at_token - penalty, mask, c.gamma)
+        by_turn = rewards if penalty is None else rewards - per_turn_sums(penalty, batch.turn_ids, turns)
+        if c.advantage_level == "turn":
+            check_turn_rewards(batch)
+            played = torch.stack([(batch.turn_ids == k).any(dim=1) for k in range(turns)], dim=1)
+            cells = rebn(fill_masked(by_turn, by_turn.isfinite()), played, c.gamma)
+            return broadcast_turns(cells, batch.turn_ids)
+        whole = by_turn.nansum(dim=1, keepdim=True)
+        return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)

@@ -1,0 +1,58 @@
+"""REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the others of its prompt are its baseline."""
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.functional import KLEstimator, PoolingLevel
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["RLOO", "RLOOConfig"]
+
+
+class RLOOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+    """Hyperparameters of RLOO."""
+
+    algorithm: ClassVar[str] = "RLOO"
+    loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
+    adv_norm: ClassVar[Literal["rloo"]] = "rloo"  # type: ignore[misc]
+    adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]
+    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.05
+    """Weight of the KL, which is subtracted from the reward; 0 skips the reference forward."""
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of KL(policy || reference); k1's sum over a completion is its log-ratio, as in the paper."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "reward"
+    """Where ``beta`` times the KL goes."""
+
+    @model_validator(mode="after")
+    def _acts_once(self) -> Self:
+        if self.importance_sampling_level not in (None, "trajectory"):
+            raise ValueError(
+                "RLOO takes a completion as one action, so its ratio is that of the trajectory; found "
+                f"importance_sampling_level={self.importance_sampling_level!r}; leave it out, or use GRPO"
+            )
+        return self
+
+    @property
+    def ratio_level(self) -> PoolingLevel:
+        """Unit over which log-ratios are pooled."""
+        return "trajectory"
+
+    @property
+    def pooling(self) -> Literal["sum"]:
+        """What pooling takes of a unit's log-ratios: the ratio is that of the completions' probabilities."""
+        return "sum"
+
+
+class RLOO(GRPO):
+    """Clipped surrogate with the ratio ``exp(sum_t (pi - old))`` of the completion and the advantage
+    ``r - mean of the others' r``, where ``r`` has ``beta`` times the k1 estimate of the KL taken off.
+
+    Advantages (``adv_norm="rloo"``) and objective are GRPO's.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = RLOOConfig

@@ -1,0 +1,159 @@
+"""The README and the guides do what they say: Python runs, commands run or parse, links lead somewhere."""
+
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agilerl.cli.app import app
+from agilerl.training.config import load_manifest
+from tests.report.synthetic_run import make_run
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+")
+PROGRAMS = {"agilerl", "make", "pip", "python3", "git", "cd", ".ci/run"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+
+
+def commands(page: Path) -> list[str]:
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.join(split) for line in lines if (split := shlex.split(line, comments=True))]
+
+
+def words(command: str) -> list[str]:
+    """Split as the shell does; programs of the environment lose their folder."""
+    program, *rest = shlex.split(command)
+    return [program.removeprefix(".venv/bin/"), *rest]
+
+
+def all_of(program: str) -> list[str]:
+    return sorted({line for page in PAGES for line in commands(page) if words(line)[0] == program})
+
+
+def scripts() -> list[tuple[str, str]]:
+    return [(f"{page.stem}-{number}", code) for page in PAGES for number, code in enumerate(blocks(page, "python"))]
+
+
+CHECKS = {
+    # The adapter on disk is the elite: PEFT gives its logits, and they are not those of the base.
+    "README-0": """
+import torch
+ids = torch.arange(1, 40)[None]
+with torch.no_grad(), elite.select_adapter("actor"):
+    own = runtime.base.model(input_ids=ids).logits
+with torch.no_grad():
+    loaded = policy(input_ids=ids).logits
+    with policy.disable_adapter():
+        bare = policy(input_ids=ids).logits
+assert float((own - loaded).abs().max()) < 1e-5
+assert float((own - bare).abs().max()) > 1e-2
+assert after.mean > before.mean + 0.1, (before, after)
+""",
+}
+"""What is checked at the end of a script, besides that it runs."""
+
+
+@pytest.mark.parametrize(("name", "code"), scripts(), ids=[name for name, _ in scripts()])
+def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code + CHECKS.get(name, ""))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the manifests that the pages show."""
+    for page in PAGES:
+        for text in blocks(page, "yaml"):
+            if name := re.match(r"# (\w+\.yaml)\n", text):
+                (tmp_path / name[1]).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] == "train" and not HUB_NAME.search(c)])
+def test_train_commands_pass_every_check(command: str, workplace: Path) -> None:
+    done = CliRunner().invoke(app, [*words(command)[1:], "--dry-run"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "Dry run: everything checked, nothing written." in done.output
+    assert not (workplace / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if HUB_NAME.search(c)])
+def test_train_commands_with_a_model_of_the_hub_are_valid_manifests(command: str) -> None:
+    overrides = [word for word in words(command) if "=" in word]
+    assert load_manifest(None, overrides).network.pretrained_model_name_or_path in command
+
+
+@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] != "train"])
+def test_other_commands_run(command: str, workplace: Path) -> None:
+    for run in (word for word in words(command)[2:] if word.startswith("runs/")):
+        make_run(workplace / run)
+    done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert done.output
+
+
+@pytest.mark.parametrize("command", all_of("make"))
+def test_make_targets_exist(command: str, tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    plan = subprocess.run([*words(command), "--dry-run"], cwd=tmp_path, capture_output=True, text=True)
+    assert plan.returncode == 0, plan.stderr
+
+
+def test_installation_commands_name_what_is_there() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all_of("pip")
+    for command in all_of("pip"):
+        install, *rest = words(command)[1:]
+        assert install == "install"
+        assert all((ROOT / after).exists() for word, after in itertools.pairwise(rest) if word == "-c")
+        assert all(f'"{word}"' in pyproject for word in rest if word.startswith("torch"))
+
+
+def test_no_command_goes_unchecked() -> None:
+    assert {words(line)[0] for page in PAGES for line in commands(page)} <= PROGRAMS
+    assert {language for page in PAGES for language, _ in FENCE.findall(page.read_text(encoding="utf-8"))} <= {
+        "bash",
+        "python",
+        "text",
+        "yaml",
+        "json",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        aim = page.parent / path if path else page
+        assert aim.exists(), target
+        headings = {
+            re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-")
+            for h in re.findall(r"^#+ (.*)$", aim.read_text(encoding="utf-8") if anchor else "", re.MULTILINE)
+        }
+        assert not anchor or anchor in headings, target
+
+
+def test_manifest_reference_is_fresh() -> None:
+    """`make docs` writes it."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate_reference.py", "--print"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (ROOT / "docs" / "manifest.md").read_text(encoding="utf-8")
