@@ -1,16 +1,19 @@
 """A population: N agents on one base that roll out, learn, are examined and evolve together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.policy import record_batch
 from agilerl.algorithms.update import learn_together
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.examples import DataTask, trajectories
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, zero_variance_groups
@@ -72,6 +75,7 @@ class Population:
             raise ConfigError("a population needs at least 1 agent, found 0")
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
+        _check_source(agents, task)
         self.agents = list(agents)
         self.task = task
         self.runtime = agents[0].runtime
@@ -149,6 +153,36 @@ class Population:
             requests.append(TaskRequest(row, generation, group=number))
         return requests
 
+    @property
+    def learns_from_data(self) -> bool:
+        """Whether batches are drawn from the task's own answers instead of being sampled."""
+        return isinstance(self.agents[0], DataAlgorithm)
+
+    def draw(self) -> Rollout:
+        """Take one training batch of examples for every agent from the task, from where each agent's stream stands.
+
+        The counterpart of :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
+        """
+        start, known = perf_counter(), dict[int, list[Trajectory]]()
+        rollout = Rollout({}, CollectTimes())
+        for agent in self.agents:
+            drawn = rollout.trajectories[agent.index] = []
+            for number in range(self.prompts_per_step):
+                position = agent.position + number
+                if position not in known:
+                    known[position] = self.examples(position)
+                drawn += [replace(t, group=number) for t in known[position]]
+            agent.position += self.prompts_per_step
+        rollout.times.rollout = perf_counter() - start
+        return rollout
+
+    def examples(self, position: int) -> list[Trajectory]:
+        """Return what the task's training row at a position teaches; raises EnvError when it is too long."""
+        if not isinstance(self.task, DataTask):
+            raise ConfigError(f"{self.task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
+        row = self.task.row("train", position)
+        return trajectories(self.task.examples(self.tokenizer, row, self.context_length), 0, row)
+
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
@@ -158,6 +192,8 @@ class Population:
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(self.agents, pads)]
         metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches)))
         for agent in self.agents:
+            if isinstance(agent, DataAlgorithm):
+                metrics[agent.index] = agent.report(metrics[agent.index])
             if agent.index in rollout.dropped:
                 everything, dropped = rollout.trajectories[agent.index], len(rollout.dropped[agent.index])
                 sampled = len({t.group for t in everything})
@@ -168,6 +204,10 @@ class Population:
                     "groups/resampled": float(sampled - self.prompts_per_step),
                     "groups/dropped": float(dropped),
                 }
+        grader = f"rewards/{self.task.grader}"
+        for values in metrics.values():
+            if "reward" in values:
+                values |= {f"{grader}/mean": values["reward"], f"{grader}/std": values["reward_std"]}
         return metrics
 
     # -- exams ----------------------------------------------------------------------------------------------------
@@ -267,6 +307,20 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
+
+
+def _check_source(agents: Sequence[LLMAlgorithm], task: Task) -> None:
+    """Raise ConfigError unless the agents learn from one kind of source, and the task is one."""
+    wanted = {agent.env_type if isinstance(agent, DataAlgorithm) else "reasoning" for agent in agents}
+    if len(wanted) > 1:
+        raise ConfigError(f"all agents of a population learn from the same source, found {', '.join(sorted(wanted))}")
+    (kind,) = wanted
+    if kind != "reasoning" and (not isinstance(task, DataTask) or task.kind != kind):
+        name = {"sft": "SFTTask", "preference": "PreferenceTask"}[kind]
+        raise ConfigError(
+            f"{type(agents[0]).__name__} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
+            f"it: {name}(task)"
+        )
 
 
 def _teaches_nothing(group: Sequence[Trajectory]) -> bool:

@@ -2,18 +2,23 @@
 
 from agilerl.algorithms.base import EvolvableAlgorithm
 from agilerl.algorithms.cispo import CISPO, CISPOConfig
+from agilerl.algorithms.dpo import DPO, DPOConfig
 from agilerl.algorithms.grpo import GRPO, GRPOConfig
 from agilerl.algorithms.gspo import GSPO, GSPOConfig
 from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.algorithms.losses import PolicyLoss
 from agilerl.algorithms.ppo import PPO, PPOConfig
 from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
 from agilerl.algorithms.rloo import RLOO, RLOOConfig
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
+from agilerl.algorithms.sft import SFT, SFTConfig
 
 __all__ = [
     "ALGORITHMS",
     "CISPO",
     "CISPOConfig",
+    "DPO",
+    "DPOConfig",
     "GRPO",
     "GSPO",
     "GSPOConfig",
@@ -25,10 +30,13 @@ __all__ = [
     "LLMREINFORCE",
     "PPO",
     "PPOConfig",
+    "PolicyLoss",
     "REINFORCE",
     "REINFORCEConfig",
     "RLOO",
     "RLOOConfig",
+    "SFT",
+    "SFTConfig",
 ]
 
 LLMPPO = PPO
@@ -43,5 +51,7 @@ ALGORITHMS: dict[str, type[LLMAlgorithm]] = {
     "RLOO": RLOO,
     "REINFORCE": REINFORCE,
     "PPO": PPO,
+    "DPO": DPO,
+    "SFT": SFT,
 }
 """Algorithms by the name that a manifest uses; to add one, pass your class where a name is expected."""

@@ -294,12 +294,13 @@ def _fixed(agent: "LLMAlgorithm", slot: int | None, batch: RolloutBatch) -> Tens
 
 
 def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
-    """Add what rewards and lengths say before any update."""
-    returns = batch.returns
+    """Add what rewards and lengths say before any update; a row without a grade has no reward, not one of 0."""
+    graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
+    returns = batch.returns[graded]
     lengths = batch.action_mask.sum(dim=1)
     metrics.add("reward", returns)
     metrics.add("reward_std", returns, reduction="std")
-    metrics.add("frac_reward_zero_std", zero_variance_groups(returns, batch.groups))
+    metrics.add("frac_reward_zero_std", zero_variance_groups(returns, batch.groups[graded]))
     metrics.add("completions/mean_length", lengths)
     metrics.add("completions/min_length", lengths, reduction="min")
     metrics.add("completions/max_length", lengths, reduction="max")

@@ -51,6 +51,11 @@ class REINFORCEConfig(PolicyConfig, RolloutLLMConfig):
                 f"advantage_estimator={self.advantage_estimator!r} gives a return to every token, found advantages by "
                 f"{self.advantage_level}; use advantage_granularity='token', or advantage_estimator='rebn'"
             )
+        if self.gamma != 1 and self.advantage_level == "trajectory":
+            raise ValueError(
+                f"gamma={self.gamma} discounts from unit to unit, but a trajectory is a single one; leave it at 1, or use "
+                "advantage_granularity='token' or 'turn'"
+            )
         if self.advantage_estimator == "reinforce++-baseline" and self.group_size < 2:
             raise ValueError(
                 "advantage_estimator='reinforce++-baseline' subtracts the mean of the group, found group_size="

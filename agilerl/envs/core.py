@@ -27,6 +27,8 @@ class Task(ABC):
 
     name: str = "task"
     """What to call it in logs."""
+    grader: str = "reward"
+    """What the metrics ``rewards/<grader>/mean`` and ``/std`` call its reward."""
     exam_prompts: int = 0
     """Size of the exam panel; ``row("exam", i)`` exists for 0 <= i < exam_prompts."""
     test_prompts: int = 0

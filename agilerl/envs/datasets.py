@@ -6,7 +6,7 @@ from typing import Any
 
 from agilerl.envs.core import Message, Row, Split, Task
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.grader import Grader, call_grader
+from agilerl.rewards.grader import Grader, call_grader, grader_name
 from agilerl.streams import stream
 
 __all__ = ["DatasetTask", "fill_template"]
@@ -56,6 +56,7 @@ class DatasetTask(Task):
         if not callable(reward_fn):
             raise ConfigError(f"expected a function as reward_fn, found {reward_fn!r}")
         self._grader, self.seed = reward_fn, seed
+        self.grader = grader_name(reward_fn)
         self.train_size, self.exam_prompts, self.test_prompts = len(train), len(exam), len(test)
         self._order: tuple[int, Sequence[int]] = (-1, ())
 

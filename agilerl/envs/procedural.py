@@ -75,6 +75,7 @@ class ReasoningGymTask(Task):
         if holdout not in ("reserved", "any"):
             raise ConfigError(f"expected 'reserved' or 'any' for holdout, found {holdout!r}")
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
+        self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
         self._datasets: dict[tuple[str, int], Any] = {}
         self._panel: list[Row] = []

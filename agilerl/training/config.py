@@ -42,8 +42,9 @@ class _Section(BaseModel):
 class EnvironmentConfig(_Section):
     """What the agents are trained and examined on."""
 
-    env_type: Literal["reasoning"] = "reasoning"
-    """Kind of environment."""
+    env_type: Literal["reasoning", "sft", "preference"] = "reasoning"
+    """What is learned from: rewards of the agents' own completions, the right answers (``sft``), or pairs of the right
+    and a careless answer (``preference``)."""
     task: str = "reasoning_gym:spell_backward"
     """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several."""
     params: dict[str, Any] = Field(default_factory=dict)
@@ -59,8 +60,18 @@ class EnvironmentConfig(_Section):
     holdout: Literal["reserved", "any"] = "reserved"
     """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
     questions: from all of them, and training leaves out those that were drawn."""
+    loss_on: Literal["completion", "assistant"] = "completion"
+    """``sft``: what is learned of a conversation, the answer or every message of the assistant."""
     conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
     """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
+
+    @model_validator(mode="after")
+    def _has_conversations(self) -> Self:
+        if self.loss_on != "completion" and self.env_type != "sft":
+            raise ValueError(
+                f"environment.loss_on={self.loss_on!r} is for env_type: sft, found {self.env_type}; leave it out"
+            )
+        return self
 
 
 class TrainingConfig(_Section):
@@ -69,7 +80,7 @@ class TrainingConfig(_Section):
     pop_size: Annotated[int, Field(ge=1)] = 4
     """Agents of the population."""
     max_steps: Annotated[int, Field(ge=1)] = 32768
-    """Completions sampled for training, all agents together."""
+    """Completions sampled (or read from data, two a pair) for training, all agents together."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Stop after this many tokens generated, trained on and evaluated."""
     max_seconds: Annotated[float | None, Field(gt=0)] = None
@@ -184,6 +195,8 @@ class NetworkConfig(_Section):
     """Local folder, hub name, or ``embedded``: the tiny model inside the package."""
     max_context_length: Annotated[int | None, Field(ge=2)] = None
     """Most tokens of prompt and completion; None takes the model's own limit."""
+    adapter: str | None = None
+    """Folder of a PEFT adapter that every agent starts from and is compared with as its reference policy."""
     lora_config: LoraSection = Field(default_factory=LoraSection)
     """The adapters."""
 

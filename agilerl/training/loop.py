@@ -133,7 +133,7 @@ def _iterate(session: Session, records: RunRecords, progress: _Progress) -> Iter
     start = perf_counter()
     before = {agent.index: dict(agent.tokens) for agent in population.agents}
     progress.exam = None
-    rollout = population.rollout()
+    rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)
     end = perf_counter()
@@ -157,7 +157,8 @@ def _iterate(session: Session, records: RunRecords, progress: _Progress) -> Iter
         metrics[agent.index] = {**learned[agent.index], **shared, "tokens_per_second": rate}
     where = Where(progress.generation, progress.iteration)
     records.iteration(where, metrics)
-    records.completions(where, rollout, config.training.log_completions, population.tokenizer)
+    if not population.learns_from_data:
+        records.completions(where, rollout, config.training.log_completions, population.tokenizer)
     return IterationDone(progress.generation, progress.iteration, min(progress.spent(config), 1.0), metrics)
 
 

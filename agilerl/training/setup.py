@@ -4,15 +4,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.envs.core import Message, Task
+from agilerl.algorithms.from_data import DataAlgorithm
+from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.datasets import fill_template
+from agilerl.envs.preference import Mistake, PreferenceTask
 from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.sft import SFTTask
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
@@ -20,11 +25,11 @@ from agilerl.hpo.parameters import Gene, RLParameter, genes_from
 from agilerl.hpo.selection import NoSelection, SelectionStrategy
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.hpo.truncation import TruncationSelection
-from agilerl.models.base import load_base, load_tokenizer, lora_layers, resolve_model
+from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.population import Population
-from agilerl.runtime import Runtime
-from agilerl.training.config import EnvironmentConfig, GeneConfig, NetworkConfig, RunConfig
-from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate
+from agilerl.training.base import load_runtime
+from agilerl.training.config import EnvironmentConfig, GeneConfig, RunConfig
+from agilerl.training.memory import check_memory, estimate
 from agilerl.validation import nearest, shown, validated
 
 __all__ = ["Session", "algorithm_class", "build", "check", "document", "genes"]
@@ -185,6 +190,7 @@ def check(config: RunConfig) -> None:
 
     Raises ConfigError with a sentence.
     """
+    _check_source(config)
     genes(config)
     mutations(config)
     selection(config)
@@ -209,6 +215,17 @@ def check(config: RunConfig) -> None:
             raise ConfigError(
                 f"training.device={device!r} needs a CUDA build of torch and such a GPU, found {count} GPUs; use cpu"
             )
+
+
+def _check_source(config: RunConfig) -> None:
+    """Raise ConfigError unless the algorithm learns from what the environment offers."""
+    algorithm, found = algorithm_class(config), config.environment.env_type
+    wanted = algorithm.env_type if issubclass(algorithm, DataAlgorithm) else "reasoning"
+    if found != wanted:
+        raise ConfigError(
+            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={wanted!r}, found {found!r}; "
+            "change one of the two"
+        )
 
 
 def mutations(config: RunConfig) -> Mutations:
@@ -264,7 +281,24 @@ def task(config: RunConfig) -> Task:
     )
     made.template = _template(e)
     made.prepare()
+    if e.env_type == "sft":
+        return SFTTask(made, loss_on=e.loss_on)
+    if e.env_type == "preference":
+        return PreferenceTask(made, mistake=_careless(), seed=config.training.seed)
     return made
+
+
+def _careless() -> Mistake:
+    """Return the mistakes of the embedded base's demonstrator, for the datasets that it knows."""
+    from agilerl.models.tiny.tasks import TASKS  # imports reasoning_gym, which takes a second
+
+    mistakes = {known.name: known.mistake for known in TASKS}
+
+    def careless(row: Row, draws: np.random.Generator) -> str | None:
+        mistake = mistakes.get(row["metadata"]["source_dataset"])
+        return None if mistake is None else mistake(row, draws)
+
+    return careless
 
 
 def _template(config: EnvironmentConfig) -> list[Message]:
@@ -279,40 +313,22 @@ def _template(config: EnvironmentConfig) -> list[Message]:
     return template
 
 
-def lora(config: NetworkConfig) -> Any:
-    """Build the ``peft.LoraConfig``."""
-    from peft import LoraConfig
-
-    return LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
-
-
 def build(config: RunConfig) -> Session:
     """Load the base, make the task and the population; nothing is written.
 
     Raises ConfigError or EnvError with a sentence for all that can be found out before training.
     """
     check(config)
-    t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
-    check_weights(resolve_model(name), t.device)
+    t = config.training
     torch.set_num_threads(t.threads)
     made = task(config)
-    tokenizer = load_tokenizer(name)
-    base = load_base(name, dtype=t.dtype, device=t.device)
-    settings = lora(network)
-    sizes = {"base": base.weight_bytes, "adapters": adapter_bytes(config, lora_layers(base.model, settings))}
-    check_memory(sizes, t.device)
-    runtime = Runtime(
-        base,
-        lora_config=settings,
-        tokenizer=tokenizer,
-        seed=t.seed,
-        max_tokens=t.max_tokens_in_flight,
-        max_rows=t.max_rows_in_flight,
-    )
+    runtime = load_runtime(config)
     start = hyperparameters(config).model_dump(exclude_unset=True)
     agents = algorithm_class(config).population(
         t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start
     )
+    if config.network.adapter is not None:
+        _start_from(Path(config.network.adapter).expanduser(), agents)
     classes = algorithm_classes(config)
     if len(classes) > 1 and t.init == "spread":
         for place, agent in enumerate(agents):
@@ -328,9 +344,28 @@ def build(config: RunConfig) -> Session:
     return Session(config, made, population, selection(config), mutations(config))
 
 
+def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
+    """Give every agent a PEFT adapter to start from, as its reference policy too; raises ConfigError if it differs."""
+    store, wanted = agents[0].runtime.store, agents[0].lora_config
+    factors, found = read_adapter(folder, store.layers)
+    if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
+        raise ConfigError(
+            f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "
+            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; give lora_config r={found.r}, "
+            f"lora_alpha={found.lora_alpha}, use_rslora={str(found.use_rslora).lower()}"
+        )
+    store.reserve(store.used + len(agents))
+    for agent in agents:
+        store.load_adapter(agent.slot, factors)
+        agent.set_reference(factors)
+
+
 def try_prompts(population: Population) -> None:
-    """Render the panels and the first training prompts: one that does not fit stops the run before it starts."""
+    """Render the panels and what training begins with: a prompt that does not fit stops the run before it starts."""
     for split in ("exam", "test"):
         population.panel(split)
     for position in range(_TRIED_PROMPTS):
-        population.render(population.task.row("train", position))
+        if population.learns_from_data:
+            population.examples(position)
+        else:
+            population.render(population.task.row("train", position))

@@ -53,9 +53,7 @@ def test_credit_is_that_of_grpo(runtime: Runtime) -> None:
 def test_it_is_grpo_with_the_objective_fixed(runtime: Runtime) -> None:
     settings = {"beta": 0.04, "clip_coef": (0.9, 1.1)}
     own, other = agent(runtime, **settings), agent(runtime, GRPO, loss_type="gspo", **settings)
-    assert torch.equal(
-        own.objective(inputs(own), MetricReducer()), other.objective(inputs(other), MetricReducer())
-    )
+    assert torch.equal(own.objective(inputs(own), MetricReducer()), other.objective(inputs(other), MetricReducer()))
     assert own.config.clip_range == (0.9, 1.1)
     assert agent(runtime).config.clip_range == (1 - 3e-4, 1 + 4e-4)
 

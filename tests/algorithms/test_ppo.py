@@ -85,6 +85,7 @@ GENES = genes_from(PPO.Config)
 @pytest.mark.parametrize("gene", GENES)
 def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
     start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "gae_lambda": 0.9}
+    start |= {"entropy_coef": 0.01}
     start |= {"gamma": 0.95, "clip_coef": 0.3, "lr_actor": 1e-2, "lr_critic": 1e-2}
     outcomes = []
     for mutate in (False, True):
@@ -118,6 +119,16 @@ def five_tokens(gaps: bool) -> tuple[RolloutBatch, torch.Tensor, torch.Tensor]:
     batch = collate([t], PAD)
     values = torch.full(batch.action_mask.shape, 7.7).masked_scatter(batch.action_mask, torch.tensor(V))
     return batch, values, batch.action_mask
+
+
+def test_the_entropy_bonus_is_subtracted_from_every_token() -> None:
+    (agent,) = make_agents(1, entropy_coef=0.1)
+    mask = torch.tensor([[True, False, True]])
+    entropy = torch.tensor([[1.0, 9.0, 3.0]], requires_grad=True)
+    loss = agent.objective(loss_inputs(torch.zeros(1, 3), mask, entropy=entropy), MetricReducer())
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.1 * (1 + 3) / 2)
+    assert entropy.grad.tolist() == [pytest.approx([-0.05, 0.0, -0.05])]
 
 
 @pytest.mark.parametrize("gaps", [False, True])
@@ -300,3 +311,30 @@ def test_micro_batches_accumulate_the_same_gradient_and_metrics(several: bool) -
         assert torch.allclose(other, gradient, rtol=1e-3, atol=1e-6)
         for name in ("loss", "value_loss", "vf_clipfrac", "explained_variance", "approx_kl", "kl", "policy_loss"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(("reduction", "first"), [("final_value", 0.4), ("mean", 0.3)])
+def test_the_value_of_a_turn_is_what_meets_its_return(reduction: str, first: float) -> None:
+    (agent,) = make_agents(1, turn_value_reduction=reduction, vf_coef=1.0, vf_clip_coef=None)
+    turns = torch.tensor([[0, 0, -1, 1]])
+    values = torch.tensor([[0.2, 0.4, 9.9, 0.5]], requires_grad=True)
+    returns = torch.tensor([[1.0, 1.0, 0.0, 2.0]])
+    loss = agent.objective(
+        loss_inputs(torch.zeros(1, 4), turns >= 0, values=values, returns=returns, turn_ids=turns), MetricReducer()
+    )
+    loss.backward()
+    # The first turn's error counts once for each of its two tokens, the second's 1.5^2 / 2 once.
+    assert loss.item() == pytest.approx((2 * (1 - first) ** 2 + 1.5**2) / 2 / 3, abs=1e-6)
+    per_turn = -2 * (1 - first) / 3
+    expected = [per_turn / 2, per_turn / 2] if reduction == "mean" else [0.0, per_turn]
+    assert values.grad[0].tolist() == pytest.approx([*expected, 0.0, -1.5 / 3], abs=1e-6)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_kl_is_counted_once(placement: str) -> None:
+    (agent,) = make_agents(1, beta=0.1, kl_placement=placement, kl_estimator="k2")
+    mask, metrics = torch.ones(1, 2, dtype=torch.bool), MetricReducer()
+    logp = torch.tensor([[-1.0, -2.0]])
+    loss = agent.objective(loss_inputs(logp, mask, ref_logp=logp - torch.tensor([[1.0, 3.0]])), metrics)
+    assert metrics.result()["kl"] == pytest.approx((0.5 + 4.5) / 2)
+    assert float(loss) == pytest.approx(0.25 if placement == "loss" else 0.0)

@@ -87,7 +87,7 @@ def mixed(who: str) -> list[Any]:
 @pytest.mark.parametrize("who", ["PPO", "PPO + GRPO"])
 def test_together_is_one_at_a_time_to_the_bit(who: str) -> None:
     agents, tokens = mixed(who), []
-    for _ in range(3):
+    for _ in range(2):
         rollouts = sample(agents)
         tokens.append([[t.token_ids for t in own] for own in rollouts])
         learn_together(agents, [collate(own, PAD) for own in rollouts])
@@ -147,6 +147,9 @@ def test_rows_without_a_grade_are_left_out() -> None:
     batch = batch_of(agent)
     batch.rewards[[0, 3]] = float("nan")
     assert len(agent.prepare(batch)) == len(batch) - 2
+    several = turn_batch(agent)
+    several.rewards[2, 0] = float("inf")  # one turn of three
+    assert len(agent.prepare(several)) == len(several) - 1
     batch.rewards[:] = float("nan")
     before = bits(agent)
     assert agent.learn(batch)["loss"] == 0
@@ -278,6 +281,35 @@ def test_slots_are_given_back_once() -> None:
     assert store.lowest_free_slot() not in taken
     del child
     assert store.used == 2
+
+
+def test_a_reference_s_slot_is_given_back_once() -> None:
+    agents = make_agents(2)
+    store = agents[0].runtime.store
+    agents[0].set_reference_policy(1)
+    agents[0].clean_up()
+    clones = [agents[1].clone(), agents[1].clone()]
+    assert store.used == 6
+    agents.pop(0)
+    assert store.used == 6
+    del clones
+
+
+def test_a_forward_pass_counts_the_critic_s_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = make_agents(2, batch_size=6, beta=0.0, update_epochs=1)
+    batches = [turn_batch(a) for a in agents]
+    runtime, forward, seen = agents[0].runtime, agents[0].runtime.forward, []
+
+    def counted(parts: Any, **options: Any) -> Any:
+        seen.append(sum(len(p.batch) for p in parts))
+        return forward(parts, **options)
+
+    monkeypatch.setattr(runtime, "forward", counted)
+    for fit, expected in ((24, [24]), (23, [12, 12])):  # 6 rows of 2 agents, each read by actor and critic
+        seen.clear()
+        runtime.max_tokens = fit * batches[0].ids.shape[1]
+        learn_together(agents, batches)
+        assert seen[2:] == expected  # the first two read the old values
 
 
 def test_move_takes_the_critic_along() -> None:

@@ -65,7 +65,6 @@ def test_token_returns_are_golden_and_whitened(runtime: Runtime) -> None:
         ("turn", 1.0, [[4, 3], [2]]),
         ("turn", 0.5, [[1 + 0.5 * 3, 3], [2]]),
         ("trajectory", 1.0, [[4], [2]]),
-        ("trajectory", 0.5, [[4], [2]]),
     ],
 )
 def test_returns_at_every_level(runtime: Runtime, level: str, gamma: float, returns: list) -> None:
@@ -75,7 +74,7 @@ def test_returns_at_every_level(runtime: Runtime, level: str, gamma: float, retu
         expected = masked_whiten(torch.tensor(returns, dtype=torch.float32), data.action_mask)
     else:
         # Whitened over units, not over tokens: a long turn weighs as much as a short one.
-        cells = torch.tensor([value for row in returns for value in row])
+        cells = torch.tensor([float(value) for row in returns for value in row])
         white = iter((cells - cells.mean()) * torch.rsqrt(cells.var() + 1e-8))
         by_unit = [[next(white) for _ in row] for row in returns]
         expected = torch.zeros(2, 5)
@@ -144,6 +143,7 @@ def test_ungraded_rows_teach_nothing(runtime: Runtime) -> None:
             "found advantages by trajectory; use advantage_granularity='token'",
         ),
         ({"advantage_estimator": "reinforce++-baseline", "group_size": 1}, "subtracts the mean of the group"),
+        ({"gamma": 0.9, "advantage_granularity": "trajectory"}, "gamma=0.9 discounts from unit to unit"),
         ({"gamma": 1.1}, "gamma: input should be less than or equal to 1"),
     ],
 )

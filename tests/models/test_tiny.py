@@ -171,7 +171,7 @@ def test_demonstrations_leave_out_what_is_held_out_and_are_both_right_and_wrong(
     for index in range(after):
         answers.setdefault(dataset[index]["question"], dataset[index]["answer"])
     assert not any(is_held_out(question) for question, _ in pairs)
-    assert 0.3 < sum(answers[question] == answer for question, answer in pairs) / len(pairs) < 0.7
+    assert 0.2 < sum(answers[question] == answer for question, answer in pairs) / len(pairs) < 0.7
     assert demonstrations(task, 300, start=0, draws=stream(1, "test")) == (pairs, after)
 
 

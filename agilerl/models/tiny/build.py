@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agilerl.models.tiny.demonstrator import demonstrations
 from agilerl.models.tiny.recipe import Recipe
@@ -37,7 +37,7 @@ def build(folder: Path, recipe: Recipe | None = None) -> None:
         torch.set_num_threads(threads)
 
 
-def train(recipe: Recipe) -> Qwen2ForCausalLM:
+def train(recipe: Recipe) -> LlamaForCausalLM:
     """Return the base, trained on the answers of the careless demonstrator with cross-entropy on answer tokens."""
     tokenizer = tiny_tokenizer()
     model = _initial_model(recipe, tokenizer)
@@ -59,7 +59,7 @@ def train(recipe: Recipe) -> Qwen2ForCausalLM:
     return model.eval()
 
 
-def write(model: Qwen2ForCausalLM, folder: Path) -> None:
+def write(model: LlamaForCausalLM, folder: Path) -> None:
     """Write ``model`` (as float16) with its configuration and tokenizer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer().save_pretrained(folder)
@@ -72,7 +72,7 @@ def write(model: Qwen2ForCausalLM, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     # Owner-only permissions, which save_file gives, would not survive packaging unharmed.
     (folder / "model.safetensors").chmod(0o644)
-    _write_json(folder / "config.json", {**model.config.to_diff_dict(), "architectures": ["Qwen2ForCausalLM"]})
+    _write_json(folder / "config.json", {**model.config.to_diff_dict(), "architectures": ["LlamaForCausalLM"]})
     generation = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,
@@ -82,9 +82,10 @@ def write(model: Qwen2ForCausalLM, folder: Path) -> None:
     write_checksums(folder)
 
 
-def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return an untrained model whose every weight comes from the recipe's own streams."""
-    config = Qwen2Config(
+    # Not Qwen2: for that model type transformers 5 loads Qwen's own tokenizer class, whatever the files say.
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         num_hidden_layers=recipe.layers,
@@ -100,7 +101,7 @@ def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2F
         dtype="float32",
     )
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in Qwen2ForCausalLM(config).named_parameters()}
+        shapes = {name: parameter.shape for name, parameter in LlamaForCausalLM(config).named_parameters()}
     weights: dict[str, torch.Tensor] = {}
     for index, (name, shape) in enumerate(sorted(shapes.items())):
         if len(shape) == 2:
@@ -108,7 +109,7 @@ def _initial_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2F
             weights[name] = torch.from_numpy(draws).to(torch.float32).view(shape)
         else:
             weights[name] = torch.full(shape, 1.0 if "norm" in name else 0.0)
-    return Qwen2ForCausalLM.from_pretrained(None, config=config, state_dict=weights).train()
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=weights).train()
 
 
 def _tokens(tokenizer: PreTrainedTokenizerFast, question: str, answer: str) -> tuple[list[int], list[int]]:
@@ -123,7 +124,7 @@ def _learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def _update(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: list[tuple[list[int], list[int]]], recipe: Recipe
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, rows: list[tuple[list[int], list[int]]], recipe: Recipe
 ) -> None:
     """Do one optimizer step on the mean cross-entropy over the answer tokens of ``rows``."""
     rows = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))

@@ -51,7 +51,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         sep_token=SEP,
         padding_side="left",
-        model_max_length=512,
+        model_max_length=1024,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )

@@ -1,0 +1,220 @@
+"""Direct Preference Optimization (arXiv 2305.18290), with the losses that came after it."""
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
+from agilerl.algorithms.reference import ReferenceLogprobs, fingerprint
+from agilerl.algorithms.update import Experience
+from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import ConfigError
+from agilerl.functional import (
+    MetricReducer,
+    PreferenceOptions,
+    PreferenceScores,
+    preference_loss,
+    preference_metrics,
+    preference_scores,
+)
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["DPO", "DPOConfig", "PairCount"]
+
+LossType = Literal[
+    "sigmoid",
+    "cdpo",
+    "robust",
+    "hinge",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "sppo_hard",
+    "nca_pair",
+    "exo_pair",
+    "bco_pair",
+    "aot",
+    "aot_pair",
+    "discopop",
+    "sft",
+]
+_SMOOTHED = {"sigmoid", "cdpo", "robust", "exo_pair", "aot", "aot_pair"}
+_OVER_PAIRS = {"bco_pair", "aot", "aot_pair"}
+"""Losses in which the pairs of an optimizer step depend on each other, so that a step is never split."""
+
+
+class DPOConfig(DataConfig):
+    """Hyperparameters of DPO; batch sizes count pairs."""
+
+    group_size: ClassVar[int] = 2
+    """Rows of a pair."""
+    lr: Annotated[float, Field(gt=0), Evolve(1e-6, 1e-2)] = 5e-6
+    """Learning rate of AdamW."""
+    batch_size: Annotated[int, Field(ge=1), Evolve(8, 512)] = 16
+    """Pairs of one optimizer step."""
+    mini_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """Overrides ``batch_size`` as the number of pairs of one optimizer step."""
+    micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
+    """Pairs of one forward and backward pass; None fits as many as about 4,096 tokens hold."""
+    beta: Annotated[float, Field(gt=0), Evolve(0.01, 1.0)] = 0.1
+    """Factor between log-ratios and implicit rewards: the larger, the closer the policy stays to the reference."""
+    loss_type: LossType | Annotated[tuple[LossType, ...], Field(min_length=1)] = "sigmoid"
+    """A loss of the family by name, or several, which are added (``sft``: cross-entropy of the chosen completions)."""
+    loss_weights: tuple[float, ...] | None = None
+    """Weight of each of several losses; None: 1 each."""
+    nll_alpha: Annotated[float, Field(ge=0), Evolve(0.01, 2.0)] = 0.0
+    """Weight of the chosen completions' cross-entropy per token, added to the loss (arXiv 2404.19733)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Probability that a label is wrong, for the losses that take it into account."""
+    discopop_tau: Annotated[float, Field(gt=0)] = 0.05
+    """Temperature of the modulation of the loss ``discopop``."""
+    use_separate_reference_adapter: bool = True
+    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
+
+    @model_validator(mode="after")
+    def _losses_agree(self) -> Self:
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        if self.loss_weights is not None and len(self.loss_weights) != len(names):
+            raise ValueError(
+                f"loss_weights={self.loss_weights} does not match loss_type={names}: expected {len(names)} numbers, "
+                f"found {len(self.loss_weights)}"
+            )
+        if len(set(names)) != len(names):
+            raise ValueError(f"loss_type={names} names a loss twice; name it once and raise its weight")
+        if set(names) == {"sft"}:
+            raise ValueError("loss_type='sft' alone has no preference in it; add a preference loss, or use SFT")
+        if "sft" in names and self.nll_alpha > 0:
+            raise ValueError(
+                f"loss_type={names} and nll_alpha={self.nll_alpha} both add the chosen completions' cross-entropy; "
+                "drop one of them"
+            )
+        if self.label_smoothing > 0 and not _SMOOTHED & set(names):
+            raise ValueError(
+                f"label_smoothing={self.label_smoothing} changes nothing in loss_type={self.loss_type!r}; set it to 0, "
+                f"or use one of {', '.join(sorted(_SMOOTHED))}"
+            )
+        if "cdpo" in names and self.label_smoothing == 0:
+            raise ValueError("loss_type='cdpo' is the sigmoid loss unless label_smoothing is above 0; set it")
+        if _OVER_PAIRS & set(names) and self.micro_batch_size_per_gpu is not None:
+            raise ValueError(
+                f"loss_type={self.loss_type!r} compares the pairs of an optimizer step with each other, so it cannot "
+                f"be split; found micro_batch_size_per_gpu={self.micro_batch_size_per_gpu}, leave it out"
+            )
+        return self
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The weighted losses, by name."""
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        weights: dict[str, float] = dict(zip(names, self.loss_weights or [1.0] * len(names)))
+        return weights | ({"sft": self.nll_alpha} if self.nll_alpha > 0 else {})
+
+
+class PairCount(float):
+    """Number of pairs of an optimizer step, which also knows how many tokens their chosen completions have."""
+
+    chosen_tokens: float
+
+    def __new__(cls, pairs: float, chosen_tokens: float) -> Self:
+        """Make a number of pairs."""
+        count = super().__new__(cls, pairs)
+        count.chosen_tokens = chosen_tokens
+        return count
+
+
+class DPO(DataAlgorithm):
+    """``-log sigmoid(beta ((pi_c - ref_c) - (pi_r - ref_r)))`` and its relatives, log-probs summed over completions.
+
+    Rows come in pairs, the chosen completion first. The reference is fixed: the base model, or an adapter of the
+    agent's own where one was set.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = DPOConfig
+    config: DPOConfig
+    env_type: ClassVar[Literal["sft", "preference"]] = "preference"
+    rows_per_unit: ClassVar[int] = 2
+    _reference: bytes = b"base"
+    """Fingerprint of the reference policy."""
+
+    def prepare(self, batch: RolloutBatch) -> Experience:
+        """Return the batch with the reference's log-probs; raises ConfigError unless its rows are pairs."""
+        self._check_pairs(batch)
+        return Experience(batch, torch.zeros(batch.action_mask.shape), ref_logp=self.reference_logprobs(batch))
+
+    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+        """Sum of the pairs' losses / pairs of the optimizer step."""
+        c, count = self.config, inputs.denominator
+        scores = _pair_scores(inputs)
+        total = preference_loss(
+            scores,
+            c.losses,
+            c.beta,
+            pairs=count,
+            chosen_tokens=count.chosen_tokens if isinstance(count, PairCount) else None,
+            options=PreferenceOptions(label_smoothing=c.label_smoothing, discopop_tau=c.discopop_tau),
+        )
+        for name, values in preference_metrics(scores, c.beta).items():
+            metrics.add(name, values)
+        if inputs.entropy is not None:
+            metrics.add("entropy", inputs.entropy.detach(), inputs.mask)
+        metrics.add("loss", total, reduction="sum")
+        return total
+
+    def window_denominator(self, mask: Tensor) -> float:
+        """Return the number of pairs, and with it that of the chosen completions' tokens."""
+        return PairCount(len(mask) / 2, float(mask[0::2].sum()))
+
+    def score(self, batch: RolloutBatch) -> Tensor:
+        """Return 1 for each pair ``[B / 2]`` whose chosen completion gained more on the reference than the other."""
+        self._check_pairs(batch)
+        mask, own = batch.action_mask.cpu(), self.logprobs(batch).cpu()
+        gain = torch.where(mask, own - self.reference_logprobs(batch), 0.0).double().sum(-1)
+        return (gain[0::2] > gain[1::2]).double()
+
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
+        known = ReferenceLogprobs.of(self.runtime)
+        return known.logprobs(batch, self.reference_slot, self._reference, self.micro_rows(batch))
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the frozen reference policy, in a slot of its own."""
+        super().set_reference(factors)
+        assert self.reference_slot is not None
+        self._reference = fingerprint(factors, float(self.runtime.store.scaling[self.reference_slot]))
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of one optimizer step, two a pair."""
+        return 2 * super().window_rows
+
+    def micro_rows(self, batch: RolloutBatch) -> int:
+        """Rows of one forward pass: whole pairs, and the whole step where its pairs depend on each other."""
+        if _OVER_PAIRS & set(self.config.losses):
+            return self.window_rows
+        given = self.config.micro_batch_size_per_gpu
+        return 2 * given if given is not None else max(2, super().micro_rows(batch) // 2 * 2)
+
+    def _check_pairs(self, batch: RolloutBatch) -> None:
+        groups = batch.groups
+        if len(batch) % 2 or not torch.equal(groups[0::2], groups[1::2]):
+            raise ConfigError(
+                f"DPO learns from pairs of rows, chosen and rejected side by side, found {len(batch)} rows that are no "
+                "pairs; use the batches of a PreferenceGym"
+            )
+        if not bool(batch.action_mask.any(dim=1).all()):
+            alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
+            raise ConfigError(
+                "every pair needs a chosen and a rejected completion, found one without a token of its own"
+                f"{alpha}; leave such pairs out"
+            )
+
+
+def _pair_scores(inputs: LossInputs) -> PreferenceScores:
+    assert inputs.ref_logp is not None
+    policy, reference, mask = inputs.logp, inputs.ref_logp, inputs.mask
+    pairs = [(x[0::2], x[1::2]) for x in (policy, reference, mask)]
+    return preference_scores(*pairs)

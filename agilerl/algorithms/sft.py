@@ -1,0 +1,101 @@
+"""Supervised fine-tuning: the likelihood of demonstrations."""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
+from agilerl.algorithms.update import MICRO_TOKENS, Experience
+from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import ConfigError
+from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft
+from agilerl.hpo.parameters import Evolve
+from agilerl.models.slots import Route
+
+__all__ = ["SFT", "SFTConfig"]
+
+
+class SFTConfig(DataConfig):
+    """Hyperparameters of SFT."""
+
+    lr: Annotated[float, Field(gt=0), Evolve(1e-6, 1e-2)] = 1e-4
+    """Learning rate of AdamW."""
+    loss_type: Annotated[Literal["nll", "dft"], Evolve(scale="choice")] = "nll"
+    """``nll``: the cross-entropy -log p of each token; ``dft``: -sg(p) log p, which spends no gradient on tokens that
+    the model finds impossible (arXiv 2508.05629)."""
+    packing: bool = True
+    """Let rows of similar length share a forward pass, so that little of it is padding; each row still attends to
+    itself alone, and the gradient of an optimizer step is the same. False: rows in random order."""
+
+
+class SFT(DataAlgorithm):
+    """Cross-entropy of the tokens that an example marks, averaged over those of the whole optimizer step."""
+
+    Config: ClassVar[type[AlgorithmConfig]] = SFTConfig
+    config: SFTConfig
+    env_type: ClassVar[Literal["sft", "preference"]] = "sft"
+    _lengths: Tensor | None = None
+    """Of the rows of the batch being learned, for ``packing``."""
+
+    def prepare(self, batch: RolloutBatch) -> Experience:
+        """Return the batch with the share of its tokens that the present policy would choose."""
+        if not bool(batch.action_mask.any(dim=1).all()):
+            raise ConfigError(
+                "every example needs a token to learn, found a row without one; leave rows without a response out"
+            )
+        self._lengths = batch.lengths
+        metrics = {"mean_token_accuracy": self._token_accuracy(batch)} if len(batch) else {}
+        return Experience(batch, torch.zeros(batch.action_mask.shape), metrics=metrics)
+
+    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+        """Sum of the token losses / tokens of the optimizer step."""
+        loss = dft(inputs.logp) if self.config.loss_type == "dft" else sft(inputs.logp)
+        metrics.add("nll", -inputs.logp.detach(), inputs.mask)
+        if inputs.entropy is not None:
+            metrics.add("entropy", inputs.entropy.detach(), inputs.mask)
+        total = aggregate(loss, inputs.mask, "token-mean", inputs.denominator)
+        metrics.add("loss", total, reduction="sum")
+        return total
+
+    def window_denominator(self, mask: Tensor) -> float:
+        """Return the number of tokens that are learned."""
+        return float(normaliser(mask, "token-mean"))
+
+    def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an update with the perplexity, exp of the mean cross-entropy of all its tokens."""
+        found = super().report(metrics)
+        if "nll" in found:
+            found["perplexity"] = math.exp(min(found["nll"], 700.0))  # beyond it a float overflows
+        return found
+
+    def score(self, batch: RolloutBatch) -> Tensor:
+        """Return each row's mean log-prob ``[B]`` of its learned tokens, in nats."""
+        return masked_mean(self.logprobs(batch), batch.action_mask.to(self.runtime.base.device), -1)
+
+    def shuffle(self, rows: int, epoch: int) -> Tensor:
+        """Return the order of the rows in one epoch; with ``packing`` sorted by length within an optimizer step."""
+        order, lengths = super().shuffle(rows, epoch), self._lengths
+        if not self.config.packing or lengths is None or len(lengths) != rows:
+            return order
+        windows = torch.split(order, self.window_rows)
+        return torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
+
+    @torch.no_grad()
+    def _token_accuracy(self, batch: RolloutBatch) -> float:
+        """Return the share of learned tokens that are the policy's most likely ones, in a micro-batch's worth of rows.
+
+        The loss never holds the logits of all tokens, so they are computed once more, of as many rows as stay cheap.
+        """
+        part = batch.select(slice(0, max(1, MICRO_TOKENS // batch.ids.shape[1])))
+        base = self.runtime.base
+        ids, mask = part.ids.to(base.device), part.action_mask.to(base.device)
+        with self.runtime.store.routed(Route((self.slot,), (len(part),))):
+            hidden = base.hidden(ids)[:, :-1][mask]
+        targets = ids[:, 1:][mask]
+        right = [base.logits(h).argmax(-1) == t for h, t in zip(torch.split(hidden, 256), torch.split(targets, 256))]
+        return float(torch.cat(right).double().mean())

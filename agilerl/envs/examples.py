@@ -1,0 +1,337 @@
+"""Examples to learn from: conversations as token ids with a mask of what is learned, tasks and environments of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from jinja2 import TemplateError
+
+from agilerl.data import RolloutBatch, Trajectory, collate
+from agilerl.envs.core import Message, Row, Split, Task
+from agilerl.envs.prompts import check_tokenizer, render_prompt
+from agilerl.errors import ConfigError, EnvError
+from agilerl.streams import stream
+
+__all__ = [
+    "DataGym",
+    "DataTask",
+    "Example",
+    "LossOn",
+    "as_messages",
+    "render_completion",
+    "render_conversation",
+    "trajectories",
+]
+
+LossOn = Literal["completion", "assistant"]
+"""What a conversation teaches: its last answer, or every message of the assistant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenised conversation."""
+
+    ids: list[int]
+    """Its tokens, up to the last one that is learned."""
+    learned: list[bool]
+    """True on the tokens whose log-probs enter a loss; same length, never True on the first token."""
+    text: str = ""
+    """The response, for logs."""
+
+
+def render_completion(
+    tokenizer: Any, prompt: Sequence[Mapping[str, str]], response: str, max_tokens: int | None = None
+) -> Example:
+    """Return a prompt and its response, of which the response is learned, the end token included.
+
+    The prompt's tokens are those of ``render_prompt``, so training sees what sampling will see; a last message of the
+    assistant is a prefill, which the response continues. Raises as ``render_conversation``.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        _check_text(tokenizer, response)
+        ids = render_prompt(tokenizer, prompt)
+        answer = [*_tokens(tokenizer, response), int(tokenizer.eos_token_id)]
+        return _fitted(Example(ids + answer, [False] * len(ids) + [True] * len(answer), response), max_tokens)
+    given = [*prompt]
+    prefill = str(given.pop()["content"]) if given and given[-1]["role"] == "assistant" else ""
+    whole = [*given, {"role": "assistant", "content": prefill + response}]
+    return _render(tokenizer, whole, [len(given)], prefill, max_tokens)
+
+
+def render_conversation(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
+) -> Example:
+    """Return a conversation of which every message of the assistant is learned, its end token included.
+
+    Pieces are tokenised one by one as they would come in an episode, and never again as a part of something longer:
+    where a token lies is known, not guessed. For this the template must only append: the text of a conversation must
+    begin with the text of its first messages.
+
+    Raises:
+        ConfigError: the template does not only append, refuses the messages, or is missing.
+        EnvError: no message of the assistant, a first or no last one, a text with an end token inside, or more than
+            ``max_tokens`` tokens.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "learning every message of the assistant needs a tokenizer with a chat template, found none in "
+            f"{type(tokenizer).__name__}; learn completions only (loss_on='completion'), or set one"
+        )
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not places or places[0] == 0 or places[-1] != len(messages) - 1:
+        raise EnvError(
+            "expected a conversation in which the assistant answers and has the last word, found the roles "
+            f"{', '.join(m['role'] for m in messages) or '(no messages)'}"
+        )
+    return _render(tokenizer, messages, places, "", max_tokens)
+
+
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], places: Sequence[int], prefill: str, max_tokens: int | None
+) -> Example:
+    check_tokenizer(tokenizer)
+    text, ids, learned = "", [], list[bool]()
+    for place in places:
+        _check_text(tokenizer, messages[place]["content"])
+        context = [*messages[:place], *([{"role": "assistant", "content": prefill}] if prefill else [])]
+        before = _text(tokenizer, context, continues=bool(prefill), prompts=not prefill)
+        after = _text(tokenizer, messages[: place + 1])
+        if not before.startswith(text) or not after.startswith(before):
+            raise ConfigError(
+                f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
+                "earlier text when a message follows, so it cannot be told which tokens are the assistant's; learn "
+                "completions only, with single answers (loss_on='completion'), or use a template that only appends"
+            )
+        new = _tokens(tokenizer, before[len(text) :])
+        answer = _tokens(tokenizer, after[len(before) :])
+        said = messages[place]["content"][len(prefill) :].strip()
+        if not after[len(before) :].strip().removeprefix(said):
+            answer.append(int(tokenizer.eos_token_id))  # the template does not end a message; the model must
+        end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+        ids += new + answer
+        learned += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
+        text = after
+    kept = len(learned) - learned[::-1].index(True)
+    return _fitted(Example(ids[:kept], learned[:kept], messages[places[-1]]["content"]), max_tokens)
+
+
+def _text(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, continues: bool = False, prompts: bool = False
+) -> str:
+    try:
+        rendered = tokenizer.apply_chat_template(
+            [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompts, continue_final_message=continues
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        roles = ", ".join(m["role"] for m in messages)
+        raise ConfigError(
+            f"the tokenizer's chat template does not accept a conversation of {roles}: {error}; check the roles"
+        ) from error
+    return str(rendered)
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]] if text else []
+
+
+def _check_text(tokenizer: Any, text: str) -> None:
+    if tokenizer.eos_token and tokenizer.eos_token in text:
+        raise EnvError(
+            f"expected an answer without the end token, found {tokenizer.eos_token!r} in {text[:80]!r}; the tokenizer "
+            "adds it, take it out"
+        )
+
+
+def _fitted(example: Example, max_tokens: int | None) -> Example:
+    if max_tokens is not None and len(example.ids) > max_tokens:
+        raise EnvError(
+            f"expected an example of at most {max_tokens} tokens, found {len(example.ids)}; raise max_context_length "
+            f"(or max_model_len), or leave such rows out: {example.text[:80]!r}"
+        )
+    return example
+
+
+def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]) -> list[Trajectory]:
+    """Return the examples of one row in the form that is collated and learned from; they have no rewards."""
+    made = []
+    for example in examples:
+        start = example.learned.index(True)
+        rest = example.learned[start:]
+        made.append(
+            Trajectory(
+                prompt_ids=example.ids[:start],
+                token_ids=example.ids[start:],
+                action_mask=rest,
+                logprobs=[0.0] * len(rest),
+                rewards=[float("nan")],
+                group=group,
+                text=example.text,
+                row=row,
+            )
+        )
+    return made
+
+
+def as_messages(value: Any, role: str, where: str) -> list[Message]:
+    """Return a column as messages: a text is one message of ``role``. Raises EnvError for anything else."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    sound = isinstance(value, Sequence) and len(value) > 0
+    if not sound or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in value):
+        raise EnvError(f"expected text or a list of {{'role', 'content'}} in {where}, found {value!r:.100}")
+    if not all(isinstance(m["content"], str) for m in value):
+        raise EnvError(f"expected text as the content of each message in {where}, found {value!r:.100}")
+    return [{"role": str(m["role"]), "content": m["content"]} for m in value]
+
+
+class DataTask(Task):
+    """A task that answers itself: another task's training rows as examples, its exam and test as they are."""
+
+    kind: ClassVar[Literal["sft", "preference"]]
+    """What its examples are: demonstrations, or pairs."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.name, self.grader, self.train_size = task.name, task.grader, task.train_size
+        self.exam_prompts, self.test_prompts = task.exam_prompts, task.test_prompts
+
+    @abstractmethod
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return the examples of a training row, those that belong together side by side.
+
+        Raises EnvError where the row has no answer, or one that is too long.
+        """
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return the task's row."""
+        return self.task.row(split, index)
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the task's reward, which exams are graded by."""
+        return self.task.reward(completion, row)
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the task's conversation."""
+        return self.task.messages(row)
+
+    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """Return the task's rewards."""
+        return self.task.rewards(completions, rows)
+
+    def prepare(self) -> None:
+        """Let the task prepare itself."""
+        self.task.prepare()
+
+    def answer(self, row: Mapping[str, Any]) -> str:
+        """Return the right answer of a row; raises EnvError where there is none."""
+        if row.get("answer") is None:
+            raise EnvError(
+                f"{self.name} has no answer to learn for the question {str(row.get('question'))[:80]!r}; such tasks "
+                "can only be trained on their rewards (env_type: reasoning)"
+            )
+        return str(row["answer"])
+
+
+class DataGym(ABC):
+    """Batches of examples for ``agent.learn``; a subclass says what a row's examples are.
+
+    The order depends on ``seed`` and on the number of batches drawn alone, a new one each epoch. Inside ``eval_mode()``
+    the rows are those of the test dataset, from its first on.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Any,
+        *,
+        data_batch_size_per_gpu: int = 8,
+        accelerator: Any = None,
+        max_context_length: int | None = None,
+        seed: int = 42,
+    ) -> None:
+        check_tokenizer(tokenizer)
+        size = data_batch_size_per_gpu
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"expected an integer of 1 or more for data_batch_size_per_gpu, found {size!r}")
+        self._rows: dict[Split, Any] = {"train": train_dataset, "test": test_dataset}
+        for split, rows in self._rows.items():
+            if len(rows) == 0 or not isinstance(rows[0], Mapping):
+                found = type(rows[0]).__name__ if len(rows) else "none"
+                raise EnvError(f"expected at least one row, a dict, in the {split} dataset, found {found}")
+            self.check_columns(rows[0], split)
+        self.tokenizer, self.data_batch_size_per_gpu, self.seed = tokenizer, size, seed
+        self.max_context_length, self.accelerator = max_context_length, accelerator
+        self._rank = 0 if accelerator is None else int(accelerator.process_index)
+        self._world = 1 if accelerator is None else int(accelerator.num_processes)
+        self._split: Split = "train"
+        self._drawn: dict[Split, int] = {"train": 0, "test": 0}
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @abstractmethod
+    def check_columns(self, row: Mapping[str, Any], split: str) -> None:
+        """Raise EnvError unless a row has the columns that are read."""
+
+    @abstractmethod
+    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+        """Return the examples of a row, those that belong together side by side."""
+
+    def __len__(self) -> int:
+        """Return the number of rows of the split in use."""
+        return len(self._rows[self._split])
+
+    @property
+    def num_epochs(self) -> int:
+        """Training epochs completed by the batches drawn so far."""
+        return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // len(self._rows["train"])
+
+    def reset(self, reset_dataloaders: bool = False) -> RolloutBatch:
+        """Draw the next batch; with ``reset_dataloaders`` the first one of the split again."""
+        if reset_dataloaders:
+            self._drawn[self._split] = 0
+        return self._next()
+
+    def step(self, completion_ids: Any = None) -> RolloutBatch:
+        """Draw the next batch; nothing is graded, so completions are not looked at."""
+        return self._next()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Use the test dataset inside; training goes on afterwards where it was."""
+        kept, self._split = self._split, "test"
+        self._drawn["test"] = 0
+        try:
+            yield
+        finally:
+            self._split = kept
+
+    def state(self) -> dict[str, int]:
+        """Return what ``from_state`` needs to go on from here: the number of training batches drawn."""
+        return {"batches": self._drawn["train"]}
+
+    def from_state(self, state: Mapping[str, int]) -> None:
+        """Go back to a saved position."""
+        self._split, self._drawn["train"] = "train", int(state["batches"])
+
+    def _next(self) -> RolloutBatch:
+        whole, size = self.data_batch_size_per_gpu * self._world, len(self)
+        if self._split == "train":
+            first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
+            places = [self._shuffled(place) for place in range(first, first + self.data_batch_size_per_gpu)]
+        else:
+            # A last batch may be short: no row counts twice in one pass.
+            first = self._drawn["test"] % -(-size // whole) * whole
+            places = list(range(first, min(first + whole, size)))[self._rank :: self._world]
+        self._drawn[self._split] += 1
+        rows = [dict(self._rows[self._split][place]) for place in places]
+        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(row), group, row)]
+        return collate(made, int(self.tokenizer.pad_token_id))
+
+    def _shuffled(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._rows["train"]))
+        if self._order[0] != epoch:
+            order = stream(self.seed, "dataset/order", epoch).permutation(len(self._rows["train"]))
+            self._order = (epoch, order.tolist())
+        return self._order[1][place]

@@ -1,0 +1,128 @@
+"""Demonstrations: what supervised fine-tuning learns from."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+from agilerl.envs.core import Message, Task
+from agilerl.envs.examples import (
+    DataGym,
+    DataTask,
+    Example,
+    LossOn,
+    as_messages,
+    render_completion,
+    render_conversation,
+)
+from agilerl.errors import ConfigError, EnvError
+
+__all__ = ["SFTGym", "SFTTask"]
+
+
+class SFTTask(DataTask):
+    """A task's questions with their right answers."""
+
+    kind: ClassVar[Literal["sft", "preference"]] = "sft"
+
+    def __init__(self, task: Task, *, loss_on: LossOn = "completion") -> None:
+        """Take a task; ``loss_on="assistant"`` also learns the assistant's earlier messages of its conversations."""
+        super().__init__(task)
+        self.loss_on = _checked(loss_on)
+
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return the question and its answer."""
+        prompt = self.messages(row)
+        return [_demonstration(tokenizer, prompt, self.answer(row), self.loss_on, max_tokens)]
+
+
+class SFTGym(DataGym):
+    """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
+
+    A row has ``prompt`` (text, or messages) and ``response_column`` (text, or one message of the assistant), or
+    ``messages``, a whole conversation that ends with the assistant.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Any,
+        *,
+        response_column: str = "target",
+        loss_on: LossOn = "completion",
+        data_batch_size_per_gpu: int = 8,
+        accelerator: Any = None,
+        max_context_length: int | None = None,
+        seed: int = 42,
+    ) -> None:
+        """Make an environment of two datasets.
+
+        Args:
+            train_dataset: Hugging Face ``Dataset`` or sequence of dicts.
+            test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
+            tokenizer: Hugging Face tokenizer with a pad token.
+            response_column: column with the response to ``prompt``.
+            loss_on: ``completion``: the last answer is learned; ``assistant``: every message of the assistant, which
+                needs a chat template that only appends.
+            data_batch_size_per_gpu: rows per batch of this process, 1 or more.
+            accelerator: ``accelerate.Accelerator``; each of its processes gets its own share of every batch.
+            max_context_length: most tokens of prompt and response together.
+            seed: decides the order of training.
+
+        Raises:
+            EnvError: a dataset that is empty or lacks a column.
+            ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
+        """
+        self.response_column, self.loss_on = response_column, _checked(loss_on)
+        super().__init__(
+            train_dataset,
+            test_dataset,
+            tokenizer,
+            data_batch_size_per_gpu=data_batch_size_per_gpu,
+            accelerator=accelerator,
+            max_context_length=max_context_length,
+            seed=seed,
+        )
+
+    def check_columns(self, row: Mapping[str, Any], split: str) -> None:
+        """Raise EnvError unless there are messages, or a prompt and its response."""
+        if "messages" not in row and not {"prompt", self.response_column} <= set(row):
+            raise EnvError(
+                f"expected the columns prompt and {self.response_column}, or messages, in the {split} dataset, found "
+                f"{sorted(row)}; rename a column, or give response_column"
+            )
+
+    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+        """Return the row's conversation."""
+        if "messages" in row:
+            conversation = as_messages(row["messages"], "user", "messages")
+            if conversation[-1]["role"] != "assistant":
+                raise EnvError(f"expected a conversation that ends with the assistant, found {conversation[-1]!r:.100}")
+            prompt, response = conversation[:-1], conversation[-1]["content"]
+        else:
+            prompt = as_messages(row["prompt"], "user", "the column prompt")
+            response = last_message(row[self.response_column], f"the column {self.response_column}")
+        return [_demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
+
+
+def last_message(value: Any, where: str) -> str:
+    """Return a response given as text or as the assistant's only message; raises EnvError for anything else."""
+    messages = as_messages(value, "assistant", where)
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise EnvError(f"expected text or one message of the assistant in {where}, found {value!r:.100}")
+    return messages[0]["content"]
+
+
+def _demonstration(
+    tokenizer: Any, prompt: list[Message], response: str, loss_on: LossOn, max_tokens: int | None
+) -> Example:
+    if loss_on == "completion":
+        return render_completion(tokenizer, prompt, response, max_tokens)
+    if prompt and prompt[-1]["role"] == "assistant":
+        prompt, response = prompt[:-1], prompt[-1]["content"] + response
+    return render_conversation(tokenizer, [*prompt, {"role": "assistant", "content": response}], max_tokens)
+
+
+def _checked(loss_on: LossOn) -> LossOn:
+    if loss_on not in get_args(LossOn):
+        raise ConfigError(f"expected loss_on to be one of {', '.join(get_args(LossOn))}, found {loss_on!r}")
+    return loss_on

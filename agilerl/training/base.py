@@ -1,0 +1,85 @@
+"""The base model of a run: found, loaded, and checked against the machine and its tokenizer."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from agilerl.errors import AgileRLError, ConfigError
+from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, lora_layers, resolve_model
+from agilerl.runtime import Runtime
+from agilerl.training.config import NetworkConfig, RunConfig
+from agilerl.training.memory import adapter_bytes, check_memory, check_weights
+
+__all__ = ["load_runtime"]
+
+Loaded = TypeVar("Loaded")
+
+_PATIENCE = 5.0
+"""Seconds to wait for a connection to the hub."""
+
+
+def load_runtime(config: RunConfig) -> Runtime:
+    """Load the base with its tokenizer, and make the adapters' bank.
+
+    Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
+    """
+    t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
+    path = resolve_model(name)
+    check_weights(path, t.device)
+    _spare_retries(name)
+    tokenizer = _guarded(name, lambda: load_tokenizer(name))
+    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device))
+    if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
+        raise ConfigError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; take the "
+            "tokenizer that belongs to the model, or resize the model's embeddings"
+        )
+    settings = _lora(network)
+    sizes = {"base": base.weight_bytes, "adapters": adapter_bytes(config, lora_layers(base.model, settings))}
+    check_memory(sizes, t.device)
+    return Runtime(
+        base,
+        lora_config=settings,
+        tokenizer=tokenizer,
+        seed=t.seed,
+        max_tokens=t.max_tokens_in_flight,
+        max_rows=t.max_rows_in_flight,
+    )
+
+
+def _guarded(name: str, load: Callable[[], Loaded]) -> Loaded:
+    """Load something; whatever a damaged file makes foreign code raise, the user gets its reason in a sentence."""
+    try:
+        return load()
+    except AgileRLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _lora(config: NetworkConfig) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
+
+
+def _spare_retries(name: str) -> None:
+    """Put the hub's client into its offline mode when a model's name needs the hub and nothing answers there.
+
+    It would otherwise retry for a minute before it says so; offline it uses what is in its cache, or fails at once.
+    Behind a proxy nothing is tried.
+    """
+    from huggingface_hub import constants
+
+    if name == EMBEDDED or Path(name).expanduser().exists() or constants.HF_HUB_OFFLINE:
+        return
+    url = urlsplit(constants.ENDPOINT)
+    if url.scheme in getproxies() or url.hostname is None:
+        return
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), _PATIENCE).close()
+    except OSError:
+        constants.HF_HUB_OFFLINE = True

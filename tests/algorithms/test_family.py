@@ -1,0 +1,315 @@
+"""GRPO and its relatives: mixed populations in one batch, clones, checkpoints, genes, and the algorithm as a gene."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agilerl.algorithms import ALGORITHMS, CISPO, GRPO, GSPO, REINFORCE, RLOO
+from agilerl.algorithms.update import learn_together
+from agilerl.data import collate
+from agilerl.envs.probes import ConstantTarget
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.mutation import Change, Mutation, Mutations
+from agilerl.hpo.parameters import Gene, genes_from
+from agilerl.hpo.tournament import TournamentSelection
+from agilerl.models.base import load_tokenizer
+from agilerl.population import Population
+from agilerl.runtime import Runtime
+from agilerl.training.config import RunConfig
+from agilerl.training.setup import algorithm_classes, build, document, genes
+from tests.algorithms.conftest import batch_of, equal, lora, sample, weights
+from tests.tiny_models import PAD, qwen2, random_model
+
+pytestmark = pytest.mark.model
+
+FAMILY: tuple[type[GRPO], ...] = (GRPO, GSPO, CISPO, RLOO, REINFORCE)
+SETTINGS: dict[type[GRPO], dict[str, Any]] = {
+    GRPO: {"lr": 1e-3, "batch_size": 8, "beta": 0.02, "entropy_coef": 0.01},
+    GSPO: {"lr": 3e-2, "batch_size": 4, "group_size": 3, "temperature": 0.8, "clip_coef": 0.1},
+    CISPO: {"lr": 1e-3, "batch_size": 20, "group_size": 5, "update_epochs": 2, "top_entropy_quantile": 0.5},
+    RLOO: {"lr": 3e-3, "batch_size": 8, "beta": 0.1, "kl_target": 1e-3, "kl_horizon": 64},
+    REINFORCE: {
+        "lr": 1e-3,
+        "batch_size": 6,
+        "importance_sampling_level": "trajectory",
+        "advantage_granularity": "token",
+    },
+}
+
+
+def make(*classes: type[GRPO], changes: dict[str, Any] | None = None, **settings: Any) -> list[GRPO]:
+    """Build one agent of each class on one new base."""
+    runtime = Runtime.for_model(random_model(), lora_config=lora(8), seed=5)
+    runtime.store.reserve(len(classes))
+    return [
+        cls(
+            pad_token_id=PAD,
+            runtime=runtime,
+            index=FAMILY.index(cls),
+            lora_config=lora(8 if i % 2 else 4),
+            **{"max_output_tokens": 9, "seed": 5, "group_size": 4, **SETTINGS[cls], **settings, **(changes or {})},
+        )
+        for i, cls in enumerate(classes)
+    ]
+
+
+# -- one batch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mixed_population_computes_what_each_would_alone() -> None:
+    torch.set_num_threads(1)
+    together = make(*FAMILY)
+    expected = []
+    for _ in range(3):
+        rollouts = sample(together)
+        expected.append([[t.token_ids for t in own] for own in rollouts])
+        metrics = learn_together(together, [collate(own, PAD) for own in rollouts])
+        assert all(math.isfinite(v) for own in metrics for v in own.values())
+    final = [weights(agent) for agent in together]
+    assert not any(equal(a, b) for i, a in enumerate(final) for b in final[:i])
+    for own in range(len(FAMILY)):
+        agents = make(*FAMILY)
+        for step in range(3):
+            (rollout,) = sample([agents[own]])
+            assert [t.token_ids for t in rollout] == expected[step][own]
+            learn_together([agents[own]], [collate(rollout, PAD)])
+        assert equal(weights(agents[own]), final[own])
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", FAMILY)
+def test_clone_and_checkpoint_continue_bit_identically(cls: type[GRPO], tmp_path: Path) -> None:
+    (agent,) = make(cls)
+    agent.learn(batch_of(agent))
+    agent.save_checkpoint(tmp_path / "a")
+    copies = [
+        agent.clone(),
+        cls.load(tmp_path / "a", runtime=agent.runtime),
+        cls.from_state(agent.state(), agent.runtime),
+    ]
+    data = batch_of(agent)
+    agent.learn(data)
+    for copy in copies:
+        assert type(copy) is cls
+        assert copy.config.model_dump(exclude_unset=True) == SETTINGS[cls] | {"max_output_tokens": 9, "seed": 5} | {
+            "group_size": SETTINGS[cls].get("group_size", 4)
+        }
+        copy.learn(data)
+        assert equal(weights(copy), weights(agent))
+
+
+def test_a_state_knows_its_class(tmp_path: Path) -> None:
+    """Whoever is asked to restore it: a mixed population has no one class of its own."""
+    (cispo,) = make(CISPO)
+    cispo.save_checkpoint(tmp_path / "a")
+    for cls in (GRPO, GSPO, REINFORCE):
+        assert type(cls.from_state(cispo.state(), cispo.runtime)) is CISPO
+    assert type(GRPO.load(tmp_path / "a", runtime=cispo.runtime)) is CISPO
+    assert set(GRPO.family()) == {cls.__name__ for cls in FAMILY} <= set(ALGORITHMS)
+    assert all(cls.Config.algorithm == cls.__name__ for cls in FAMILY)
+
+
+# -- genes -----------------------------------------------------------------------------------------------------------
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "clip_coef": {"clip_coef": 0.3},
+    "clip_max": {"clip_max": 1.01},
+    "gamma": {"gamma": 0.95},
+    "entropy_coef": {"entropy_coef": 0.01},
+}
+"""Where a gene's default is no number of its range, or bounds that nothing reaches."""
+
+
+@pytest.mark.parametrize(("cls", "gene"), [(c, g) for c in FAMILY[1:] for g in genes_from(c.Config)])
+def test_every_gene_changes_behaviour(cls: type[GRPO], gene: str) -> None:
+    start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "lr": 3e-2, "group_size": 4}
+    if (cls, gene) == (RLOO, "clip_coef"):
+        start["lr"] = 1e-3  # larger steps take the ratio of a whole completion beyond any bounds
+    outcomes = []
+    for mutate in (False, True):
+        (agent,) = make(cls, changes={**start, **NEEDS.get(gene, {})})
+        agent.learn(batch_of(agent))
+        if mutate:
+            declared, old = genes_from(cls.Config)[gene], getattr(agent.config, gene)
+            new = next(v for v in (declared.min, declared.max) if v != old)
+            agent.apply_mutation(Mutation(agent.index, "hyperparameters", (Change(gene, old, new),)))
+        (rollout,) = sample([agent])
+        agent.learn(batch_of(agent))
+        outcomes.append(([t.token_ids for t in rollout], weights(agent)))
+    assert outcomes[0][0] != outcomes[1][0] or not equal(outcomes[0][1], outcomes[1][1])
+
+
+# -- the algorithm as a gene -----------------------------------------------------------------------------------------
+
+
+def choice(*classes: type[GRPO]) -> dict[str, Gene]:
+    lr = genes_from(GRPO.Config)["lr"]
+    names = tuple(c.__name__ for c in classes)
+    return {"lr": lr, "algorithm": Gene("algorithm", "choice", scale="choice", choices=names)}
+
+
+def test_an_agent_becomes_another_and_keeps_what_it_has() -> None:
+    (agent,) = make(GRPO, hp_config=choice(GRPO, CISPO, GSPO), changes={"lr": 1e-2, "entropy_coef": 0.0, "beta": 0.0})
+    agent.learn(batch_of(agent))
+    slot, before, seen = agent.slot, weights(agent), []
+    agent.register_mutation_hook(lambda: seen.append(agent.mut))
+    assert agent.hyperparameters == {"lr": 1e-2, "algorithm": "GRPO"}
+    agent.apply_mutation(Mutation(0, "hyperparameters", (Change("algorithm", "GRPO", "CISPO"),)))
+    assert (type(agent), agent.slot, agent.lr, seen) == (CISPO, slot, 1e-2, ["algorithm GRPO -> CISPO"])
+    assert equal(weights(agent), before)
+    # What was set stays set, what was not has the new algorithm's default, and there is nothing of the old one left.
+    assert (agent.config.loss_norm, agent.config.batch_size) == ("token-mean", 8)
+    assert agent.hyperparameters["algorithm"] == "CISPO"
+    # From here on it is what a CISPO agent with the same weights would be.
+    (other,) = make(CISPO, changes={"lr": 1e-2, "batch_size": 8, "group_size": 4, "update_epochs": 1, "beta": 0.0})
+    other.set_hyperparameters({"top_entropy_quantile": 1.0})
+    state = agent.state()
+    assert state.algorithm == "CISPO"
+    other.runtime.store.write(other.slot, {"theta": state.adapter, **state.moments})
+    other.runtime.store.steps[other.slot] = state.optimizer_steps
+    other.index, other.updates = agent.index, agent.updates
+    data = batch_of(agent)
+    agent.learn(data)
+    other.learn(data)
+    assert equal(weights(agent), weights(other))
+    clone = agent.clone(9)
+    assert (type(clone), clone.genes == agent.genes) == (CISPO, True)
+
+
+def test_a_change_that_does_not_fit_changes_nothing() -> None:
+    (agent,) = make(REINFORCE, changes={"group_size": 1})
+    config = agent.config
+    for name, message in (
+        ("GRPO", "advantage_granularity: input should be"),
+        ("RLOO", "RLOO takes a completion as one action|advantage_granularity"),
+        ("PPO", "cannot become 'PPO'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            agent.set_hyperparameters({"algorithm": name, "lr": 0.5})
+        assert (type(agent), agent.config) == (REINFORCE, config)
+    (agent,) = make(GRPO, changes={"importance_sampling_level": "token"})
+    with pytest.raises(ConfigError, match="pools the ratio over the trajectory"):
+        agent.set_hyperparameters({"algorithm": "GSPO"})
+    agent.set_hyperparameters({"algorithm": "GRPO", "lr": 0.5})
+    assert (type(agent), agent.lr) == (GRPO, 0.5)
+
+
+def probe(*classes: type[GRPO], **settings: Any) -> Population:
+    tokenizer = load_tokenizer("embedded")
+    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
+    defaults = {"lr": 5e-3, "group_size": 16, "batch_size": 64, "max_output_tokens": 1, "seed": 1}
+    agents = [cls(runtime=runtime, index=i, **{**defaults, **settings}) for i, cls in enumerate(classes)]
+    return Population(agents, ConstantTarget(), prompts_per_step=8, eval_max_new_tokens=1)
+
+
+def test_a_mixed_population_evolves() -> None:
+    population = probe(GRPO, CISPO, GSPO, GRPO, hp_config=choice(GRPO, CISPO, GSPO), group_size=4, batch_size=16)
+    mutations = Mutations(0, 0, 0, 0, 0, 1)
+    seen = set()
+    for generation in range(5):
+        population.learn(population.rollout())
+        order = {a.index: Fitness(0.1 * i, 0.0, 4) for i, a in enumerate(population.agents)}
+        evolution = population.evolve(order, TournamentSelection(2, True, 4), mutations, generation=generation, seed=0)
+        for mutation, agent in zip(evolution.mutations, population.agents):
+            for change in mutation.changes:
+                seen.add(change.gene)
+                assert agent.hyperparameters[change.gene] == change.new
+        assert all(type(a).__name__ == a.hyperparameters["algorithm"] for a in population.agents)
+        assert len({a.slot for a in population.agents}) == 4
+    assert seen == {"lr", "algorithm"}
+    assert population.runtime.store.used == 4
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def manifest(name: str, **algorithm: Any) -> RunConfig:
+    values = {"lr": 1e-3, "beta": 0.0, "group_size": 4, "max_output_tokens": 4, **algorithm}
+    return RunConfig.from_dict(
+        {
+            "algorithm": {"name": name, **values},
+            "environment": {
+                "task": "reasoning_gym:spell_backward",
+                "params": {"min_word_len": 3, "max_word_len": 4},
+                "eval_prompts": 2,
+                "test_prompts": 2,
+            },
+            "training": {"pop_size": 5},
+            "mutation": {"rl_hp_selection": {"lr": {"min": 1e-5, "max": 1e-2}}},
+        }
+    )
+
+
+def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
+    config = manifest("choice[GRPO, CISPO, GSPO]")
+    assert algorithm_classes(config) == [GRPO, CISPO, GSPO]
+    assert genes(config)["algorithm"].choices == ("GRPO", "CISPO", "GSPO")
+    agents = build(config).population.agents
+    assert [type(a) for a in agents] == [GRPO, CISPO, GSPO, GRPO, CISPO]
+    assert [a.lr for a in agents][0] == 1e-3
+    assert agents[2].config.clip_range == (1 - 3e-4, 1 + 4e-4)
+    # The resolved manifest is a manifest: it gives the same run again.
+    again = RunConfig.from_dict(document(config))
+    assert algorithm_classes(again) == [GRPO, CISPO, GSPO]
+    assert document(again) == document(config)
+    assert genes(manifest("GRPO")).keys() == {"lr"}
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "message"),
+    [
+        ("choice[GRPO, PPO]", {}, "an agent cannot become PPO or cease to be it; choose among GRPO, "),
+        ("choice[GRPO, CIPSO]", {}, "is unknown; did you mean 'CISPO'"),
+        ("choice[GRPO]", {}, "a choice is among at least two different algorithms"),
+        ("choice[GRPO, GRPO]", {}, "a choice is among at least two different algorithms"),
+        ("choice[GRPO, GSPO]", {"importance_sampling_level": "token"}, "pools the ratio over the trajectory"),
+        ("choice[REINFORCE, GRPO]", {"group_size": 1}, "group_size=1 leaves nothing"),
+        ("choice[GRPO, CISPO]", {"dual_clip": 3.0}, "CISPO has no dual_clip"),
+        ("choice[GRPO, GSPO]", {"clip_max": 2.0}, "unknown key 'algorithm.clip_max'"),
+    ],
+)
+def test_a_choice_that_cannot_work_is_refused_before_the_run(name: str, algorithm: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        genes(manifest(name, **algorithm))
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (GSPO, {}),
+        (CISPO, {}),
+        (RLOO, {}),
+        (REINFORCE, {}),
+        (REINFORCE, {"group_size": 1, "batch_size": 8}),
+        (REINFORCE, {"advantage_estimator": "reinforce++", "kl_placement": "reward", "kl_estimator": "k1"}),
+        (REINFORCE, {"advantage_estimator": "reinforce++-baseline", "kl_estimator": "k2"}),
+        (GRPO, {"dynamic_sampling": True, "clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0}),
+        (GRPO, {"kl_target": 0.5, "beta": 0.01, "entropy_coef": 1e-3, "top_entropy_quantile": 0.8}),
+    ],
+)
+def test_it_solves_a_probe_of_known_optimum(cls: type[GRPO], settings: dict[str, Any]) -> None:
+    population = probe(cls, **settings)
+    before = population.evaluate()[0].mean
+    for _ in range(10):
+        metrics = population.learn(population.rollout())
+    assert before < 0.5
+    assert population.evaluate()[0].mean == 1.0
+    assert metrics[0]["reward"] >= 0.8
+
+
+def test_a_mixed_population_learns_together() -> None:
+    population = probe(GRPO, CISPO, GSPO)
+    for _ in range(10):
+        population.learn(population.rollout())
+    assert [result.mean for result in population.evaluate().values()] == [1.0, 1.0, 1.0]

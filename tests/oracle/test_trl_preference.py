@@ -1,0 +1,118 @@
+"""Preference and supervised losses against TRL's trainers: values, gradients and metrics of their own loss methods."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agilerl.functional import (
+    PreferenceOptions,
+    aggregate,
+    dft,
+    normaliser,
+    preference_loss,
+    preference_metrics,
+    preference_scores,
+    sft,
+)
+from tests.oracle import trl_stubs
+from tests.oracle.random_tensors import Tensors, random_tensors
+
+dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer")
+sft_trainer = pytest.importorskip("trl.trainer.sft_trainer")
+
+BETA = 0.3
+MENU: list[tuple[dict[str, float], dict[str, Any], dict[str, float] | None]] = [
+    *(({name: 1.0}, {}, None) for name in ("sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down")),
+    ({"discopop": 1.0}, {}, None),
+    ({"discopop": 1.0}, {"discopop_tau": 0.5}, None),
+    ({"robust": 1.0}, {"label_smoothing": 0.1}, None),
+    ({"exo_pair": 1.0}, {"label_smoothing": 0.01}, None),
+    ({"aot": 1.0}, {}, None),
+    ({"aot": 1.0}, {"label_smoothing": 0.1}, None),
+    # TRL names the variant by what it does not need; ours by what it sorts.
+    ({"aot_pair": 1.0}, {"label_smoothing": 0.1}, {"aot_unpaired": 1.0}),
+    # TRL subtracts no baseline from the rewards; ours does, unless it is given one.
+    ({"bco_pair": 1.0}, {"reward_baseline": 0.0}, None),
+    ({"sft": 1.0}, {}, None),
+    ({"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}, {"reward_baseline": 0.0}, None),
+    # nll_alpha of 1 was the original's default: it is this mixture.
+    ({"sigmoid": 1.0, "sft": 1.0}, {}, None),
+]
+
+
+def trl_loss(x: Tensors, leaf: torch.Tensor, losses: dict[str, float], options: dict[str, Any]) -> tuple[Any, Any]:
+    """TRL's batch holds the chosen rows, then the rejected ones; position 0 is the prompt."""
+    ref_chosen, ref_rejected = (x.ref * x.mask).sum(1).chunk(2)
+    prompt = torch.zeros(len(x.mask), 1, dtype=torch.int64)
+    stub = trl_stubs.trainer(
+        beta=BETA,
+        loss_types=list(losses),
+        loss_weights=list(losses.values()),
+        label_smoothing=options.get("label_smoothing", 0.0),
+        args=SimpleNamespace(discopop_tau=options.get("discopop_tau", 0.05)),
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        use_weighting=False,
+    )
+    batch = {
+        "input_ids": torch.zeros(len(x.mask), x.mask.shape[1] + 1, dtype=torch.int64),
+        "attention_mask": torch.ones(len(x.mask), x.mask.shape[1] + 1, dtype=torch.int64),
+        "completion_mask": torch.cat([prompt, x.mask.long()], dim=1),
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
+    model = trl_stubs.language_model(leaf, x.entropy, x.mask)
+    loss = dpo_trainer.DPOTrainer._compute_loss(stub, model, batch, False)
+    return loss, {name: values[-1] for name, values in stub._metrics["eval"].items()}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("losses", "options", "renamed"), MENU)
+def test_preference_losses(
+    losses: dict[str, float], options: dict[str, Any], renamed: dict[str, float] | None, seed: int
+) -> None:
+    x = random_tensors(seed)
+    leaf = x.leaf
+    scores = preference_scores(*(tuple(t.chunk(2)) for t in (leaf, x.ref, x.mask)))
+    pairs, tokens = len(x.mask) // 2, float(x.mask.chunk(2)[0].sum())
+    loss = preference_loss(
+        scores, losses, BETA, pairs=pairs, chosen_tokens=tokens, options=PreferenceOptions(**options)
+    )
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    other_leaf = x.leaf
+    other, metrics = trl_loss(x, other_leaf, renamed or losses, options)
+    (expected,) = torch.autograd.grad(other, other_leaf)
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(loss, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+    own = {name: float(values.mean()) for name, values in preference_metrics(scores, BETA).items()}
+    assert own == pytest.approx({name: metrics[name] for name in own}, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("window_tokens", [None, 200])
+@pytest.mark.parametrize("name", ["nll", "dft"])
+def test_supervised_losses(name: str, window_tokens: int | None, seed: int) -> None:
+    """Both divide by the tokens of the optimizer window: those of the batch where it is the whole window."""
+    x = random_tensors(seed)
+    leaf = x.leaf
+    per_token = (sft if name == "nll" else dft)(leaf, mask=x.mask)
+    loss = aggregate(per_token, x.mask, "token-mean", window_tokens or normaliser(x.mask, "token-mean"))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    other_leaf = x.leaf
+    stub = trl_stubs.trainer(
+        args=SimpleNamespace(loss_type=name, average_tokens_across_devices=True),
+        compute_loss_func=None,
+        label_smoother=None,
+        get_tp_size=lambda: 1,
+    )
+    model = trl_stubs.language_model(other_leaf, x.entropy, x.mask)
+    batch = {"attention_mask": x.mask.long()}
+    other = sft_trainer.SFTTrainer.compute_loss(stub, model, batch, num_items_in_batch=window_tokens)
+    (expected,) = torch.autograd.grad(other, other_leaf)
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close(loss, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
