@@ -53,8 +53,8 @@ class REINFORCEConfig(PolicyConfig, RolloutLLMConfig):
             )
         if self.gamma != 1 and self.advantage_level == "trajectory":
             raise ValueError(
-                f"gamma={self.gamma} discounts from unit to unit, but a trajectory is a single one; leave it at 1, or use "
-                "advantage_granularity='token' or 'turn'"
+                f"gamma={self.gamma} discounts from unit to unit, but a trajectory is a single one; leave it at 1, or "
+                "use advantage_granularity='token' or 'turn'"
             )
         if self.advantage_estimator == "reinforce++-baseline" and self.group_size < 2:
             raise ValueError(

@@ -254,7 +254,7 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
     assert genes(config)["algorithm"].choices == ("GRPO", "CISPO", "GSPO")
     agents = build(config).population.agents
     assert [type(a) for a in agents] == [GRPO, CISPO, GSPO, GRPO, CISPO]
-    assert [a.lr for a in agents][0] == 1e-3
+    assert agents[0].lr == 1e-3
     assert agents[2].config.clip_range == (1 - 3e-4, 1 + 4e-4)
     # The resolved manifest is a manifest: it gives the same run again.
     again = RunConfig.from_dict(document(config))

@@ -234,7 +234,7 @@ def test_one_reward_for_several_turns_serves_trajectories() -> None:
 
 @pytest.mark.parametrize(("cls", "level", "unit"), [(GRPO, "turn", "turn"), (REINFORCE, "turn", "turn")])
 def test_each_turn_learns_its_own_lesson(cls: type[GRPO], level: str, unit: str) -> None:
-    """Two turns of one token: the first is paid for low numbers, the second, after the environment's token, for high."""
+    """Two turns of one token: the first is paid for low numbers, the second, after a foreign token, for high."""
     it = agent(cls, level, unit, lr=2e-2, batch_size=64, group_size=64, max_output_tokens=1)
     rewards: list[float] = []
     for _ in range(12):

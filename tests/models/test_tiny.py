@@ -1,6 +1,7 @@
 """The embedded base: what is shipped loads, renders, is as careless as promised, and can be built again."""
 
 import hashlib
+import itertools
 import shutil
 import string
 import subprocess
@@ -148,7 +149,7 @@ def test_longer_conversations_only_append(tokenizer):
     ]
     rendered = [tokenizer.apply_chat_template(messages[: n + 1], tokenize=False) for n in range(len(messages))]
     assert rendered[-1] == "<bos>Be brief.\n1 + 1<sep>2<eos>ok<sep><eos>2 + 2<sep>"
-    assert all(longer.startswith(shorter) for shorter, longer in zip(rendered, rendered[1:]))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(rendered))
 
 
 def test_an_unknown_role_is_named_in_the_error(tokenizer):
