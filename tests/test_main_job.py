@@ -1,4 +1,4 @@
-"""`agilerl train` as a user runs it: a small real run, twice, and mistakes that must cost one sentence and nothing else."""
+"""`agilerl train` as a user runs it: a small real run, twice, and mistakes that cost one sentence and nothing else."""
 
 import json
 import os

@@ -358,11 +358,13 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
             self.set_reference(self.runtime.store.adapter(self.slot))
 
     def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a slot of its own."""
+        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
         store = self.runtime.store
+        rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
         if self.reference_slot is None:
-            self.reference_slot = store.allocate(self.rank, float(store.scaling[self.slot]))
+            self.reference_slot = store.allocate(rank, scaling)
             self._reference_lease = self._lease_of(self.reference_slot)
+        store.set_rank(self.reference_slot, rank, scaling)
         store.load_adapter(self.reference_slot, factors)
 
     # -- populations ----------------------------------------------------------------------------------------------

@@ -209,7 +209,8 @@ def write_state(
     layers, source = runtime.store.layers, runtime.base.source
     adapters.write_adapter(folder / "actor", layers, state.adapter, lora_config, source)
     if state.reference is not None:
-        adapters.write_adapter(folder / "reference", layers, state.reference, lora_config, source)
+        config = _of_rank(len(state.reference[0][0]), lora_config)
+        adapters.write_adapter(folder / "reference", layers, state.reference, config, source)
     critic = state.critic
     if critic is not None:
         adapters.write_adapter(folder / "critic", layers, critic.adapter, lora_config, source)
@@ -227,6 +228,13 @@ def write_state(
     for name in ("adapter", "moments", "reference", "critic"):
         del plain[name]
     (folder / "agent.json").write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
+
+
+def _of_rank(rank: int, lora_config: Any) -> Any:
+    """Return the configuration with this rank and the same scale: a mutation of ours leaves the reference's rank."""
+    config, scaling = copy.deepcopy(lora_config), adapters.lora_scaling(lora_config)
+    config.r, config.lora_alpha = rank, scaling * (rank**0.5 if config.use_rslora else rank)
+    return config
 
 
 def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ def main() -> None:
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
     usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except AgileRLError as error:
         _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):

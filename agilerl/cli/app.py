@@ -7,8 +7,7 @@ import typer
 
 app = typer.Typer(
     name="agilerl",
-    help="Evolve a population of LoRA agents on one frozen base model.",
-    no_args_is_help=True,
+    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 130 interrupted.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -19,10 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for 
 
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    """Evolve a population of LoRA agents on one frozen base model.
-
-    Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 130 interrupted.
-    """
+    """Evolve a population of LoRA agents on one frozen base model."""
     if version:
         from agilerl import __version__
 

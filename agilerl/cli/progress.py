@@ -87,7 +87,7 @@ class _View:
             changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "nobody"
             self._line(f"generation {event.generation}: elite {event.plan.elite}; born {births}; mutated {changes}")
         if self.live is not None:
-            self.live.update(Group(self.table(), self.bars))
+            self.live.update(Group(self.table(), self.bars), refresh=True)
 
     def _line(self, text: str) -> None:
         if self.live is None:

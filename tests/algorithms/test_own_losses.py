@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agilerl.algorithms import GRPO, PPO
+from agilerl.algorithms import ALGORITHMS, GRPO, PPO
 from agilerl.algorithms.losses import PolicyLoss
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, collate
@@ -293,9 +293,30 @@ def test_clone_keeps_the_loss_and_a_checkpoint_asks_for_it(loss: Any, tmp_path: 
     assert plain.loss is None
 
 
-def test_any_algorithm_takes_an_own_loss() -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_any_algorithm_takes_an_own_loss(name: str) -> None:
+    """Under a loss of one's own all algorithms do the same: here, make the batch likelier."""
     (grpo,) = make_agents(1)
     batch = batch_of(grpo)
+
+    def imitate(inputs: LossInputs) -> Tensor:
+        return aggregate(-inputs.logp, inputs.mask, "seq-mean-token-mean", 16.0)
+
+    settings: dict[str, Any] = {"lora_config": lora(8), "batch_size": 16, "seed": grpo.config.seed}
+    agent = ALGORITHMS[name](runtime=grpo.runtime, pad_token_id=PAD, loss=imitate, **settings)
+    grpo.temperature = getattr(agent, "temperature", 1.0)
+    native = gradient(grpo, lambda: grpo.accumulate(batch, imitate))
+    store = agent.runtime.store
+    agent.accumulate(batch)
+    assert_same(store.grad[agent.slot].clone(), native)
+    before, likely = store.theta[agent.slot].clone(), agent.logprobs(batch).sum()
+    assert agent.optim_step()["skipped_steps"] == 0
+    assert not torch.equal(store.theta[agent.slot], before)
+    assert agent.logprobs(batch).sum() > likely
+
+
+def test_an_own_loss_trains_a_critic_as_well() -> None:
+    (grpo,) = make_agents(1)
 
     def squared(inputs: LossInputs) -> Tensor:
         return aggregate((inputs.values - 1).square() - inputs.logp, inputs.mask, "token-mean", inputs.denominator)
@@ -303,5 +324,5 @@ def test_any_algorithm_takes_an_own_loss() -> None:
     ppo = PPO(runtime=grpo.runtime, pad_token_id=PAD, loss=squared, lora_config=lora(8), batch_size=16)
     slots = (ppo.slot, ppo.critic_slot)
     before = [ppo.runtime.store.theta[slot].clone() for slot in slots]
-    assert ppo.learn(batch)["skipped_steps"] == 0
+    assert ppo.learn(batch_of(grpo))["skipped_steps"] == 0
     assert not any(torch.equal(ppo.runtime.store.theta[slot], old) for slot, old in zip(slots, before))

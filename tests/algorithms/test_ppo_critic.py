@@ -340,6 +340,27 @@ def test_a_rank_mutation_changes_both_adapters_and_keeps_the_values() -> None:
     assert agent.skipped_steps == 0
 
 
+@pytest.mark.parametrize("rank", [4, 16])
+def test_a_rank_mutation_leaves_the_reference_as_it_was(rank: int, tmp_path: Path) -> None:
+    agent = trained(lr_actor=1e-2)
+    agent.set_reference_policy(1)
+    ids = torch.tensor([[5, 9, 33]])
+
+    def reference(of: Any) -> torch.Tensor:
+        with of.select_adapter("reference"), torch.no_grad():
+            return of.runtime.base.model(ids).logits
+
+    before = reference(agent)
+    agent.apply_mutation(Mutation(0, "rank", (Change("rank", 8, rank),)))
+    agent.save_checkpoint(tmp_path)
+    peft = PeftModel.from_pretrained(random_model(), tmp_path / "reference")(ids).logits
+    assert torch.allclose(peft, before, atol=1e-4)
+    for copy in (agent.clone(), PPO.load(tmp_path, runtime=agent.runtime)):
+        assert torch.allclose(reference(copy), before, atol=1e-5)
+    agent.set_reference_policy(2)
+    assert agent.runtime.store.ranks[agent.reference_slot] == rank
+
+
 def test_noise_goes_to_the_policy_alone() -> None:
     agent = trained()
     before = bits(agent)

@@ -224,6 +224,10 @@ def test_one_reward_for_several_turns_serves_trajectories() -> None:
     whole = replace(data, rewards=data.rewards.nansum(dim=1, keepdim=True))
     it = agent(GRPO, "turn", "trajectory")
     assert torch.allclose(it.credit(whole), it.credit(data), atol=1e-6)
+    # The KL of all turns is taken off it, wherever there is a place for it.
+    kl = torch.where(data.action_mask, torch.arange(data.action_mask.shape[1]) * 0.1, 0.0)
+    it = agent(GRPO, "turn", "trajectory", beta=0.1, kl_placement="reward")
+    assert torch.allclose(it.credit(whole, kl), it.credit(data, kl), atol=1e-6)
     reinforce = agent(REINFORCE, "token", "token", gamma=0.9)
     first = reinforce.credit(whole)[0][data.action_mask[0]]
     assert (first.diff() > 0).all()  # one reward, at the very end

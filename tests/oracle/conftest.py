@@ -19,6 +19,8 @@ def runtime() -> Runtime:
 @pytest.fixture
 def make(runtime: Runtime) -> Callable[..., LLMAlgorithm]:
     def build(algorithm: type[LLMAlgorithm], **settings: Any) -> LLMAlgorithm:
-        return algorithm(runtime=runtime, pad_token_id=PAD, max_output_tokens=MAX_LENGTH, **settings)
+        if "max_output_tokens" in algorithm.Config.model_fields:
+            settings["max_output_tokens"] = MAX_LENGTH
+        return algorithm(runtime=runtime, pad_token_id=PAD, **settings)
 
     return build

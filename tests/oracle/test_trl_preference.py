@@ -1,12 +1,16 @@
 """Preference and supervised losses against TRL's trainers: values, gradients and metrics of their own loss methods."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from agilerl.algorithms import DPO, LLMAlgorithm
+from agilerl.data import LossInputs
 from agilerl.functional import (
+    MetricReducer,
     PreferenceOptions,
     aggregate,
     dft,
@@ -90,6 +94,43 @@ def test_preference_losses(
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
     own = {name: float(values.mean()) for name, values in preference_metrics(scores, BETA).items()}
     assert own == pytest.approx({name: metrics[name] for name in own}, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "losses"),
+    [
+        ({}, {"sigmoid": 1.0}),
+        ({"loss_type": "ipo"}, {"ipo": 1.0}),
+        ({"loss_type": "robust", "label_smoothing": 0.1}, {"robust": 1.0}),
+        ({"loss_type": "aot"}, {"aot": 1.0}),
+        ({"nll_alpha": 0.5}, {"sigmoid": 1.0, "sft": 0.5}),
+        ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [0.7, 0.3]}, {"sigmoid": 0.7, "hinge": 0.3}),
+    ],
+)
+def test_dpo_is_trls(make: Callable[..., LLMAlgorithm], settings: dict[str, Any], losses: dict[str, float]) -> None:
+    """The algorithm itself: its rows alternate, chosen and rejected, where TRL's come in two halves."""
+    x = random_tensors(4)
+    pairs = torch.arange(len(x.mask)).view(2, -1).T.flatten()
+    agent, leaf, metrics = make(DPO, beta=BETA, **settings), x.leaf, MetricReducer()
+    inputs = LossInputs(
+        logp=leaf[pairs],
+        mask=x.mask[pairs],
+        old_logp=x.old[pairs],
+        advantages=torch.zeros(x.mask.shape),
+        denominator=agent.window_denominator(x.mask[pairs]),
+        ref_logp=x.ref[pairs],
+    )
+    loss = agent.objective(inputs, metrics)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    other_leaf = x.leaf
+    options = {"label_smoothing": settings.get("label_smoothing", 0.0)}
+    other, other_metrics = trl_loss(x, other_leaf, losses, options)
+    (expected,) = torch.autograd.grad(other, other_leaf)
+    torch.testing.assert_close(loss, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+    own = {name: value for name, value in metrics.result().items() if name != "loss"}
+    assert {"rewards/accuracies", "logps/chosen"} <= set(own)
+    assert own == pytest.approx({name: other_metrics[name] for name in own}, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

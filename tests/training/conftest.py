@@ -1,18 +1,8 @@
 """One small run of the command line, shared by all that look at what it leaves."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 
-from tests.training.small_runs import SMALL, agilerl
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    root: Path
-    output: str
-    errors: str
+from tests.training.small_runs import SMALL, FinishedRun, agilerl
 
 
 @pytest.fixture(scope="session")

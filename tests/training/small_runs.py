@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ SMALL = (
 )
 """4 iterations of 48 completions, in 2 generations."""
 TIMES = ("time/", "step_time", "tokens_per_second", "memory/")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    root: Path
+    output: str
+    errors: str
 
 
 def agilerl(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -14,8 +14,7 @@ from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.models.tiny import tiny_model_path
 from agilerl.training.config import RunConfig
 from agilerl.training.setup import document
-from tests.training.conftest import FinishedRun
-from tests.training.small_runs import lines
+from tests.training.small_runs import FinishedRun, lines
 
 pytestmark = pytest.mark.model
 

@@ -1,0 +1,381 @@
+"""DPO: the losses, the shared reference, pairs that stay together, exactness, and that it separates preferences."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agilerl.algorithms import ALGORITHMS, DPO, GRPO, SFT
+from agilerl.algorithms.dpo import PairCount
+from agilerl.algorithms.reference import ReferenceLogprobs
+from agilerl.algorithms.update import learn_together
+from agilerl.data import LossInputs
+from agilerl.envs.datasets import DatasetTask
+from agilerl.envs.preference import PreferenceTask
+from agilerl.errors import ConfigError
+from agilerl.functional import PREFERENCE_LOSSES, MetricReducer
+from agilerl.hpo.mutation import Change, Mutation
+from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
+from agilerl.llm_envs import PreferenceGym
+from agilerl.population import Population
+from tests.algorithms.conftest import batch_of, equal, lora, weights
+from tests.algorithms.data_agents import agents_of, embedded_runtime, examples, moment, new_runtime
+from tests.tiny_models import PAD
+
+pytestmark = pytest.mark.model
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"lr": 1e-3, "batch_size": 4, "beta": 0.1},
+    {"lr": 3e-2, "batch_size": 3, "beta": 0.5, "loss_type": "ipo"},
+    {"lr": 1e-4, "batch_size": 9, "loss_type": ("sigmoid", "sft"), "loss_weights": (1.0, 0.3), "update_epochs": 2},
+)
+OVER_PAIRS = ("bco_pair", "aot", "aot_pair")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(**changes: Any) -> DPO:
+    return agents_of(DPO, ({"lr": 1e-3, "batch_size": 64},), **changes)[0]
+
+
+def pairs(count: int = 8, seed: int = 0, longest: int = 9) -> Any:
+    return examples(count, seed, pairs=True, longest=longest)
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def hand_inputs() -> LossInputs:
+    """Two pairs; sums over completions: policy (-1, -3), (-2, -2.5), reference (-1.5, -2), (-1, -3)."""
+    logp = torch.tensor(
+        [[-0.5, -0.5, 9.0], [-1.0, -1.0, -1.0], [-2.0, 9.0, 9.0], [-2.0, -0.5, 9.0]], dtype=torch.double
+    )
+    ref = torch.tensor([[-1.0, -0.5, 7.0], [-1.0, -0.5, -0.5], [-1.0, 7.0, 7.0], [-1.5, -1.5, 7.0]], dtype=torch.double)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+    count = PairCount(2, 3)
+    return LossInputs(logp.requires_grad_(), mask, logp.detach(), torch.zeros_like(logp), count, ref_logp=ref)
+
+
+def test_objective_by_hand() -> None:
+    # Delta = (pi_c - ref_c) - (pi_r - ref_r): 0.5 + 1 = 1.5 and -1 - 0.5 = -1.5
+    inputs, metrics = hand_inputs(), MetricReducer()
+    loss = make(beta=0.2).objective(inputs, metrics)
+    expected = (math.log1p(math.exp(-0.3)) + math.log1p(math.exp(0.3))) / 2
+    assert float(loss) == pytest.approx(expected)
+    loss.backward()
+    # d loss / d logp of a chosen token = -beta sigmoid(-beta Delta) / pairs
+    slope = 0.2 / (1 + math.exp(0.3)) / 2
+    assert inputs.logp.grad is not None
+    assert inputs.logp.grad[0].tolist() == pytest.approx([-slope, -slope, 0])
+    assert inputs.logp.grad[1].tolist() == pytest.approx([slope] * 3)
+    found = metrics.result()
+    wanted = {
+        "rewards/chosen": 0.2 * (0.5 - 1) / 2, "rewards/rejected": 0.2 * (-1 + 0.5) / 2, "rewards/margins": 0.0,
+        "rewards/accuracies": 0.5, "logps/chosen": -1.5, "logps/rejected": -2.75,
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_mixtures_and_nll_add_up() -> None:
+    def loss(**settings: Any) -> float:
+        return float(make(**settings).objective(hand_inputs(), MetricReducer()))
+
+    nll = (1 + 2) / 3  # of the chosen tokens
+    assert loss(nll_alpha=0.5) == pytest.approx(loss() + 0.5 * nll)
+    mixed = loss(loss_type=["sigmoid", "hinge", "sft"], loss_weights=[0.5, 2, 0.1])
+    assert mixed == pytest.approx(0.5 * loss() + 2 * loss(loss_type="hinge") + 0.1 * nll)
+    assert loss(loss_type=["sigmoid", "hinge"]) == pytest.approx(loss() + loss(loss_type="hinge"))
+    assert loss(label_smoothing=0.3) != loss()
+    assert loss(loss_type="discopop", discopop_tau=1.0) != loss(loss_type="discopop")
+
+
+def test_at_the_start_the_policy_is_the_reference() -> None:
+    metrics = make().learn(pairs())
+    assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics["rewards/margins"] == metrics["rewards/chosen"] == metrics["rewards/accuracies"] == 0.0
+    assert metrics["logps/chosen"] < 0
+    assert not {"reward", "mean_kl", "frac_reward_zero_std"} & set(metrics)
+
+
+@pytest.mark.parametrize("loss_type", [*PREFERENCE_LOSSES, ("sigmoid", "sft")])
+def test_micro_batches_accumulate_the_same_gradient(loss_type: Any) -> None:
+    results, smoothing = [], 0.1 if loss_type == "cdpo" else 0.0
+    for micro in (None,) if loss_type in OVER_PAIRS else (None, 1, 2, 4):
+        agent = make(
+            loss_type=loss_type, label_smoothing=smoothing, micro_batch_size_per_gpu=micro, max_grad_norm=None, lr=1e-2
+        )
+        agent.learn(pairs(seed=4))  # away from the reference, where some gradients vanish
+        agent.runtime.store.clear_moments(agent.slot)
+        results.append((agent.learn(pairs(12, longest=30)), moment(agent)))
+    assert results[0][1].abs().sum() > 0
+    for metrics, gradient in results[1:]:
+        assert torch.allclose(gradient, results[0][1], rtol=1e-3, atol=1e-6)
+        for name in ("loss", "rewards/margins", "logps/rejected"):
+            assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("loss_type", OVER_PAIRS)
+def test_losses_over_pairs_see_the_whole_step(loss_type: str) -> None:
+    agent = make(loss_type=loss_type, batch_size=300)
+    assert agent.micro_rows(pairs()) == 600
+    assert make().micro_rows(pairs(longest=60)) < 100
+
+
+def test_pairs_stay_together_and_batch_sizes_count_pairs() -> None:
+    """Of every pair the second completion is one token longer, wherever shuffling put it."""
+    seen: list[tuple[int, bool]] = []
+
+    def spy(inputs: LossInputs) -> torch.Tensor:
+        lengths = inputs.mask.sum(dim=1)
+        seen.append((len(lengths), bool((lengths[0::2] + 1 == lengths[1::2]).all())))
+        return inputs.logp.sum() * 0
+
+    agent = make(loss=spy, batch_size=5, micro_batch_size_per_gpu=2, update_epochs=2)
+    agent.learn(pairs(12))
+    assert seen == [(4, True), (4, True), (2, True)] * 2 + [(4, True)] + [(4, True), (4, True), (2, True)] * 2 + [
+        (4, True)
+    ]
+    agent = make(mini_batch_size=3)
+    assert agent.window_rows == 6
+
+
+# -- the reference ---------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_computed_once_for_the_whole_population() -> None:
+    agents = agents_of(DPO, SETTINGS)
+    known, batch = ReferenceLogprobs.of(agents[0].runtime), pairs(9)
+    learn_together(agents, [batch] * 3)
+    assert known.rows_computed == 18
+    learn_together(agents, [batch] * 3)
+    assert known.rows_computed == 18
+    agents[0].learn(pairs(3, seed=9))
+    assert known.rows_computed == 24
+
+
+def test_known_logprobs_are_the_base_models_bits() -> None:
+    agent = make(lr=1e-2)
+    first, second = pairs(8, longest=40), pairs(8, seed=1)
+    agent.learn(first)
+    agent.reference_logprobs(second)
+    for batch in (second, first.select(torch.tensor([4, 5, 0, 1]))):
+        fresh = agent.runtime.fixed_logprobs(None, batch, 1.0, len(batch))
+        assert torch.equal(agent.reference_logprobs(batch), torch.where(batch.action_mask, fresh, 0.0))
+    assert ReferenceLogprobs.of(agent.runtime).rows_computed == 32
+
+
+def test_a_reference_of_its_own_is_shared_with_those_who_have_the_same() -> None:
+    agents = agents_of(DPO, ({"lr": 1e-2}, {"lr": 1e-2}, {"lr": 1e-2}), lora_config=lora(8))
+    known, batch = ReferenceLogprobs.of(agents[0].runtime), pairs(6)
+    agents[0].learn(pairs(6, seed=1))
+    before = known.rows_computed
+    base = agents[1].reference_logprobs(batch)
+    trained = agents[0].runtime.store.adapter(agents[0].slot)
+    for agent in agents[:2]:
+        agent.set_reference(trained)
+    own = [agent.reference_logprobs(batch) for agent in agents]
+    assert torch.equal(own[0], own[1])
+    assert torch.equal(own[2], base)
+    assert not torch.allclose(own[0], base, atol=1e-4)
+    assert known.rows_computed == before + 24  # the base's and the trained adapter's
+    fresh = agents[1].runtime.fixed_logprobs(agents[1].reference_slot, batch, 1.0, 12)
+    assert torch.equal(own[1], torch.where(batch.action_mask, fresh, 0.0))
+    child = agents[0].clone(7)
+    assert torch.equal(child.reference_logprobs(batch), own[0])
+    assert known.rows_computed == before + 24
+
+
+def test_old_rows_are_forgotten_beyond_the_limit() -> None:
+    runtime = new_runtime()
+    known, batch = ReferenceLogprobs(runtime, max_tokens=30), pairs(8)
+    full = known.logprobs(batch, None, b"base", 16)
+    assert torch.equal(known.logprobs(batch, None, b"base", 16), full)
+    assert known.rows_computed > 16
+    assert torch.equal(known.logprobs(batch.select(slice(14, 16)), None, b"base", 2)[0], full[14])
+
+
+# -- exactness and copies --------------------------------------------------------------------------------------------
+
+
+def test_batched_equals_one_at_a_time_bit_for_bit() -> None:
+    batches = [[pairs(9, seed=10 * step + (i > 0), longest=30) for i in range(3)] for step in range(3)]
+    together = agents_of(DPO, SETTINGS)
+    start = [weights(a) for a in together]
+    for step in batches:
+        learn_together(together, step)
+    for own in range(3):
+        agents = agents_of(DPO, SETTINGS)
+        for step in batches:
+            agents[own].learn(step[own])
+        assert equal(weights(agents[own]), weights(together[own]))
+        assert not equal(weights(together[own]), start[own])
+
+
+@pytest.mark.parametrize("own_reference", [False, True])
+def test_clone_and_checkpoint_continue_bit_identically(tmp_path: Path, own_reference: bool) -> None:
+    agent = make(batch_size=4, loss_type=["sigmoid", "hinge"], loss_weights=[1, 0.5], lr=1e-2)
+    agent.learn(pairs())
+    if own_reference:
+        agent.set_reference_policy(1)
+        agent.learn(pairs(seed=3))
+    agent.save_checkpoint(tmp_path / "a")
+    copies = [agent.clone(), DPO.load(tmp_path / "a", runtime=agent.runtime)]
+    expected = agent.learn(pairs(seed=1))
+    for copy in copies:
+        assert copy.config == agent.config
+        assert copy.learn(pairs(seed=1)) == expected
+        assert equal(weights(copy), weights(agent))
+
+
+GENES = genes_from(DPO.Config)
+
+
+@pytest.mark.parametrize("gene", GENES)
+def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
+    outcomes = []
+    for mutate in (False, True):
+        agent = make(batch_size=9, lr=1e-2, update_epochs=2, weight_decay=0.01)
+        agent.learn(pairs())
+        if mutate:
+            new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != getattr(agent, gene))
+            agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, getattr(agent, gene), new),)))
+        agent.learn(pairs(seed=1))
+        outcomes.append(weights(agent))
+    assert not equal(*outcomes)
+
+
+def test_the_chain_of_stages_hands_the_policy_on(tmp_path: Path) -> None:
+    """SFT -> DPO -> GRPO: the actor of a stage is where the next one starts, and its reference."""
+    runtime = new_runtime()
+    settings: dict[str, Any] = {"runtime": runtime, "pad_token_id": PAD, "lora_config": lora(8), "lr": 1e-2}
+    sft = SFT(**settings)
+    sft.learn(examples(16))
+    sft.save_checkpoint(tmp_path / "sft")
+    dpo = DPO(**settings, index=1)
+    dpo.load_checkpoint(tmp_path / "sft", overwrite_reference_adapter=True)
+    assert all(
+        torch.equal(x, y)
+        for p, q in zip(runtime.store.adapter(dpo.slot), runtime.store.adapter(sft.slot))
+        for x, y in zip(p, q)
+    )
+    first, second = dpo.learn(pairs()), dpo.learn(pairs())
+    assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert second["rewards/margins"] > 0
+    dpo.save_checkpoint(tmp_path / "dpo")
+    grpo = GRPO(**settings, index=2, beta=0.1, group_size=4, max_output_tokens=6)
+    grpo.load_checkpoint(tmp_path / "dpo", overwrite_reference_adapter=True)
+    assert grpo.reference_slot is not None
+    trained = runtime.store.adapter(dpo.slot)
+    for slot in (grpo.slot, grpo.reference_slot):
+        assert all(torch.equal(x, y) for p, q in zip(runtime.store.adapter(slot), trained) for x, y in zip(p, q))
+    assert grpo.learn(batch_of(grpo))["kl"] == 0.0
+    assert grpo.learn(batch_of(grpo))["kl"] > 0
+    kept = GRPO(**settings, index=3, beta=0.1)
+    kept.load_checkpoint(tmp_path / "dpo")  # the reference that DPO had, which is what SFT had learned
+    assert kept.reference_slot is not None
+    learned = runtime.store.adapter(sft.slot)
+    assert all(
+        torch.equal(x, y) for p, q in zip(runtime.store.adapter(kept.reference_slot), learned) for x, y in zip(p, q)
+    )
+
+
+# -- environments and populations ------------------------------------------------------------------------------------
+
+ROWS = [{"question": str(i), "answer": str((i + 3) % 10), "rejected": str((i + 7) % 10)} for i in range(6)]
+
+
+def preferences() -> PreferenceTask:
+    return PreferenceTask(
+        DatasetTask(ROWS, ROWS, reward_fn=lambda completion, answer, question: float(completion == answer))
+    )
+
+
+def test_a_population_separates_preferences() -> None:
+    genes = HyperparameterConfig(lr=RLParameter(1e-5, 1e-1), beta=RLParameter(0.05, 0.5))
+    agents = DPO.population(
+        2, runtime=embedded_runtime(), hp_config=genes, lr=3e-3, batch_size=6, max_output_tokens=3, seed=1
+    )
+    population, margins = Population(agents, preferences(), prompts_per_step=6), []
+    for _ in range(25):
+        metrics = population.learn(population.draw())
+        margins.append(metrics[0]["rewards/margins"])
+    assert margins[0] == 0.0
+    assert metrics[0]["rewards/accuracies"] == 1.0
+    assert margins[5] < margins[12] < margins[-1]
+    assert margins[-1] > 0.5
+    assert metrics[0]["logps/chosen"] > metrics[0]["logps/rejected"]
+    assert [a.steps for a in agents] == [300, 300]
+
+
+def test_the_documented_loop_learns_and_tests() -> None:
+    runtime = embedded_runtime()
+    rows = [{"prompt": r["question"], "chosen": r["answer"], "rejected": r["rejected"]} for r in ROWS]
+    env = PreferenceGym(rows, rows, runtime.tokenizer, data_batch_size_per_gpu=6)
+    agent = DPO(runtime=runtime, lr=3e-3, batch_size=6)
+    assert agent.test(env).tolist() == [0.0] * 6  # nothing gained on the reference yet
+    batch = env.reset()
+    for _ in range(10):
+        agent.learn(batch)
+        batch = env.step()
+    assert agent.test(env).tolist() == [1.0] * 6
+    assert agent.fitness == [0.0, 1.0]
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_names() -> None:
+    assert ALGORITHMS["DPO"] is DPO
+    config = DPO.Config()
+    assert (config.beta, config.nll_alpha, config.loss_type, config.lr) == (0.1, 0.0, "sigmoid", 5e-6)
+    for name in PREFERENCE_LOSSES:
+        assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).losses == {name: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"beta": 0}, "beta: input should be greater than 0"),
+        ({"loss_type": "dpo"}, "loss_type: input should be 'sigmoid', 'cdpo'"),
+        ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "expected 2 numbers, found 1"),
+        ({"loss_weights": [1.0, 2.0]}, "expected 1 numbers, found 2"),
+        ({"loss_type": ["hinge", "hinge"]}, "names a loss twice"),
+        ({"loss_type": "sft"}, "alone has no preference in it; add a preference loss, or use SFT"),
+        ({"loss_type": ["sigmoid", "sft"], "nll_alpha": 0.1}, "both add the chosen completions' cross-entropy"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 changes nothing in loss_type='hinge'"),
+        ({"loss_type": "cdpo"}, "is the sigmoid loss unless label_smoothing is above 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
+        ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "cannot be split; found micro_batch_size_per_gpu=2"),
+        ({"group_size": 4}, "DPO has no argument 'group_size'"),
+    ],
+)
+def test_contradictions_are_told_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**arguments)
+
+
+def test_rows_that_are_no_pairs_are_refused() -> None:
+    batch = pairs(3)
+    bare = replace(batch, action_mask=batch.action_mask.clone())
+    bare.action_mask[2] = False
+    for bad, settings, message in (
+        (examples(4), {}, "pairs of rows, chosen and rejected side by side, found 4 rows"),
+        (batch.select(slice(0, 5)), {}, "found 5 rows"),
+        (bare, {}, "a chosen and a rejected completion, found one without a token of its own; leave"),
+        (bare, {"nll_alpha": 0.5}, "nll_alpha=0.5 learns the chosen one"),
+    ):
+        agent = make(**settings)
+        before = weights(agent)
+        with pytest.raises(ConfigError, match=message):
+            agent.learn(bad)
+        assert equal(weights(agent), before)
+    with pytest.raises(ConfigError, match="the sft term|chosen_tokens"):
+        agent = make(nll_alpha=0.1)
+        agent.accumulate(batch, denominator=3.0)

@@ -1,0 +1,283 @@
+"""SFT: the loss and its window, packing, metrics, exactness, and that it memorises."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agilerl.algorithms import ALGORITHMS, GRPO, SFT
+from agilerl.algorithms.update import learn_together
+from agilerl.data import RolloutBatch
+from agilerl.envs.datasets import DatasetTask
+from agilerl.envs.sft import SFTTask
+from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Change, Mutation
+from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
+from agilerl.llm_envs import SFTGym
+from agilerl.population import Population
+from tests.algorithms.conftest import equal, lora, weights
+from tests.algorithms.data_agents import agents_of, embedded_runtime, examples, moment, new_runtime
+
+pytestmark = pytest.mark.model
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"lr": 1e-3, "batch_size": 8},
+    {"lr": 3e-2, "batch_size": 5, "loss_type": "dft"},
+    {"lr": 1e-4, "batch_size": 20, "update_epochs": 2, "packing": False},
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make(**changes: Any) -> SFT:
+    return agents_of(SFT, ({"lr": 1e-3, "batch_size": 64},), **changes)[0]
+
+
+def token_stats(agent: SFT, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and whether they are the largest, of every learned token, from the model's own full logits."""
+    with torch.no_grad(), agent.select_adapter("actor"):
+        logits = agent.runtime.base.model(batch.ids).logits[:, :-1].double()
+    targets = batch.ids[:, 1:]
+    logp = torch.log_softmax(logits, -1).gather(-1, targets[..., None])[..., 0]
+    return logp[batch.action_mask], (logits.argmax(-1) == targets)[batch.action_mask]
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+def test_loss_and_metrics_are_those_of_the_full_logits() -> None:
+    agent = make(lr=1e-2)
+    agent.learn(examples(16, seed=3))  # away from the start, where an adapter does nothing
+    batch = examples(16)
+    logp, right = token_stats(agent, batch)
+    metrics = agent.learn(batch)
+    assert metrics["loss"] == metrics["mean_loss"] == pytest.approx(float(-logp.mean()), abs=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(float(-logp.mean())), rel=1e-5)
+    assert metrics["mean_token_accuracy"] == pytest.approx(float(right.double().mean()))
+    assert metrics["completions/mean_length"] == pytest.approx(float(batch.action_mask.sum()) / 16)
+    assert not {"reward", "reward_std", "frac_reward_zero_std", "mean_kl", "kl"} & set(metrics)
+
+
+def test_dft_weighs_each_token_by_its_own_probability() -> None:
+    agent, batch = make(loss_type="dft"), examples(8)
+    logp, _ = token_stats(agent, batch)
+    assert agent.learn(batch)["loss"] == pytest.approx(float(-(logp.exp() * logp).mean()), abs=1e-6)
+    plain = make()
+    plain.learn(batch)
+    assert not torch.allclose(moment(plain), moment(agent), rtol=1e-2)
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_micro_batches_accumulate_the_same_gradient(loss_type: str, packing: bool) -> None:
+    batch, results = examples(16, longest=40), []
+    for micro in (None, 1, 2, 4):
+        agent = make(loss_type=loss_type, packing=packing, micro_batch_size_per_gpu=micro, max_grad_norm=None)
+        results.append((agent.learn(batch), moment(agent)))
+    for metrics, gradient in results[1:]:
+        assert torch.allclose(gradient, results[0][1], rtol=1e-4, atol=1e-7)
+        for name in ("loss", "nll", "perplexity", "entropy"):
+            assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+def test_packed_rows_give_the_losses_and_gradients_of_padded_ones(micro: int) -> None:
+    """Two optimizer steps of rows whose lengths differ; packing computes fewer tokens for the same result."""
+    batch, results = examples(24, longest=90, seed=1), []
+    for packing in (False, True):
+        agent = make(packing=packing, micro_batch_size_per_gpu=micro, batch_size=12, lr=1e-5)
+        forward, tokens = agent.runtime.forward, []
+
+        def counted(parts: Any, *, entropy: bool = False, forward: Any = forward, tokens: Any = tokens) -> Any:
+            tokens.append(sum(p.batch.ids.numel() for p in parts))
+            return forward(parts, entropy=entropy)
+
+        agent.runtime.forward = counted  # type: ignore[method-assign]
+        metrics = agent.learn(batch)
+        results.append((metrics, moment(agent), agent.runtime.store.theta[agent.slot].clone(), sum(tokens)))
+    (padded, gradient, theta, tokens), (packed, gradient2, theta2, tokens2) = results
+    assert torch.allclose(gradient, gradient2, rtol=1e-4, atol=1e-7)
+    assert torch.allclose(theta, theta2, atol=1e-6)
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-5)
+    assert tokens2 < 0.9 * tokens
+
+
+def test_a_row_is_not_touched_by_what_shares_its_forward_pass() -> None:
+    agent, batch = make(), examples(6, longest=20)
+    together = agent.logprobs(batch)
+    for row in range(6):
+        alone = batch.select(slice(row, row + 1))
+        assert torch.equal(agent.logprobs(alone)[0], together[row, : alone.action_mask.shape[1]])
+
+
+# -- exactness and copies --------------------------------------------------------------------------------------------
+
+
+def test_batched_equals_one_at_a_time_bit_for_bit() -> None:
+    batches = [[examples(20, seed=10 * step + i, longest=30) for i in range(3)] for step in range(3)]
+    together = agents_of(SFT, SETTINGS)
+    start = [weights(a) for a in together]
+    for step in batches:
+        learn_together(together, step)
+    for own in range(3):
+        agents = agents_of(SFT, SETTINGS)
+        for step in batches:
+            agents[own].learn(step[own])
+        assert equal(weights(agents[own]), weights(together[own]))
+        assert not equal(weights(together[own]), start[own])
+
+
+def test_clone_and_checkpoint_continue_bit_identically(tmp_path: Path) -> None:
+    agent = make(batch_size=8, loss_type="dft", max_output_tokens=7)
+    agent.learn(examples(16))
+    agent.save_checkpoint(tmp_path / "a")
+    copies = [agent.clone(), SFT.load(tmp_path / "a", runtime=agent.runtime)]
+    agent.learn(examples(16, seed=1))
+    for copy in copies:
+        assert copy.config == agent.config
+        copy.learn(examples(16, seed=1))
+        assert equal(weights(copy), weights(agent))
+
+
+GENES = genes_from(SFT.Config)
+
+
+@pytest.mark.parametrize("gene", GENES)
+def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
+    outcomes = []
+    for mutate in (False, True):
+        agent = make(batch_size=9, lr=1e-2, update_epochs=2, weight_decay=0.01)
+        agent.learn(examples(16))
+        if mutate:
+            now, g = getattr(agent, gene), GENES[gene]
+            new = next(v for v in (g.choices or (g.min, g.max)) if v != now)
+            agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, now, new),)))
+        agent.learn(examples(16, seed=1))
+        outcomes.append(weights(agent))
+    assert not equal(*outcomes)
+
+
+# -- environments and populations ------------------------------------------------------------------------------------
+
+ROWS = [{"question": q, "answer": a} for q, a in (("2+2", "4"), ("capital", "Rome"), ("b", "no"), ("sun", "nus"))]
+
+
+def memory_task() -> SFTTask:
+    return SFTTask(DatasetTask(ROWS, ROWS, reward_fn=lambda completion, answer, question: float(completion == answer)))
+
+
+def test_a_population_memorises_pairs_and_evolution_sees_it() -> None:
+    genes = HyperparameterConfig(lr=RLParameter(1e-4, 1e-1))
+    agents = SFT.population(
+        2, runtime=embedded_runtime(), hp_config=genes, lr=1e-2, batch_size=4, max_output_tokens=6, seed=1
+    )
+    population = Population(agents, memory_task(), prompts_per_step=4)
+    assert population.evaluate()[0].mean < 0.5
+    for _ in range(40):
+        metrics = population.learn(population.draw())
+    results = population.evaluate()
+    assert results[0].mean == 1.0
+    assert metrics[0]["mean_token_accuracy"] == 1.0
+    assert metrics[0]["perplexity"] < 2  # the small head bounds the logits
+    assert [a.position for a in agents] == [160, 160]
+
+
+def test_all_agents_of_a_population_read_the_same_rows() -> None:
+    agents = SFT.population(2, runtime=embedded_runtime(), lr=1e-3, seed=1)
+    population = Population(agents, memory_task(), prompts_per_step=3)
+    first, second = population.draw().trajectories.values()
+    assert [t.token_ids for t in first] == [t.token_ids for t in second]
+    assert [t.group for t in first] == [0, 1, 2]
+    agents[1].position = 0
+    assert [t.token_ids for t in population.draw().trajectories[1]] == [t.token_ids for t in first]
+
+
+def test_the_documented_loop_learns_and_tests() -> None:
+    runtime = embedded_runtime()
+    rows = [{"prompt": r["question"], "target": r["answer"]} for r in ROWS]
+    env = SFTGym(rows, rows, runtime.tokenizer, data_batch_size_per_gpu=4)
+    agent = SFT(runtime=runtime, lr=1e-2, batch_size=4)
+    before = agent.test(env)
+    batch = env.reset()
+    for _ in range(10):
+        agent.learn(batch)
+        batch = env.step()
+    after = agent.test(env)
+    assert before.shape == after.shape == (4,)
+    assert (after > before + 1).all()
+    assert agent.fitness == pytest.approx([before.mean(), after.mean()])
+    with env.eval_mode():
+        logp = agent.logprobs(env.reset())
+    assert after[0] == pytest.approx(float(logp[0][logp[0] != 0].mean()), rel=1e-5)
+    assert agent.test(env, loop=2).shape == (8,)
+
+
+def test_exams_of_prompts_are_answered_greedily() -> None:
+    from agilerl.llm_envs import ReasoningGym
+
+    runtime = embedded_runtime()
+    env = ReasoningGym.from_task(memory_task().task, runtime.tokenizer, 4)
+    agent = SFT(runtime=runtime, max_output_tokens=3)
+    assert agent.test(env).shape == (4,)
+    prompts = env.reset()
+    assert [x.shape[0] for x in agent.get_action(prompts).completion_ids] == [1] * 4
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_and_names() -> None:
+    assert ALGORITHMS["SFT"] is SFT
+    config = SFT.Config()
+    assert (config.lr, config.loss_type, config.packing) == (1e-4, "nll", True)
+    with pytest.raises(ConfigError, match="SFT has no argument 'beta'"):
+        make(beta=0.1)
+    with pytest.raises(ConfigError, match="loss_type: input should be 'nll' or 'dft', found 'mse'"):
+        make(loss_type="mse")
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    agent = make()
+    with pytest.raises(ConfigError, match=r"SFT learns from the batches of its environment, found list"):
+        agent.learn([{"prompt": "1", "target": "2"}])
+    batch = examples(4)
+    batch.action_mask[2] = False
+    before = weights(agent)
+    with pytest.raises(ConfigError, match="needs a token to learn, found a row without one"):
+        agent.learn(batch)
+    assert equal(weights(agent), before)
+
+
+def test_populations_learn_from_one_source_that_fits() -> None:
+    runtime = embedded_runtime()
+    sft, grpo = SFT(runtime=runtime), GRPO(runtime=runtime, index=1)
+    with pytest.raises(ConfigError, match=r"SFT learns from data, found the task 'dataset' \(DatasetTask\)"):
+        Population([sft], memory_task().task)
+    with pytest.raises(ConfigError, match="learn from the same source, found reasoning, sft"):
+        Population([sft, grpo], memory_task())
+    with pytest.raises(ConfigError, match="has no examples to learn from"):
+        Population([grpo], memory_task().task).examples(0)
+
+
+def test_a_nan_in_one_agent_leaves_the_others_bits() -> None:
+    batches = [examples(20, seed=i) for i in range(3)]
+    expected = agents_of(SFT, SETTINGS)
+    learn_together(expected, batches)
+    agents = agents_of(SFT, SETTINGS)
+    agents[1].runtime.store.factors[0][1][agents[1].slot, 3, 2] = float("nan")
+    metrics = learn_together(agents, batches)
+    assert equal(weights(agents[0]), weights(expected[0]))
+    assert equal(weights(agents[2]), weights(expected[2]))
+    assert metrics[1]["skipped_steps"] == 4  # 20 rows by 5
+
+
+def test_other_ranks_share_the_bank() -> None:
+    runtime = new_runtime()
+    small, large = agents_of(SFT, ({"lora_config": lora(2)}, {"lora_config": lora(16)}), runtime)
+    learn_together([small, large], [examples(8), examples(8)])
+    assert (small.rank, large.rank) == (2, 16)

@@ -1,0 +1,151 @@
+"""A user's mistake: one clear sentence on stderr, exit code 2, nothing left behind."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agilerl.runs import JsonLines, RunDirectory
+from tests.cli.outcome import Outcome
+from tests.training.small_runs import ROOT
+
+Agilerl = Callable[..., Outcome]
+
+
+def assert_refused(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 2
+    assert outcome.output == ""
+    assert outcome.errors.startswith("error: ")
+    assert outcome.errors.count("\n") == 1
+    assert "Traceback" not in outcome.errors
+    for word in words:
+        assert word in outcome.errors
+
+
+BEFORE_THE_MODEL = {
+    "unknown manifest key": (["training.popsize=4"], "did you mean 'pop_size'?"),
+    "value out of range": (["algorithm.lr=-1"], "algorithm.lr: input should be greater than 0, found -1"),
+    "unknown task": (["environment.task=reasoning_gym:gdc"], "'gdc'; close names: gcd"),
+    "missing model folder": (["network.pretrained_model_name_or_path=/no/such"], "no model folder at '/no/such'"),
+    "population of 0": (["training.pop_size=0"], "training.pop_size: input should be greater than or equal to 1"),
+    "start outside its range": (["mutation.rl_hp_selection.lr.min=1e-4"], "excludes the start, algorithm.lr=1e-05"),
+    "tournament too large": (["selection_strategy.tournament_size=9"], "is larger than training.pop_size=4"),
+    "no manifest": (["nothing.yaml"], "found nothing at 'nothing.yaml'"),
+    "two manifests": (["a.yaml", "b.yaml"], "expected one manifest, found 'a.yaml', 'b.yaml'"),
+    "a manifest with a newline": (["a\nb.yaml"], r"found nothing at 'a\nb.yaml'"),
+    "escape codes": (["training.\x1b[31mred=1"], "unknown key"),
+    "a very long override": ([f"environment.task={'y' * 50_000}"], "yyy... is unknown"),
+    "a very long key": ([f"{'y' * 50_000}=1"], "unknown key 'yyy"),
+    "a negative seed": (["--seed", "-1"], "Invalid value for '--seed'"),
+    "a seed that is no number": (["--seed", "x"], "Invalid value for '--seed'"),
+    "a seed beyond 64 bits": (["--seed", str(2**70)], "training.seed: input should be less than or equal to"),
+    "an unknown option": (["--bogus"], "No such option: --bogus"),
+    "an option without its value": (["--out"], "'--out' requires an argument"),
+    "a run directory inside a file": (["--out", "/dev/null/x"], "'/dev/null' is no directory"),
+    "a file as run directory": (["--out", "/dev/null"], "found a file; choose another path"),
+    "a name too long for a directory": (["--out", "x" * 300], "File name too long"),
+    "panels larger than the task": (
+        ["environment.params={min_word_len: 3, max_word_len: 3}", "environment.test_prompts=5000"],
+        "expected 200 exam and 5000 test questions",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", BEFORE_THE_MODEL)
+def test_mistakes_found_before_the_model_is_loaded(mistake: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    arguments, words = BEFORE_THE_MODEL[mistake]
+    assert_refused(agilerl("train", *arguments), words)
+    assert list(tmp_path.iterdir()) == []
+
+
+WITH_THE_MODEL = {
+    "prompt longer than the context": (["network.max_context_length=8"], "expected a prompt of at most 7 tokens"),
+    "no such layers": (["network.lora_config.target_modules=[nothing]"], "matches no layer of the model"),
+    "a role that the template refuses": (
+        ["environment.conversation_template=[{role: wizard, content: '{question}'}]"],
+        "found wizard",
+    ),
+    "a hub name, and no network": (["network.pretrained_model_name_or_path=some/model"], "couldn't connect"),
+    "a population beyond the memory": (["training.pop_size=100000000"], "lower training.pop_size"),
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mistake", WITH_THE_MODEL)
+def test_mistakes_found_with_the_model(mistake: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    arguments, words = WITH_THE_MODEL[mistake]
+    assert_refused(agilerl("train", *arguments, "--out", "run"), words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["report"], "Missing argument 'RUN ...'"),
+        (["report", "nowhere"], "expected a run directory at nowhere, found nothing"),
+        (["--bogus"], "No such option: --bogus"),
+    ],
+)
+def test_other_commands(arguments: list[str], words: str, agilerl: Agilerl) -> None:
+    assert_refused(agilerl(*arguments), words)
+
+
+# -- the run directory ------------------------------------------------------------------------------------------------
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", {}, 0) as run:
+        run.finish({})
+    before = contents(tmp_path)
+    assert_refused(agilerl("train", "--out", "run"), "holds a finished run; choose another directory")
+    assert contents(tmp_path) == before
+
+
+def test_an_unfinished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", {}, 0) as run, JsonLines(run.metrics) as metrics:
+        metrics.write({"kind": "train"})
+    before = contents(tmp_path)
+    assert_refused(agilerl("train", "--out", "run"), "holds an unfinished run")
+    assert contents(tmp_path) == before
+
+
+def test_other_peoples_files_are_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("...")
+    assert_refused(agilerl("train", "--out", "run"), "is not empty (found thesis.tex)")
+    assert contents(tmp_path) == {"run/thesis.tex": b"..."}
+
+
+def test_a_directory_in_use_by_another_process(agilerl: Agilerl, tmp_path: Path) -> None:
+    code = """
+import sys
+from agilerl.runs import RunDirectory
+with RunDirectory.create("run", {}, 0):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdin=-1, stdout=-1, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "mine\n"
+        before = contents(tmp_path)
+        assert_refused(agilerl("train", "--out", "run"), f"is in use by process {owner.pid}")
+        assert contents(tmp_path) == before
+        owner.communicate()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
+def test_a_place_that_cannot_be_written_to(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    assert_refused(agilerl("train", "--out", "closed/a/run"), "cannot be written to")
+    assert list((tmp_path / "closed").iterdir()) == []

@@ -1,0 +1,163 @@
+"""What the commands print and return where nothing is wrong, and when they are interrupted."""
+
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.outcome import Outcome
+from tests.training.small_runs import SMALL, environment
+
+Agilerl = Callable[..., Outcome]
+
+LISTS_IMPORTS = """
+import sys
+sys.argv = ["agilerl", *{arguments!r}]
+from agilerl.cli import main
+try:
+    main()
+except SystemExit as ended:
+    code = ended.code or 0
+print()
+print(code, *sorted({{name.partition(".")[0] for name in sys.modules}}))
+"""
+
+
+def imported(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
+    """Return the exit code, and the packages that a command has imported at its end."""
+    code = LISTS_IMPORTS.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment(), capture_output=True, text=True)
+    last = done.stdout.splitlines()[-1].split()
+    return int(last[0]), set(last[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["report", "--help"], 0),
+        (["--version"], 0),
+        (["train", "--bogus"], 2),
+        (["train", "training.popsize=4"], 2),
+    ],
+)
+def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_path: Path) -> None:
+    ended, packages = imported(*arguments, cwd=tmp_path)
+    assert ended == code
+    assert packages.isdisjoint({"torch", "transformers", "peft", "scipy", "reasoning_gym", "plotly", "pyarrow"})
+    assert "agilerl" in packages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["train", "report", "env", "Exit codes"]),
+        (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
+        (["--version"], ["agilerl 0."]),
+    ],
+)
+def test_help_names_what_there_is(arguments: list[str], words: list[str], agilerl: Agilerl) -> None:
+    outcome = agilerl(*arguments)
+    assert (outcome.code, outcome.errors) == (0, "")
+    for word in words:
+        assert word in outcome.output
+
+
+def test_no_command_shows_the_help(agilerl: Agilerl) -> None:
+    assert agilerl() == agilerl("--help")
+
+
+def test_env_names_versions_and_hardware(agilerl: Agilerl) -> None:
+    for word in ("torch", "transformers", "peft", "reasoning_gym", "python", "cores"):
+        assert word in agilerl("env").output
+    found = json.loads(agilerl("env", "--json").output)
+    assert found["versions"]["torch"]
+    assert found["hardware"]["cores"] >= 1
+
+
+@pytest.mark.model
+def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path: Path) -> None:
+    outcome = agilerl("train", *SMALL, "--dry-run", "--out", "a/run", "--seed", "3")
+    assert (outcome.code, outcome.errors) == (0, "")
+    for word in (
+        "embedded: ",
+        "LoRA rank 16",
+        "spell_backward, reward exact",
+        "GRPO, 3 agents",
+        "agent 2",
+        "lr in [1e-06, 0.01]",
+        "4 prompts x 4 completions = 16 for each agent, 8 an optimizer step",
+        "an iteration for all agents",
+        "4 iterations, selection every 2; exam 8 prompts, test 10",
+        "MiB besides Python and torch",
+        "a/run",
+        "Dry run: everything checked, nothing written.",
+    ):
+        assert word in outcome.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.model
+def test_a_dry_run_as_json(agilerl: Agilerl, tmp_path: Path) -> None:
+    plans = [json.loads(agilerl("train", *SMALL, "--dry-run", "--json", "--seed", seed).output) for seed in "34"]
+    plan = plans[0]
+    assert plan["population"]["0"] == {"lr": 1e-5}
+    assert len(plan["population"]) == 3
+    assert plan["batches"]["group_size"] == [4, 4]
+    assert plan["batches"]["completions_per_iteration"] == 48
+    low, high = plan["batches"]["prompt_tokens"]
+    assert 0 < low <= high
+    assert plan["batches"]["tokens_per_iteration_at_most"] == 48 * (high + 10)
+    assert plan["length"]["iterations"] == 4
+    assert plan["results"].startswith("runs/spell_backward-")
+    assert plans[1]["population"] != plan["population"]  # --seed reaches the spread start
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.model
+def test_the_plan_shows_ranges_where_agents_differ(agilerl: Agilerl) -> None:
+    gene = "mutation.rl_hp_selection={group_size: {min: 2, max: 16}}"
+    plan = json.loads(agilerl("train", *SMALL, gene, "--dry-run", "--json").output)
+    low, high = plan["batches"]["group_size"]
+    assert 2 <= low < high <= 16
+    text = agilerl("train", *SMALL, gene, "--dry-run").output
+    assert f"4 prompts x {low}-{high} completions = {4 * low}-{4 * high} for each agent" in text
+
+
+@pytest.mark.model
+def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> None:
+    short = [*SMALL, "training.max_steps=48", "training.evo_steps=1"]
+    quiet = agilerl("train", *short, "--quiet", "--out", "quiet")
+    assert (quiet.code, quiet.output, quiet.errors) == (0, "", "")
+    as_json = agilerl("train", *short, "--json", "--out", "json")
+    assert (as_json.code, as_json.errors) == (0, "")
+    assert json.loads(as_json.output) == json.loads((tmp_path / "json" / "summary.json").read_text())
+    report = agilerl("report", "quiet", "json", "--out", "both.html")
+    assert (report.code, report.output.strip()) == (0, "both.html")
+    assert (tmp_path / "both.html").stat().st_size > 1000
+
+
+@pytest.mark.model
+def test_an_interruption_is_one_line_and_frees_the_directory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run"]
+    # In a session of its own, so that the signal reaches nobody else.
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True, start_new_session=True
+    ) as run:
+        assert run.stdout is not None
+        assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert errors == "interrupted; what was written lies in run\n"
+    with open(tmp_path / "run" / ".lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 42
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes().endswith(b"}\n")

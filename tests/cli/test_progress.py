@@ -1,0 +1,169 @@
+"""What a run shows: a table that never wraps, bars that move, plain lines where there is no terminal."""
+
+import io
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agilerl.cli.progress import genes_text, watch
+from agilerl.hpo.fitness import Fitness
+from agilerl.training.config import load_manifest
+from agilerl.training.events import Event, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
+from agilerl.training.loop import train
+from agilerl.training.setup import Session, build
+from tests.training.small_runs import SMALL
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture
+def session() -> Session:
+    genes = "mutation.rl_hp_selection={lr: {}, temperature: {}, group_size: {}}"
+    return build(load_manifest(None, [*SMALL, genes]))
+
+
+def console(width: int, *, terminal: bool) -> Console:
+    """A console that writes into memory."""
+    return Console(
+        file=io.StringIO(), width=width, height=60, force_terminal=terminal, markup=False, emoji=False, highlight=False
+    )
+
+
+def written(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def story(session: Session, *, sick: bool = False) -> Iterator[Event]:
+    """A made-up run."""
+    metrics = {"reward": 0.25, "kl": 0.0123, "entropy": 0.5, "tokens_per_second": 12345.6}
+    yield RunStarted(Path("runs/[red]x[/red]"), 2, 1)
+    yield PhaseStarted("base test")
+    yield PhaseStarted("train")
+    yield IterationDone(0, 1, 0.5, {a.index: metrics for a in session.population.agents})
+    yield IterationDone(0, 2, 1.0, {a.index: metrics for a in session.population.agents})
+    yield PhaseStarted("exam")
+    fitness = {a.index: Fitness(0.5 + a.index / 10, 0.03, 9) for a in session.population.agents}
+    if sick:
+        fitness = {index: Fitness(math.nan, math.nan, 9) for index in fitness}
+    yield ExamDone(0, fitness)
+    elite = None if sick else {"index": 2, "hyperparameters": {}}
+    test = {"base": {"mean": 0.4, "stderr": 0.02, "n": 9}, "elite": {"mean": 0.9, "stderr": 0.01, "n": 9}}
+    yield RunFinished(
+        Path("runs/[red]x[/red]"),
+        {
+            "elite": elite,
+            "test": {"base": test["base"]} if sick else test,
+            "lineage": [{"agent": 2, "hyperparameters": {"lr": 0.00123456}}],
+            "tokens": {"generated": 1000, "trained": 500, "evaluated": 20},
+            "generations": 1,
+            "seconds": 9.7,
+        },
+    )
+
+
+def last_table(text: str) -> list[str]:
+    rows = text.splitlines()
+    start = max(i for i, row in enumerate(rows) if row.strip().startswith("agent "))
+    return rows[start : start + 4]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140, 220])
+def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
+    screen = console(width, terminal=False)
+    watch(story(session), session, screen)
+    header, *rows = last_table(written(screen))
+    assert [row.split()[0] for row in rows] == ["0", "1", "2*"]
+    assert all(len(row.rstrip()) <= width for row in [header, *rows])
+    assert "reward" in header
+    assert "0.700 ± 0.030" in rows[2]
+    if width >= 140:
+        assert header.split() == [
+            "agent", "parent", "genes", "last", "mutation", "reward", "fitness", "KL", "entropy", "tokens/s",
+        ]  # fmt: skip
+        assert "lr=1e-05, temperature=1, group_size=4" in rows[0]
+        assert rows[0].endswith("12,346")
+
+
+def test_columns_without_content_are_left_out(session: Session) -> None:
+    screen = console(200, terminal=False)
+    events = [e for e in story(session) if not isinstance(e, IterationDone)]
+    watch(iter(events), session, screen)
+    assert "KL" not in last_table(written(screen))[0]
+
+
+def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
+    screen = console(80, terminal=False)
+    watch(story(session), session, screen)
+    text = written(screen)
+    assert "\x1b" not in text
+    assert "iteration 1 (50%, about 0 s left): reward 0: 0.250, 1: 0.250, 2: 0.250\n" in text
+    assert "generation 0: exam 0: 0.500 ± 0.030, 1: 0.600 ± 0.030, 2: 0.700 ± 0.030\n" in text
+    assert "Winning lineage  2 (lr=0.00123)\n" in text
+    assert "Elite adapter    runs/[red]x[/red]/elite\n" in text
+    assert "1 generation, 1,520 tokens, 10 s\n" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Session) -> None:
+    screen = console(width, terminal=True)
+    seen = []
+
+    def watched() -> Iterator[Event]:
+        for event in story(session):
+            before = len(written(screen))
+            yield event
+            seen.append(written(screen)[before:])
+
+    watch(watched(), session, screen)
+    text = "".join(seen)
+    for phase in ("base test", "train", "exam"):
+        assert phase in text
+    assert " 50% 0:00:00" in text
+    assert "100% 0:00:00" in text
+    assert "iteration 1" not in text  # the table says it
+    rows = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").split("\n")
+    assert {row[:10].strip() for row in rows if "━" in row} == {"run", "start", "base test", "train", "exam"}
+    assert max(map(len, rows)) <= width
+
+
+def test_no_elite_is_said(session: Session) -> None:
+    screen = console(80, terminal=False)
+    summary = watch(story(session, sick=True), session, screen)
+    assert "No agent had a finite fitness, so there is no elite." in written(screen)
+    assert "not finite" in written(screen)
+    assert summary["elite"] is None
+
+
+def test_the_cursor_comes_back_when_a_run_breaks_off(session: Session) -> None:
+    def broken() -> Iterator[Event]:
+        yield PhaseStarted("train")
+        raise KeyboardInterrupt
+
+    screen = console(80, terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        watch(broken(), session, screen)
+    assert written(screen).rindex("\x1b[?25h") > written(screen).rindex("\x1b[?25l")
+
+
+def test_a_real_run_tells_its_story_in_order(session: Session, tmp_path: Path) -> None:
+    kinds = [
+        e.name if isinstance(e, PhaseStarted) else type(e).__name__
+        for e in train(session, tmp_path / "run", command=["test"])
+    ]
+    assert kinds == [
+        "RunStarted", "base test",
+        "train", "IterationDone", "IterationDone", "exam", "ExamDone", "Evolved",
+        "train", "IterationDone", "IterationDone", "exam", "ExamDone",
+        "test", "RunFinished",
+    ]  # fmt: skip
+
+
+def test_genes_in_few_words() -> None:
+    assert genes_text({"lr": 0.00123456, "group_size": 8, "loss_norm": "token-mean"}) == (
+        "lr=0.00123, group_size=8, loss_norm=token-mean"
+    )
