@@ -27,7 +27,7 @@ PINS = [
 ]
 REQUIRED = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
 FOR_CHECKS = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["dev"]]
-IMPORTED_AS = {"pyyaml": "yaml", "reasoning-gym": "reasoning_gym"}
+IMPORTED_AS = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml", "reasoning-gym": "reasoning_gym"}
 NOT_IMPORTED = {"accelerate", "datasets", "gymnasium"}
 """Needed all the same: peft loads with accelerate; data sets and environments of the other two are handed in."""
 MEBIBYTE = 2**20

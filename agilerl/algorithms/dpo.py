@@ -148,6 +148,11 @@ class DPO(DataAlgorithm):
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Sum of the pairs' losses / pairs of the optimizer step."""
         c, count = self.config, inputs.denominator
+        if "sft" in c.losses and not isinstance(count, PairCount):
+            raise ConfigError(
+                f"the cross-entropy of chosen completions is per token, but the denominator {count!r} counts pairs "
+                "only; give denominator=agent.window_denominator(mask) of the whole optimizer step"
+            )
         scores = _pair_scores(inputs)
         total = preference_loss(
             scores,

@@ -162,10 +162,10 @@ class AdapterStore:
         return min(self._free, default=None)
 
     def _grow(self, capacity: int) -> None:
-        old = (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
+        old = (self.theta, self.grad, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
         count = self.capacity
         self._allocate_banks(capacity)
-        new = (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
+        new = (self.theta, self.grad, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling)
         with torch.no_grad():
             for before, after in zip(old, new):
                 after[:count] = before
@@ -174,7 +174,7 @@ class AdapterStore:
 
     def widen(self, rank: int) -> None:
         """Lay the banks out anew for a larger rank; existing adapters get zero padding."""
-        states = [self.read(slot) for slot in range(self.capacity)]
+        states = [{**self.read(slot), "grad": self._read_bank(self.grad, slot)} for slot in range(self.capacity)]
         heads = [self.read_head(slot) for slot in range(self.capacity)]
         scaling, steps = self.scaling, self.steps
         self.max_rank = rank
@@ -190,7 +190,7 @@ class AdapterStore:
         """Move a slot's contents into a free slot; the source still has to be released."""
         self._free.remove(target)
         with torch.no_grad():
-            for bank in (self.theta, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling):
+            for bank in (self.theta, self.grad, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling):
                 bank[target] = bank[source]
         self.ranks[target] = self.ranks[source]
 

@@ -52,22 +52,22 @@ def pairs(count: int = 8, seed: int = 0, longest: int = 9) -> Any:
 
 
 def hand_inputs() -> LossInputs:
-    """Two pairs; sums over completions: policy (-1, -3), (-2, -2.5), reference (-1.5, -2), (-1, -3)."""
+    """Two pairs; sums over completions: policy (-1, -3), (-2, -2.5), reference (-1.5, -2), (-2, -3)."""
     logp = torch.tensor(
         [[-0.5, -0.5, 9.0], [-1.0, -1.0, -1.0], [-2.0, 9.0, 9.0], [-2.0, -0.5, 9.0]], dtype=torch.double
     )
-    ref = torch.tensor([[-1.0, -0.5, 7.0], [-1.0, -0.5, -0.5], [-1.0, 7.0, 7.0], [-1.5, -1.5, 7.0]], dtype=torch.double)
+    ref = torch.tensor([[-1.0, -0.5, 7.0], [-1.0, -0.5, -0.5], [-2.0, 7.0, 7.0], [-1.5, -1.5, 7.0]], dtype=torch.double)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
     count = PairCount(2, 3)
     return LossInputs(logp.requires_grad_(), mask, logp.detach(), torch.zeros_like(logp), count, ref_logp=ref)
 
 
 def test_objective_by_hand() -> None:
-    # Delta = (pi_c - ref_c) - (pi_r - ref_r): 0.5 + 1 = 1.5 and -1 - 0.5 = -1.5
+    # Delta = (pi_c - ref_c) - (pi_r - ref_r): 0.5 + 1 = 1.5 and 0 - 0.5 = -0.5
     inputs, metrics = hand_inputs(), MetricReducer()
     loss = make(beta=0.2).objective(inputs, metrics)
-    expected = (math.log1p(math.exp(-0.3)) + math.log1p(math.exp(0.3))) / 2
-    assert float(loss) == pytest.approx(expected)
+    expected = (math.log1p(math.exp(-0.3)) + math.log1p(math.exp(0.1))) / 2
+    assert loss.item() == pytest.approx(expected)
     loss.backward()
     # d loss / d logp of a chosen token = -beta sigmoid(-beta Delta) / pairs
     slope = 0.2 / (1 + math.exp(0.3)) / 2
@@ -76,7 +76,7 @@ def test_objective_by_hand() -> None:
     assert inputs.logp.grad[1].tolist() == pytest.approx([slope] * 3)
     found = metrics.result()
     wanted = {
-        "rewards/chosen": 0.2 * (0.5 - 1) / 2, "rewards/rejected": 0.2 * (-1 + 0.5) / 2, "rewards/margins": 0.0,
+        "rewards/chosen": 0.2 * (0.5 + 0) / 2, "rewards/rejected": 0.2 * (-1 + 0.5) / 2, "rewards/margins": 0.1,
         "rewards/accuracies": 0.5, "logps/chosen": -1.5, "logps/rejected": -2.75,
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
@@ -84,14 +84,15 @@ def test_objective_by_hand() -> None:
 
 def test_mixtures_and_nll_add_up() -> None:
     def loss(**settings: Any) -> float:
-        return float(make(**settings).objective(hand_inputs(), MetricReducer()))
+        return make(**settings).objective(hand_inputs(), MetricReducer()).item()
 
     nll = (1 + 2) / 3  # of the chosen tokens
     assert loss(nll_alpha=0.5) == pytest.approx(loss() + 0.5 * nll)
     mixed = loss(loss_type=["sigmoid", "hinge", "sft"], loss_weights=[0.5, 2, 0.1])
     assert mixed == pytest.approx(0.5 * loss() + 2 * loss(loss_type="hinge") + 0.1 * nll)
     assert loss(loss_type=["sigmoid", "hinge"]) == pytest.approx(loss() + loss(loss_type="hinge"))
-    assert loss(label_smoothing=0.3) != loss()
+    mirrored = (math.log1p(math.exp(0.15)) + math.log1p(math.exp(-0.05))) / 2
+    assert loss(label_smoothing=0.3) == pytest.approx(0.7 * loss() + 0.3 * mirrored)
     assert loss(loss_type="discopop", discopop_tau=1.0) != loss(loss_type="discopop")
 
 
@@ -241,11 +242,11 @@ def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
     outcomes = []
     for mutate in (False, True):
         agent = make(batch_size=9, lr=1e-2, update_epochs=2, weight_decay=0.01)
-        agent.learn(pairs())
+        agent.learn(pairs(12))
         if mutate:
             new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != getattr(agent, gene))
             agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, getattr(agent, gene), new),)))
-        agent.learn(pairs(seed=1))
+        agent.learn(pairs(12, seed=1))
         outcomes.append(weights(agent))
     assert not equal(*outcomes)
 
@@ -336,7 +337,7 @@ def test_defaults_and_names() -> None:
     config = DPO.Config()
     assert (config.beta, config.nll_alpha, config.loss_type, config.lr) == (0.1, 0.0, "sigmoid", 5e-6)
     for name in PREFERENCE_LOSSES:
-        assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).losses == {name: 1.0}
+        assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).config.losses == {name: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -376,6 +377,7 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             agent.learn(bad)
         assert equal(weights(agent), before)
-    with pytest.raises(ConfigError, match="the sft term|chosen_tokens"):
-        agent = make(nll_alpha=0.1)
+    agent = make(nll_alpha=0.1)
+    with pytest.raises(ConfigError, match=r"the denominator 3\.0 counts pairs only"):
         agent.accumulate(batch, denominator=3.0)
+    agent.accumulate(batch, denominator=agent.window_denominator(batch.action_mask))

@@ -58,10 +58,13 @@ def test_growth_keeps_every_adapter_and_its_moments(grow: str) -> None:
     state = {name: random_factors(3, seed) for seed, name in enumerate(("theta", "exp_avg", "exp_avg_sq"))}
     store.write(slot, state)
     store.steps[slot] = 11
+    pending = torch.arange(24.0).view(3, 8)
+    store.factor_grads[0][0][slot, :3] = pending
     other = store.allocate(4, 1.0) if grow == "slots" else store.allocate(9, 1.0)
     assert other != slot
     read = store.read(slot)
     assert all(same(read[name], state[name]) for name in state)
+    assert torch.equal(store.factor_grads[0][0][slot, :3], pending)
     assert store.steps[slot] == 11
     assert store.scaling[slot] == 2.0
 
