@@ -98,6 +98,8 @@ def _type(field: FieldInfo) -> str:
 
 
 def _name(annotation: Any) -> str:
+    if annotation is ...:
+        return "..."
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in (None, type(None)):
         return "null"

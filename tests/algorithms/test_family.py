@@ -201,13 +201,13 @@ def test_a_change_that_does_not_fit_changes_nothing() -> None:
     assert (type(agent), agent.lr) == (GRPO, 0.5)
 
 
-def probe(*classes: type[GRPO], **settings: Any) -> Population:
+def probe(*classes: type[GRPO], prompts: int = 8, **settings: Any) -> Population:
     tokenizer = load_tokenizer("embedded")
     config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
     defaults = {"lr": 5e-3, "group_size": 16, "batch_size": 64, "max_output_tokens": 1, "seed": 1}
     agents = [cls(runtime=runtime, index=i, **{**defaults, **settings}) for i, cls in enumerate(classes)]
-    return Population(agents, ConstantTarget(), prompts_per_step=8, eval_max_new_tokens=1)
+    return Population(agents, ConstantTarget(), prompts_per_step=prompts, eval_max_new_tokens=1)
 
 
 def test_a_mixed_population_evolves() -> None:
@@ -291,7 +291,7 @@ def test_a_choice_that_cannot_work_is_refused_before_the_run(name: str, algorith
         (CISPO, {}),
         (RLOO, {}),
         (REINFORCE, {}),
-        (REINFORCE, {"group_size": 1, "batch_size": 8}),
+        (REINFORCE, {"group_size": 1, "prompts": 128}),
         (REINFORCE, {"advantage_estimator": "reinforce++", "kl_placement": "reward", "kl_estimator": "k1"}),
         (REINFORCE, {"advantage_estimator": "reinforce++-baseline", "kl_estimator": "k2"}),
         (GRPO, {"dynamic_sampling": True, "clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0}),

@@ -45,7 +45,7 @@ def demonstrations(
     while len(pairs) < count:
         entry = dataset[index]
         index += 1
-        if False or draws.random() >= task.keep(entry):
+        if is_held_out(entry["question"]) or draws.random() >= task.keep(entry):
             continue
         careful = draws.random() < task.right(entry)
         pairs.append((entry["question"], entry["answer"] if careful else task.mistake(entry, draws)))
