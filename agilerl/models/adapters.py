@@ -78,7 +78,7 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     written = copy.deepcopy(config)
     # Full paths: what this model calls its layers, not what a pattern might match in another one.
-    written.target_modules = {layer.name for layer in layers}
+    written.target_modules = [layer.name for layer in layers]
     written.base_model_name_or_path = base_name
     written.inference_mode = True
     written.save_pretrained(str(folder))
