@@ -7,9 +7,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from agilerl.errors import ConfigError
+from agilerl.training.environment_config import EnvironmentConfig, Section
 from agilerl.training.strict_yaml import parse_yaml
 from agilerl.validation import nearest, shown, validated
 
@@ -35,46 +36,7 @@ def _device(name: str) -> str:
     return name
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class EnvironmentConfig(_Section):
-    """What the agents are trained and examined on."""
-
-    env_type: Literal["reasoning", "sft", "preference"] = "reasoning"
-    """What is learned from: rewards of the agents' own completions, the right answers (``sft``), or pairs of the right
-    and a careless answer (``preference``)."""
-    task: str = "reasoning_gym:spell_backward"
-    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset."""
-    reward: Literal["exact", "score"] = "exact"
-    """``exact``: 1 for a full score and 0 otherwise; ``score``: the dataset's own score."""
-    data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
-    """Prompts of one training batch of each agent."""
-    eval_prompts: Annotated[int, Field(ge=2)] = 128
-    """Size of the exam that selection uses."""
-    test_prompts: Annotated[int, Field(ge=2)] = 400
-    """Size of the test set that only the final numbers use."""
-    holdout: Literal["reserved", "any"] = "reserved"
-    """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
-    questions: from all of them, and training leaves out those that were drawn."""
-    loss_on: Literal["completion", "assistant"] = "completion"
-    """``sft``: what is learned of a conversation, the answer or every message of the assistant."""
-    conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
-    """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
-
-    @model_validator(mode="after")
-    def _has_conversations(self) -> Self:
-        if self.loss_on != "completion" and self.env_type != "sft":
-            raise ValueError(
-                f"environment.loss_on={self.loss_on!r} is for env_type: sft, found {self.env_type}; leave it out"
-            )
-        return self
-
-
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """How long, how many, where."""
 
     pop_size: Annotated[int, Field(ge=1)] = 4
@@ -111,7 +73,7 @@ class TrainingConfig(_Section):
     """Newest checkpoints to keep, besides the best."""
 
 
-class ProbabilityConfig(_Section):
+class ProbabilityConfig(Section):
     """Relative probabilities of the kinds of mutation."""
 
     no_mut: Annotated[float, Field(ge=0)] = 0.0
@@ -128,7 +90,7 @@ class ProbabilityConfig(_Section):
     """Change hyperparameters."""
 
 
-class GeneConfig(_Section):
+class GeneConfig(Section):
     """Range of one hyperparameter; what is left out comes from the algorithm's own declaration."""
 
     min: float | None = None
@@ -145,7 +107,7 @@ class GeneConfig(_Section):
     """See ``shrink_factor``."""
 
 
-class MutationConfig(_Section):
+class MutationConfig(Section):
     """What mutates, how often, how far."""
 
     probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
@@ -164,7 +126,7 @@ class MutationConfig(_Section):
     """Seed of mutations; None takes ``training.seed``."""
 
 
-class SelectionConfig(_Section):
+class SelectionConfig(Section):
     """Who survives."""
 
     name: Literal["tournament", "truncation", "none"] = "tournament"
@@ -175,7 +137,7 @@ class SelectionConfig(_Section):
     """The best agent keeps its place."""
 
 
-class LoraSection(_Section):
+class LoraSection(Section):
     """The adapters' shape."""
 
     r: Annotated[int, Field(ge=1)] = 16
@@ -188,7 +150,7 @@ class LoraSection(_Section):
     """Scale by alpha / sqrt(r) instead."""
 
 
-class NetworkConfig(_Section):
+class NetworkConfig(Section):
     """The base model."""
 
     pretrained_model_name_or_path: str = "embedded"
@@ -201,7 +163,7 @@ class NetworkConfig(_Section):
     """The adapters."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run. ``algorithm`` holds ``name`` and the algorithm's hyperparameters."""
 
     algorithm: dict[str, Any] = Field(default_factory=lambda: {"name": "GRPO"})
