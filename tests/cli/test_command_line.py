@@ -146,9 +146,16 @@ def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> 
 @pytest.mark.model
 def test_an_interruption_is_one_line_and_frees_the_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run"]
-    # In a session of its own, so that the signal reaches nobody else.
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,  # so that the signal reaches nobody else
+        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as run:
         assert run.stdout is not None
         assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
