@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # What tests/oracle compares with. Without their own dependencies: only plain torch functions of theirs are called.
 ORACLES := liger-kernel==0.8.5 trl==1.16.0
+# What tests/envs adapts. Their own requirements contradict constraints.txt; what they import comes with the dev extra.
+ADAPTED := gem-llm==0.1.0 openenv==0.10.0
 
 # One thread: the tensors of the tests are tiny, and two threads beside another process can be ten times slower than one.
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +24,7 @@ setup: $(READY) ## Make .venv with the package, editable, and all that the check
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(ORACLES)
+	$(BIN)/python -m pip install --quiet --no-deps $(ORACLES) $(ADAPTED)
 	touch $@
 
 train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train

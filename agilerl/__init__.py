@@ -4,8 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agilerl.algorithms import GRPO
+    from agilerl.algorithms import (
+        CISPO,
+        DPO,
+        GRPO,
+        GSPO,
+        LLMPPO,
+        LLMREINFORCE,
+        PPO,
+        REINFORCE,
+        RLOO,
+        SFT,
+        PolicyLoss,
+    )
+    from agilerl.envs.episode_task import EpisodeTask
+    from agilerl.envs.preference import PreferenceTask
     from agilerl.envs.procedural import ReasoningGymTask
+    from agilerl.envs.sft import SFTTask
     from agilerl.hpo.mutation import Mutations
     from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
     from agilerl.hpo.tournament import TournamentSelection
@@ -15,24 +30,50 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CISPO",
+    "DPO",
+    "EpisodeTask",
     "GRPO",
+    "GSPO",
     "HyperparameterConfig",
+    "LLMPPO",
+    "LLMREINFORCE",
     "Mutations",
+    "PPO",
+    "PolicyLoss",
     "Population",
+    "PreferenceTask",
+    "REINFORCE",
+    "RLOO",
     "RLParameter",
     "ReasoningGymTask",
     "Runtime",
+    "SFT",
+    "SFTTask",
     "TournamentSelection",
 ]
 
 _HOMES = {
+    "CISPO": "agilerl.algorithms",
+    "DPO": "agilerl.algorithms",
     "GRPO": "agilerl.algorithms",
+    "GSPO": "agilerl.algorithms",
+    "LLMPPO": "agilerl.algorithms",
+    "LLMREINFORCE": "agilerl.algorithms",
+    "PPO": "agilerl.algorithms",
+    "PolicyLoss": "agilerl.algorithms",
+    "REINFORCE": "agilerl.algorithms",
+    "RLOO": "agilerl.algorithms",
+    "SFT": "agilerl.algorithms",
+    "EpisodeTask": "agilerl.envs.episode_task",
     "HyperparameterConfig": "agilerl.hpo.parameters",
     "Mutations": "agilerl.hpo.mutation",
     "Population": "agilerl.population",
+    "PreferenceTask": "agilerl.envs.preference",
     "RLParameter": "agilerl.hpo.parameters",
     "ReasoningGymTask": "agilerl.envs.procedural",
     "Runtime": "agilerl.runtime",
+    "SFTTask": "agilerl.envs.sft",
     "TournamentSelection": "agilerl.hpo.tournament",
 }
 
@@ -42,3 +83,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, whether or not they were used yet."""
+    return [*__all__, "__version__"]

@@ -12,20 +12,21 @@ from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.policy import record_batch
 from agilerl.algorithms.update import learn_together
 from agilerl.data import Trajectory, collate
-from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.core import Split, Task
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, trajectories
-from agilerl.envs.prompts import render_prompt
-from agilerl.errors import ConfigError
+from agilerl.envs.graded import all_weights, check_evolving_weights
+from agilerl.errors import ConfigError, EnvError
 from agilerl.functional import MetricReducer, zero_variance_groups
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
-from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.collect import CollectTimes, TaskRequest, collect
+from agilerl.rollouts import SamplingSettings
+from agilerl.rollouts.collect import CollectTimes, grader_metrics
+from agilerl.rollouts.episodes import episode_metrics
+from agilerl.rollouts.sources import Ask, EpisodeSource, Panel, QuestionSource, Source
 
 __all__ = ["Evolution", "Population", "Rollout"]
-
-Panel = list[tuple[Row, list[int]]]
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Rollout:
     times: CollectTimes
     dropped: dict[int, set[int]] = field(default_factory=dict)
     """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
+    skipped: dict[int, int] = field(default_factory=dict)
+    """By agent index: training rows that are too long, in whose place another one stands."""
 
     def batch(self, index: int) -> list[Trajectory]:
         """Return the trajectories that an agent trains on."""
@@ -56,16 +59,16 @@ class Evolution:
 
 
 class Population:
-    """Agents of one runtime on one task.
+    """Agents of one runtime on one task: questions to answer, or episodes to play.
 
-    ``prompts_per_step`` is the number of prompts of one training batch of each agent. Every agent reads the same
-    stream of training prompts from its own position, so agents that trained equally long saw the same prompts.
+    ``prompts_per_step`` is the number of prompts (or seeds of episodes) of one training batch of each agent. Every
+    agent reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
     """
 
     def __init__(
         self,
         agents: Sequence[LLMAlgorithm],
-        task: Task,
+        task: Task | EpisodeTask,
         *,
         tokenizer: Any = None,
         prompts_per_step: int = 8,
@@ -76,6 +79,9 @@ class Population:
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         _check_source(agents, task)
+        for agent in agents:
+            all_weights(task, _own_weights(agent))
+            check_evolving_weights(task, agent.genes)
         self.agents = list(agents)
         self.task = task
         self.runtime = agents[0].runtime
@@ -87,7 +93,13 @@ class Population:
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
         self.next_index = max(a.index for a in agents) + 1
-        self._panels: dict[tuple[str, int], Panel] = {}
+        if isinstance(task, Task):
+            task.fit(self.tokenizer, self.context_length - 1)
+        self.source: Source = (
+            EpisodeSource(task, self.tokenizer)
+            if isinstance(task, EpisodeTask)
+            else QuestionSource(task, self.tokenizer)
+        )
 
     def __repr__(self) -> str:
         return f"Population({len(self.agents)} agents on {self.runtime.base.name!r}, next_index={self.next_index})"
@@ -117,10 +129,10 @@ class Population:
         missing = dict.fromkeys(rounds, self.prompts_per_step)
         for number in range(max(rounds.values())):
             asking = [a for a in self.agents if missing[a.index] and number < rounds[a.index]]
-            requests = [r for a in asking for r in self._requests(a, sampled[a.index], missing[a.index])]
-            if not requests:
+            asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
+            if not asks:
                 break
-            groups, times = collect(self.runtime.engine, self.task, self.tokenizer, requests)
+            groups, times = self.source.collect(self.runtime.engine, asks)
             rollout.times.rollout += times.rollout
             rollout.times.reward += times.reward
             for agent in asking:
@@ -132,26 +144,31 @@ class Population:
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         for agent in self.agents:
+            positions = range(agent.position, agent.position + sampled[agent.index])
+            rollout.skipped[agent.index] = self.source.skipped(positions, agent.context_length)
             agent.position += sampled[agent.index]
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
         return rollout
 
-    def _requests(self, agent: LLMAlgorithm, first: int, count: int) -> list[TaskRequest]:
-        """Return requests for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
-        requests = []
-        for number in range(first, first + count):
-            row = self.task.row("train", agent.position + number)
-            prompt = self.render(row)
-            generation = GenerationRequest(
+    def _asks(self, agent: LLMAlgorithm, first: int, count: int) -> list[Ask]:
+        """Return what to ask for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
+        weights = all_weights(self.task, _own_weights(agent))
+        return [
+            Ask(
                 agent.slot,
-                prompt,
+                "train",
+                agent.position + number,
                 agent.config.group_size,  # type: ignore[attr-defined]
-                agent.sampling(len(prompt)),
+                agent.sampling,
+                agent.context_length,
+                getattr(agent.config, "max_output_tokens", None) or 1,
+                group=number,
                 key=(agent.index, agent.rollouts, number),
+                weights=weights,
             )
-            requests.append(TaskRequest(row, generation, group=number))
-        return requests
+            for number in range(first, first + count)
+        ]
 
     @property
     def learns_from_data(self) -> bool:
@@ -172,16 +189,19 @@ class Population:
                 if position not in known:
                     known[position] = self.examples(position)
                 drawn += [replace(t, group=number) for t in known[position]]
+            positions = range(agent.position, agent.position + self.prompts_per_step)
+            rollout.skipped[agent.index] = self.source.skipped(positions, self.context_length)
             agent.position += self.prompts_per_step
         rollout.times.rollout = perf_counter() - start
         return rollout
 
     def examples(self, position: int) -> list[Trajectory]:
-        """Return what the task's training row at a position teaches; raises EnvError when it is too long."""
-        if not isinstance(self.task, DataTask):
+        """Return what the task's training row at a position teaches; where it is too long, what its stand-in does."""
+        task, limit = self.task, self.context_length
+        if not isinstance(task, DataTask) or not isinstance(self.source, QuestionSource):
             raise ConfigError(f"{self.task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
-        row = self.task.row("train", position)
-        return trajectories(self.task.examples(self.tokenizer, row, self.context_length), 0, row)
+        row, made = self.source.train(position, limit, lambda row: task.examples(self.tokenizer, row, limit))
+        return trajectories(made, 0, row)
 
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
@@ -204,10 +224,15 @@ class Population:
                     "groups/resampled": float(sampled - self.prompts_per_step),
                     "groups/dropped": float(dropped),
                 }
-        grader = f"rewards/{self.task.grader}"
-        for values in metrics.values():
-            if "reward" in values:
-                values |= {f"{grader}/mean": values["reward"], f"{grader}/std": values["reward_std"]}
+        whole = f"rewards/{self.task.grader}"
+        for index, skipped in rollout.skipped.items():
+            if skipped:
+                metrics[index]["prompts_skipped"] = float(skipped)
+        for index, sampled_rows in rollout.trajectories.items():
+            values, parts = metrics[index], grader_metrics(sampled_rows)
+            values |= episode_metrics(sampled_rows) | parts
+            if not parts and "reward" in values:
+                values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
 
     # -- exams ----------------------------------------------------------------------------------------------------
@@ -232,38 +257,34 @@ class Population:
         return Fitness.from_scores(self._examine(split, [(None, None)])[0])
 
     def _examine(self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]]) -> list[list[float]]:
-        panel = self.panel(split)
-        requests = [
-            TaskRequest(row, GenerationRequest(slot, prompt, 1, self._exam_sampling(prompt), split, (number,)), number)
+        size = self.task.panel_size(split)
+        limit, reserve = self.context_length, self.eval_max_new_tokens or 1
+        asks = [
+            Ask(slot, split, number, 1, self._exam_sampling, limit, reserve, number, (number,))
             for slot, _ in who
-            for number, (row, prompt) in enumerate(panel)
+            for number in range(size)
         ]
-        groups, _ = collect(self.runtime.engine, self.task, self.tokenizer, requests)
+        groups, _ = self.source.collect(self.runtime.engine, asks)
+        lost = _lost_episodes(groups, size)
         scores = []
         for k, (_, agent) in enumerate(who):
-            own = [group[0] for group in groups[k * len(panel) : (k + 1) * len(panel)]]
-            failed = any(t.finish_reason == "error" for t in own)
-            scores.append([float("nan")] * len(own) if failed else [t.episode_return for t in own])
+            own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
+            failed = any(t.finish_reason == "error" for group in own for t in group)
+            # An episode may be several rows, each with the whole return.
+            scores.append([float("nan") if failed or not group else group[0].episode_return for group in own])
             if agent is not None and split == "exam":
-                agent.tokens["evaluated"] += sum(len(t.token_ids) for t in own)
+                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
 
-    def _exam_sampling(self, prompt: Sequence[int]) -> SamplingSettings:
-        room = self.runtime.base.context_length - len(prompt)
+    def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
+        room = self.runtime.base.context_length - prompt_length
         return SamplingSettings(max_new_tokens=max(1, min(self.eval_max_new_tokens or room, room)), temperature=0.0)
 
     def panel(self, split: Split) -> Panel:
-        """Return the rows of a fixed panel with their rendered prompts."""
-        size = self.task.panel_size(split)
-        key = (split, size)
-        if key not in self._panels:
-            rows = [self.task.row(split, i) for i in range(size)]
-            self._panels[key] = [(row, self.render(row)) for row in rows]
-        return self._panels[key]
-
-    def render(self, row: Row) -> list[int]:
-        """Return the prompt tokens of a row; raises when they leave no room for a completion."""
-        return render_prompt(self.tokenizer, self.task.messages(row), max_tokens=self.context_length - 1)
+        """Return the rows of a task's fixed panel with their rendered prompts."""
+        if not isinstance(self.source, QuestionSource):
+            raise ConfigError(f"{self.task.name} is an environment: it has episodes, no panel of questions")
+        return self.source.panel(split, self.context_length)
 
     @property
     def context_length(self) -> int:
@@ -309,7 +330,24 @@ class Population:
                 agent.move_to(free)
 
 
-def _check_source(agents: Sequence[LLMAlgorithm], task: Task) -> None:
+def _lost_episodes(groups: Sequence[Sequence[Trajectory]], size: int) -> set[int]:
+    """Return the places of an exam where somebody's environment failed: they count for nobody.
+
+    Raises EnvError when they are more than half of it.
+    """
+    failures = [
+        (place % size, t.outcome.error)
+        for place, group in enumerate(groups)
+        for t in group
+        if t.outcome is not None and t.outcome.error is not None
+    ]
+    lost = {place for place, _ in failures}
+    if len(lost) > size / 2:
+        raise EnvError(f"the environment failed in {len(lost)} of {size} exam episodes; the first: {failures[0][1]}")
+    return lost
+
+
+def _check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:
     """Raise ConfigError unless the agents learn from one kind of source, and the task is one."""
     wanted = {agent.env_type if isinstance(agent, DataAlgorithm) else "reasoning" for agent in agents}
     if len(wanted) > 1:
@@ -321,6 +359,12 @@ def _check_source(agents: Sequence[LLMAlgorithm], task: Task) -> None:
             f"{type(agents[0]).__name__} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
             f"it: {name}(task)"
         )
+
+
+def _own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
+    """Return the weights that an agent has for parts of the reward; none where it learns from data."""
+    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
+    return weights
 
 
 def _teaches_nothing(group: Sequence[Trajectory]) -> bool:

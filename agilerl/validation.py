@@ -81,8 +81,8 @@ def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list
             owner = inside
             field = owner.model_fields.get(str(part))
             inside = None if field is None else _plain(field.annotation)
-        elif typing.get_origin(inside) is dict:
-            inside = _plain(typing.get_args(inside)[1])
+        elif typing.get_origin(inside) in (dict, list) and typing.get_args(inside):
+            inside = _plain(typing.get_args(inside)[-1])
         elif isinstance(part, str):
             break
         path.append(str(part))

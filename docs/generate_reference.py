@@ -77,14 +77,23 @@ def _table(model: type[BaseModel], *, genes: bool = False) -> str:
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting with its path; the settings of one gene follow ``rl_hp_selection.<name>``."""
+    """Every setting with its path; the settings of one gene follow ``rl_hp_selection.<name>``.
+
+    What the entries of a list are is said once, though several lists have the same.
+    """
+    listed = set()
     for name, field in model.model_fields.items():
-        inner = _model(field.annotation)
-        if inner is None:
+        inner, is_list = _model(field.annotation), _has_list(field.annotation)
+        if inner is None or is_list:
             yield prefix + name, field
-        else:
+        if inner is not None and inner not in listed:
             of_many = "<name>." if get_origin(field.annotation) is dict else ""
-            yield from _leaves(inner, f"{prefix}{name}.{of_many}")
+            yield from _leaves(inner, f"{prefix}{name}{'[]' if is_list else ''}.{of_many}")
+        listed |= {inner} if is_list else set()
+
+
+def _has_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list or any(map(_has_list, get_args(annotation)))
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
@@ -117,6 +126,8 @@ def _name(annotation: Any) -> str:
         return f"list of {_name(arguments[0])}"
     if origin is dict:
         return "mapping"
+    if issubclass(annotation, BaseModel):
+        return "mapping"
     return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
         annotation.__name__, annotation.__name__
     )
@@ -133,6 +144,8 @@ def _bounds(field: FieldInfo) -> list[str]:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
     if value is None:
         return "null"

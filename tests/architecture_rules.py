@@ -36,7 +36,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 """What the files of a package never import, beyond the order of the layers."""
 
-OPTIONAL = ("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel")
+OPTIONAL = (
+    *("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
+    *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s"),
+)
 UNSAFE_IMPORTS = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
 UNSAFE_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load")
 UNSAFE_KEYWORDS = ("trust_remote_code", "allow_pickle")

@@ -29,13 +29,13 @@ REEXPORTS, REEXPORT_LINES = ("llm_envs.py", "utils/*.py", "algorithms/core/*.py"
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     "global_rng": (
-        # reasoning_gym draws from the global generators: they are seeded for the draw and put back.
-        "agilerl.envs.upstream: random.seed",
-        "agilerl.envs.upstream: random.getstate",
-        "agilerl.envs.upstream: random.setstate",
-        "agilerl.envs.upstream: numpy.random.seed",
-        "agilerl.envs.upstream: numpy.random.get_state",
-        "agilerl.envs.upstream: numpy.random.set_state",
+        # reasoning_gym, GEM and textarena draw from the global generators: they are seeded for the call and put back.
+        "agilerl.envs.global_generators: random.seed",
+        "agilerl.envs.global_generators: random.getstate",
+        "agilerl.envs.global_generators: random.setstate",
+        "agilerl.envs.global_generators: numpy.random.seed",
+        "agilerl.envs.global_generators: numpy.random.get_state",
+        "agilerl.envs.global_generators: numpy.random.set_state",
     ),
 }
 

@@ -45,14 +45,15 @@ def run(session: Session, out: Path) -> dict[str, Any]:
 
 
 def test_there_is_a_manifest_for_every_algorithm() -> None:
-    assert {p.stem for p in MANIFESTS} == NAMES
+    assert {p.stem for p in MANIFESTS} >= NAMES
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
 def test_manifests_are_valid(path: Path) -> None:
     manifest = load_manifest(path)
     check(manifest)
-    assert manifest.algorithm["name"].lower() == path.stem
+    if path.stem in NAMES:
+        assert manifest.algorithm["name"].lower() == path.stem
     assert f"agilerl train tutorials/manifests/{path.name}" in path.read_text()
 
 
@@ -62,7 +63,7 @@ def test_manifests_are_valid(path: Path) -> None:
         ("SFT", "reasoning", {}, "algorithm.name='SFT' learns from environment.env_type='sft', found 'reasoning'"),
         ("SFT", "preference", {}, "env_type='sft', found 'preference'"),
         ("DPO", "sft", {}, "env_type='preference', found 'sft'"),
-        ("GRPO", "sft", {}, "env_type='reasoning', found 'sft'"),
+        ("GRPO", "sft", {}, "env_type='reasoning'.*, found 'sft'"),
         ("DPO", "preference", {"loss_on": "assistant"}, "loss_on='assistant' is for env_type: sft, found preference"),
     ],
 )
@@ -121,5 +122,5 @@ def test_an_adapter_is_where_everybody_starts_and_what_they_are_compared_with(tm
 
 
 def test_answers_that_do_not_fit_stop_the_run_before_it_starts() -> None:
-    with pytest.raises(EnvError, match=r"an example of at most \d+ tokens"):
-        build(config("SFT", "sft", network={"max_context_length": 10}))
+    with pytest.raises(EnvError, match=r"none of 256 training rows .* fits; .* an example of at most 9 tokens"):
+        build(config("SFT", "sft", network={"max_context_length": 9}))

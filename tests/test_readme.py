@@ -1,6 +1,7 @@
 """The README and the guides do what they say: Python runs, commands run or parse, links lead somewhere."""
 
 import itertools
+import json
 import re
 import shlex
 import shutil
@@ -74,7 +75,11 @@ def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the manifests that the pages show."""
+    """A folder with the manifests of the tutorials and of the pages, and the rows that some of them name."""
+    shutil.copytree(ROOT / "tutorials" / "manifests", tmp_path / "tutorials" / "manifests")
+    for name, columns in (("rows.jsonl", ("question", "answer")), ("more.jsonl", ("problem", "solution"))):
+        rows = ({columns[0]: f"{name} {i}", columns[1]: str(i)} for i in range(64))
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     for page in PAGES:
         for text in blocks(page, "yaml"):
             if name := re.match(r"# (\w+\.yaml)\n", text):

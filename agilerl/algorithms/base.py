@@ -4,13 +4,23 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutation
-from agilerl.hpo.parameters import Gene, HyperparameterConfig, Value, check_values, genes_in_force
+from agilerl.hpo.parameters import (
+    Gene,
+    HyperparameterConfig,
+    Value,
+    check_present,
+    check_values,
+    genes_in_force,
+    values_of,
+    with_changes,
+)
 from agilerl.validation import nearest, sentence, validated
 
 __all__ = ["AlgorithmConfig", "EvolvableAlgorithm"]
@@ -19,7 +29,9 @@ __all__ = ["AlgorithmConfig", "EvolvableAlgorithm"]
 class AlgorithmConfig(BaseModel):
     """Hyperparameters of an algorithm: each declared once, with its bounds, default and evolution range."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class _Hyperparameter:
@@ -29,7 +41,11 @@ class _Hyperparameter:
         self.name, self.__doc__ = name, doc
 
     def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
-        return self if agent is None else getattr(agent.config, self.name)
+        if agent is None:
+            return self
+        value = getattr(agent.config, self.name)
+        # An entry that is set in place would be checked by nobody, and a clone would not have it.
+        return MappingProxyType(value) if isinstance(value, dict) else value
 
     def __set__(self, agent: "EvolvableAlgorithm", value: Any) -> None:
         agent.set_hyperparameters({self.name: value})
@@ -74,7 +90,7 @@ class EvolvableAlgorithm(ABC):
         """Trajectories trained on so far."""
         self._mutation_hooks: list[Callable[[], None]] = []
         if hp_config is not None:
-            check_values(self.genes, {name: getattr(self.config, name) for name in self.genes})
+            check_values(self.genes, self.hyperparameters)
 
     @classmethod
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
@@ -104,15 +120,20 @@ class EvolvableAlgorithm(ABC):
     @property
     def hyperparameters(self) -> dict[str, Value]:
         """Current value of each gene."""
-        return {name: getattr(self.config, name) for name in self.genes}
+        return values_of(self.config, self.genes)
 
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Change some hyperparameters together; nothing changes when one of them, or their combination, is invalid."""
-        merged = {**self.config.model_dump(exclude_unset=True), **values}
+        """Change some hyperparameters together; nothing changes when one of them, or their combination, is invalid.
+
+        ``field.entry`` is one entry of a hyperparameter that is a mapping.
+        """
+        merged = with_changes(self.config.model_dump(exclude_unset=True), values)
         try:
-            self.config = type(self.config)(**merged)
+            config = type(self.config)(**merged)
         except ValidationError as error:
             raise ConfigError(sentence(error, type(self.config))) from None
+        check_present(self.genes, values_of(config, self.genes))
+        self.config = config
 
     # -- mutation -------------------------------------------------------------------------------------------------
 

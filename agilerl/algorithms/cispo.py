@@ -7,14 +7,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.grpo import GRPO
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.algorithms.policy import GroupConfig, PolicyConfig, check_weight_bounds
+from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 
 __all__ = ["CISPO", "CISPOConfig"]
 
 
-class CISPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of CISPO: GRPO's, the objective fixed."""
 
     algorithm: ClassVar[str] = "CISPO"
@@ -32,12 +33,7 @@ class CISPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Self:
-        set_both = self.model_fields_set & {"clip_max", "clip_min"}
-        if self.clip_coef is not None and set_both:
-            raise ValueError(
-                f"clip_coef={self.clip_coef} gives both bounds of the weight, found {' and '.join(sorted(set_both))} "
-                "as well; name one or the other"
-            )
+        check_weight_bounds(self, self.clip_min, self.clip_max)
         return self
 
     @property

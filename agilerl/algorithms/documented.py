@@ -5,8 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
+from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
@@ -108,6 +111,24 @@ class DocumentedSurface:
     def reinit_optimizers(self, optimizer: Any = None) -> None:
         """Forget Adam's moments and step counter."""
         self.runtime.store.clear_moments(self.slot)
+
+    @staticmethod
+    def update_lr(
+        optimizer: torch.optim.Optimizer,
+        lr: float | tuple[float, float],
+        accelerator: Any = None,
+        scheduler_config: CosineLRScheduleConfig | None = None,
+    ) -> tuple[Any, LambdaLR | None]:
+        """Set the rates of a torch optimizer's groups, with a schedule where asked for; returns accelerator, schedule.
+
+        An agent needs no such call: its rate is its hyperparameter, and assigning that takes effect at the next step.
+        """
+        rates = lr if isinstance(lr, tuple) else (lr,) * len(optimizer.param_groups)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        if scheduler_config is None:
+            return accelerator, None
+        return accelerator, LambdaLR(optimizer, lambda update: lr_factor(scheduler_config, update))
 
     def recompile(self) -> None:
         """Do nothing: nothing is compiled."""

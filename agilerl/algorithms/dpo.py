@@ -1,6 +1,5 @@
 """Direct Preference Optimization (arXiv 2305.18290), with the losses that came after it."""
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
-from agilerl.algorithms.reference import ReferenceLogprobs, fingerprint
+from agilerl.algorithms.reference import ReferenceLogprobs
 from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -137,8 +136,6 @@ class DPO(DataAlgorithm):
     config: DPOConfig
     env_type: ClassVar[Literal["sft", "preference"]] = "preference"
     rows_per_unit: ClassVar[int] = 2
-    _reference: bytes = b"base"
-    """Fingerprint of the reference policy."""
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return the batch with the reference's log-probs; raises ConfigError unless its rows are pairs."""
@@ -183,13 +180,7 @@ class DPO(DataAlgorithm):
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
         known = ReferenceLogprobs.of(self.runtime)
-        return known.logprobs(batch, self.reference_slot, self._reference, self.micro_rows(batch))
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a slot of its own."""
-        super().set_reference(factors)
-        assert self.reference_slot is not None
-        self._reference = fingerprint(factors, float(self.runtime.store.scaling[self.reference_slot]))
+        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_rows(batch))
 
     @property
     def window_rows(self) -> int:

@@ -47,15 +47,16 @@ def action_result(
 def to_batch(
     experiences: Any,
     pad_token_id: int,
-    turn_ids: Tensor | None = None,
+    turn_ids: Tensor | Sequence[Tensor] | None = None,
     sampling_logps: Sequence[Tensor | None] | None = None,
     group_size: int = 1,
 ) -> RolloutBatch:
     """Turn ``(completion_ids, action_masks, rewards)`` into a batch.
 
     ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
-    tensor, whose groups are ``group_size`` consecutive rows. ``rewards`` has one number a row in any shape, or
-    ``[rows, turns]`` together with ``turn_ids`` [rows, T-1]. Raises ConfigError when the parts do not fit each other.
+    tensor, whose groups are ``group_size`` consecutive rows, as they are where every list entry is a single row.
+    ``rewards`` has one number a row in any shape, or ``[rows, turns]`` together with ``turn_ids`` [rows, T-1]; both may
+    be lists with one tensor a row, of lengths of their own. Raises ConfigError when the parts do not fit each other.
     """
     try:
         completion_ids, action_masks, rewards = experiences
@@ -69,14 +70,9 @@ def to_batch(
         else [_matrix(x) for x in action_masks]
     )
     rows = sum(len(i) for i in ids)
-    if [len(i) for i in ids] != [len(m) for m in masks] or any(
-        i.shape[1] != m.shape[1] + 1 for i, m in zip(ids, masks)
-    ):
-        raise ConfigError(
-            "every action mask must have as many rows as its completion ids and one column less, found ids "
-            f"{[tuple(i.shape) for i in ids]} and masks {[tuple(m.shape) for m in masks]}"
-        )
+    _check_rows(ids, masks, group_size if stacked else 1)
     by_row = _rewards(rewards, rows, per_turn=turn_ids is not None)
+    expanded = not stacked and len(ids) == rows
     length = padded_length(max(i.shape[1] for i in ids))
     wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((rows, length - 1), dtype=torch.bool)
@@ -84,11 +80,13 @@ def to_batch(
     start = 0
     for group, (i, m) in enumerate(zip(ids, masks)):
         piece = slice(start, start + len(i))
-        wide[piece, : i.shape[1]], mask[piece, : m.shape[1]], groups[piece] = i.cpu(), m.cpu().bool(), group
+        wide[piece, : i.shape[1]], mask[piece, : m.shape[1]] = i.cpu(), m.cpu().bool()
+        groups[piece] = group // group_size if expanded else group
         start = piece.stop
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
-        turns[:, : turn_ids.shape[1]] = torch.where(mask[:, : turn_ids.shape[1]], turn_ids.cpu(), -1)
+        for row, own in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
+            turns[row, : len(own)] = torch.where(mask[row, : len(own)], own.cpu(), -1)
     # Whatever follows a row's last action can influence nothing: attention is causal.
     positions = torch.arange(1, length)[None]
     lengths = torch.where(mask, positions + 1, 0).amax(dim=1).clamp(min=1)
@@ -103,6 +101,35 @@ def to_batch(
     )
 
 
+def _check_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], group_size: int) -> None:
+    rows = sum(len(i) for i in ids)
+    if rows % group_size:
+        raise ConfigError(
+            f"stacked completion_ids hold groups of group_size={group_size} consecutive rows, found {rows} rows; stack "
+            "whole groups, or give a list with one tensor a prompt"
+        )
+    if [len(i) for i in ids] != [len(m) for m in masks] or any(
+        i.shape[1] != m.shape[1] + 1 for i, m in zip(ids, masks)
+    ):
+        raise ConfigError(
+            "every action mask must have as many rows as its completion ids and one column less, found ids "
+            f"{[tuple(i.shape) for i in ids]} and masks {[tuple(m.shape) for m in masks]}"
+        )
+
+
+def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> list[Tensor]:
+    found = [own for part in turn_ids for own in _matrix(part)]
+    if len(found) != rows:
+        raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(found)}")
+    longest = max((len(own) for own in found), default=0)
+    if longest > positions:
+        raise ConfigError(
+            f"expected turn_ids [rows, T-1], as wide as the action masks, found {longest} positions and masks of "
+            f"{positions}"
+        )
+    return found
+
+
 def _matrix(x: Any) -> Tensor:
     tensor = torch.as_tensor(x)
     return tensor[None] if tensor.dim() == 1 else tensor
@@ -110,6 +137,9 @@ def _matrix(x: Any) -> Tensor:
 
 def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
     if isinstance(rewards, (list, tuple)) and rewards and isinstance(rewards[0], Tensor):
+        if per_turn and len(rewards) == rows:
+            ragged = [r.reshape(-1).to(torch.float32) for r in rewards]
+            return torch.nn.utils.rnn.pad_sequence(ragged, batch_first=True, padding_value=float("nan")).cpu()
         rewards = torch.cat([r.reshape(-1) for r in rewards])
     tensor = torch.as_tensor(rewards, dtype=torch.float32).cpu()
     if tensor.dim() == 2 and tensor.shape[0] == rows and (per_turn or tensor.shape[1] == 1):

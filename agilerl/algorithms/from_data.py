@@ -37,7 +37,7 @@ class DataAlgorithm(LLMAlgorithm):
     """Kind of environment that its examples come from."""
 
     def learn(
-        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
+        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
     ) -> dict[str, float]:
         """Update the adapter from a batch of examples, as the environment's ``reset`` and ``step`` return them.
 

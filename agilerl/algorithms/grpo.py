@@ -1,14 +1,13 @@
 """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), and what its relatives share with it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.algorithms.experiences import to_batch
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import RolloutLLMConfig
 from agilerl.algorithms.losses import LossFunction, check_loss
@@ -18,20 +17,23 @@ from agilerl.algorithms.policy import (
     behaviour_entropy,
     behaviour_logprobs,
     check_turn_rewards,
+    check_weight_bounds,
     is_off_policy,
     per_turn_sums,
     record_policy,
     reference_logprobs,
+    reported_logprobs,
 )
 from agilerl.algorithms.state import AgentState
+from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
 from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
     MetricReducer,
-    adaptive_kl_coefficient,
     aggregate,
     broadcast_rows,
+    broadcast_turns,
     cispo,
     clipped_surrogate,
     fill_masked,
@@ -40,7 +42,6 @@ from agilerl.functional import (
     kl_estimate,
     kl_shaped_advantages,
     log_ratio,
-    masked_sum,
     masked_whiten,
     mismatch_weights,
     nonzero_advantage_rows,
@@ -50,29 +51,41 @@ from agilerl.functional import (
     top_entropy_mask,
     turn_advantages,
 )
-from agilerl.hpo.parameters import Evolve
+from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
 from agilerl.validation import nearest, validated
 
 __all__ = ["GRPO", "GRPOConfig"]
 
 
-class GRPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GRPO."""
 
     algorithm: ClassVar[str] = "GRPO"
     clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
-    """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585)."""
+    """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585) where no ``clip_coef`` is set."""
     clip_min: Annotated[float | None, Field(ge=0)] = None
     """``loss_type="cispo"``: floor of the weight."""
 
+    @model_validator(mode="after")
+    def _weight_bounds_agree(self) -> Self:
+        check_weight_bounds(self, self.clip_min, self.clip_max)
+        unused = [name for name in ("dual_clip", "delta") if getattr(self, name) is not None]
+        if self.loss_type == "cispo" and unused:
+            raise ValueError(
+                f"{' and '.join(unused)} bound the clipped surrogate, which loss_type='cispo' has not; leave that out"
+            )
+        return self
+
     @property
     def weight_range(self) -> tuple[float, float]:
-        """Lower and upper bound of CISPO's detached importance weight."""
+        """Lower and upper bound of CISPO's detached importance weight; ``clip_coef``, where it is set, gives both."""
+        if self.loss_type == "cispo" and "clip_coef" in self.model_fields_set:
+            return self.clip_range
         return self.clip_min or 0.0, self.clip_max
 
 
-class GRPO(LLMAlgorithm):
+class GRPO(AdaptiveKL, LLMAlgorithm):
     """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
     Its relatives (GSPO, CISPO, RLOO, REINFORCE) are subclasses with another ``Config`` or another ``credit``, so agents
@@ -81,8 +94,6 @@ class GRPO(LLMAlgorithm):
 
     Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
     config: GRPOConfig
-    kl_scale: float = 1.0
-    """Factor on ``beta`` that ``kl_target`` has found so far."""
 
     # -- presets --------------------------------------------------------------------------------------------------
 
@@ -118,43 +129,19 @@ class GRPO(LLMAlgorithm):
 
     # -- learning -------------------------------------------------------------------------------------------------
 
-    def learn(
-        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
-    ) -> dict[str, float]:
-        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
-
-        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
-        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
-        the metrics of the update. Raises ConfigError where something goes by turn and there are no ``turn_ids``.
-        """
-        if not isinstance(experiences, RolloutBatch):
-            if self.config.uses_turns and turn_ids is None:
-                raise ConfigError(
-                    "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
-                    "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use trajectory level"
-                )
-            experiences = to_batch(
-                experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=self.config.group_size
-            )
-        return super().learn(experiences)
-
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return advantages and the log-probs that the objective compares with."""
         c = self.config
         graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
         batch = batch.select(graded)  # a row without a grade teaches nothing
-        by_sample = c.kl_placement != "loss" or c.use_kl_advantage_shaping or c.kl_target is not None
-        needs_kl = c.beta > 0 and by_sample
-        old: Tensor | None = None
-        reported: Tensor | None = None
-        if is_off_policy(self, len(batch)) or needs_kl or not self.runtime.engine.exact:
-            old, reported = behaviour_logprobs(self, batch)
+        old = None
+        if is_off_policy(self, len(batch)) or c.kl_when_sampled:
+            old = behaviour_logprobs(self, batch)
+        reported = reported_logprobs(self, batch)
         ref = reference_logprobs(self, batch) if c.beta > 0 else None
         kl = None
-        if needs_kl and old is not None and ref is not None:
-            mask, before, base = batch.action_mask.cpu(), old.cpu(), ref.cpu()
-            self._adapt_kl(masked_sum(before - base, mask, -1))
-            kl = kl_estimate(before, base, c.kl_estimator, c.kl_clamp_value, mask=mask)
+        if c.kl_when_sampled and old is not None and ref is not None:
+            kl = self.sampled_kl(old, ref, batch.action_mask)
         advantages = self.credit(batch, kl)
         kept = self._kept_rows(batch, advantages)
         if not kept.all():
@@ -173,20 +160,23 @@ class GRPO(LLMAlgorithm):
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""
         c, mask = self.config, batch.action_mask
-        rewards = self.shaped_rewards(batch, kl)
+        heads, places = batch.heads()
+        rewards = self._episode_rewards(batch, kl, heads, places)
+        groups = batch.groups[heads]
         if c.advantage_level == "turn":
             check_turn_rewards(batch)
-            advantages = turn_advantages(
+            by_turn = turn_advantages(
                 rewards,
-                batch.groups,
-                batch.turn_ids,
+                groups,
+                torch.arange(rewards.shape[1], device=rewards.device).expand(rewards.shape),
                 norm=c.adv_norm,
                 adv_eps=c.adv_eps,
                 trajectory_fallback=c.turn_advantage_trajectory_fallback,
             )
+            advantages = broadcast_turns(by_turn[places], batch.turn_ids)
         else:
-            by_row = group_advantages(rewards.nansum(dim=1), batch.groups, norm=c.adv_norm, adv_eps=c.adv_eps)
-            advantages = broadcast_rows(by_row, mask)
+            by_episode = group_advantages(rewards.nansum(dim=1), groups, norm=c.adv_norm, adv_eps=c.adv_eps)
+            advantages = broadcast_rows(by_episode[places], mask)
         return self.shaped_advantages(advantages, mask, kl, whiten=c.whiten_advantages)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
@@ -213,7 +203,7 @@ class GRPO(LLMAlgorithm):
         if inputs.ref_logp is not None:
             kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
             metrics.add("kl", kl, mask)
-            if c.kl_placement == "loss" and not c.use_kl_advantage_shaping:
+            if c.kl_in_loss:
                 limit = c.kl_clamp_value
                 loss = loss + self.kl_coef * (kl if limit is None else kl.clamp(-limit, limit))
         if c.entropy_coef > 0 and inputs.entropy is not None:
@@ -242,6 +232,14 @@ class GRPO(LLMAlgorithm):
         if kl is not None and c.kl_placement == "reward":
             rewards = rewards - self.kl_coef * per_turn_sums(kl, batch.turn_ids, turns)
         return rewards
+
+    def _episode_rewards(self, batch: RolloutBatch, kl: Tensor | None, heads: Tensor, places: Tensor) -> Tensor:
+        """Return the shaped turn rewards of each episode ``[E, K]``: what its rows add or take off, put together."""
+        shaped = self.shaped_rewards(batch, kl)
+        if batch.episodes is None:
+            return shaped
+        change = (shaped - batch.rewards).nan_to_num(nan=0.0)
+        return batch.rewards[heads] + torch.zeros_like(batch.rewards[heads]).index_add(0, places, change)
 
     def shaped_advantages(self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: bool) -> Tensor:
         """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for."""
@@ -273,22 +271,6 @@ class GRPO(LLMAlgorithm):
         top = top_entropy_mask(entropy.double(), batch.action_mask, threshold)
         return fill_masked(advantages, top)
 
-    @property
-    def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
-        return self.config.beta * self.kl_scale
-
-    def _adapt_kl(self, kl: Tensor) -> None:
-        """Move the weight by what the KL ``[B]`` of this batch's completions says, before it is used."""
-        c = self.config
-        if c.kl_target is None or not len(kl):
-            return
-        samples = min(len(kl), c.kl_horizon)  # more than a horizon at once could turn the weight negative
-        mean = float(kl.double().mean())
-        self.kl_scale = adaptive_kl_coefficient(
-            self.kl_scale, mean, c.kl_target, horizon=float(c.kl_horizon), samples=samples
-        )
-
     # -- one family -----------------------------------------------------------------------------------------------
 
     @classmethod
@@ -310,12 +292,13 @@ class GRPO(LLMAlgorithm):
         family = self.family()
         if name not in family:
             raise ConfigError(f"{type(self).__name__} cannot become {name!r}; {nearest(str(name), family)}")
-        kept = {**self.config.model_dump(exclude_unset=True), **values}
+        kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
         # All members have the same attributes, so an agent changes its class and every reference to it stays valid.
         before = self.config, type(self)
         self.config, self.__class__ = validated(family[name].Config, kept), family[name]  # type: ignore[assignment]
         try:
+            check_present(self.genes, self.hyperparameters)
             if self.loss is not None:
                 check_loss(self.loss, self)
         except ConfigError:

@@ -6,12 +6,13 @@ from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.grpo import GRPO
 from agilerl.algorithms.llm_config import RolloutLLMConfig
 from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.hpo.parameters import Evolve
 
 __all__ = ["GSPO", "GSPOConfig"]
 
 
-class GSPOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+class GSPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GSPO: GRPO's, the objective fixed."""
 
     algorithm: ClassVar[str] = "GSPO"

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -13,15 +13,18 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.documented import DocumentedSurface
+from agilerl.algorithms.examination import examine
 from agilerl.algorithms.experiences import ActionResult, action_result
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
 from agilerl.algorithms.primitives import TrainingPrimitives
+from agilerl.algorithms.reference import ReferencePolicy
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
     base_name,
     capture,
+    check_algorithm,
     constructor_arguments,
     load_weights,
     read_state,
@@ -43,7 +46,7 @@ from agilerl.runtime import Runtime
 __all__ = ["LLMAlgorithm"]
 
 
-class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -57,6 +60,8 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
     config: LLMConfig
     rows_per_unit: ClassVar[int] = 1
     """Rows that belong together and stay in one optimizer step; 2 where rows come in pairs."""
+    trained_slots: ClassVar[int] = 1
+    """Slots that an agent trains: the policy's, and a critic's where there is one."""
 
     def __init__(
         self,
@@ -96,11 +101,8 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
         """Tokens spent by this agent and its ancestors."""
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
-        self.reference_slot: int | None = None
-        """Slot of the frozen reference policy; None: the base model with adapters off."""
         self.critic_slot: int | None = None
         """Slot of the critic, for algorithms that have one."""
-        self.reference_tracker = 0
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
         self._take_slots()
@@ -189,17 +191,12 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
         return action_result(ids, groups, self.pad_token_id)
 
     def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``."""
-        rewards: list[np.ndarray] = []
-        with env.eval_mode():
-            prompts = env.reset()
-            for number in range(loop):
-                action = self.get_action(prompts, training=False)
-                prompts, reward = env.step(action.completion_ids)
-                rewards.append(np.asarray(reward, dtype=np.float64).reshape(-1))
-                self.tokens["evaluated"] += sum(int(m.sum()) for m in action.action_masks)
-                del number
-        scores = np.concatenate(rewards)
+        """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
+
+        For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) of seeds that training
+        does not count up to.
+        """
+        scores = examine(self, env, loop)
         self.fitness.append(float(scores.mean()))
         return scores
 
@@ -277,6 +274,7 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
     @classmethod
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
         """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
+        check_algorithm(state, cls.__name__)
         check_restored(state.own_loss, loss)
         agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
         restore(agent, state, with_optimizer=True)
@@ -311,9 +309,11 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
     ) -> None:
         """Load the adapter of a checkpoint folder into this agent; hyperparameters stay this agent's own.
 
-        With ``overwrite_reference_adapter`` the loaded actor also becomes the reference policy, as between the stages
-        of an SFT -> DPO -> GRPO chain. With ``overwrite_critic_adapter`` an agent with a critic takes the checkpoint's,
-        or starts its critic from the actor where there is none. Raises CheckpointError when the ranks differ.
+        A checkpoint of another algorithm is the stage before this one (SFT -> DPO -> GRPO): its actor becomes the
+        reference policy as well. One of the same algorithm brings the reference it was saved with, unless
+        ``overwrite_reference_adapter`` makes its actor the reference too. With ``overwrite_critic_adapter`` an agent
+        with a critic takes the checkpoint's, or starts its critic from the actor where there is none. Raises
+        CheckpointError when the ranks differ.
         """
         state = read_state(Path(path), self.runtime.store.layers)
         if state.lora["r"] != self.rank:
@@ -324,7 +324,8 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
         if load_optimizer and not state.moments:
             raise CheckpointError(f"{str(path)!r} was saved without its optimizer; load it with load_optimizer=False")
         load_weights(self, state, with_optimizer=load_optimizer, with_critic=overwrite_critic_adapter)
-        if overwrite_reference_adapter:
+        separate = getattr(self.config, "use_separate_reference_adapter", False)
+        if overwrite_reference_adapter or (separate and state.algorithm != type(self).__name__):
             self.set_reference(state.adapter)
 
     @classmethod
@@ -345,27 +346,6 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
             lora = adapters.read_config(Path(path) / "actor")
             runtime = Runtime.from_pretrained(base_name(Path(path)), device=device, lora_config=lora)
         return cls.from_state(read_state(Path(path), runtime.store.layers), runtime, loss)
-
-    def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference when the tracker advances past its stored value.
-
-        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model.
-        """
-        if reference_update_tracker <= self.reference_tracker:
-            return
-        self.reference_tracker = reference_update_tracker
-        if getattr(self.config, "use_separate_reference_adapter", True):
-            self.set_reference(self.runtime.store.adapter(self.slot))
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
-        store = self.runtime.store
-        rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
-        if self.reference_slot is None:
-            self.reference_slot = store.allocate(rank, scaling)
-            self._reference_lease = self._lease_of(self.reference_slot)
-        store.set_rank(self.reference_slot, rank, scaling)
-        store.load_adapter(self.reference_slot, factors)
 
     # -- populations ----------------------------------------------------------------------------------------------
 
@@ -388,7 +368,7 @@ class LLMAlgorithm(TrainingPrimitives, DocumentedSurface, EvolvableAlgorithm):
         if size < 1:
             raise ConfigError(f"a population needs at least 1 agent, found size={size}")
         first = cls(hp_config=hp_config, index=0, **arguments)
-        first.runtime.store.reserve(size * (1 if first.critic_slot is None else 2))
+        first.runtime.store.reserve(size * cls.trained_slots)
         starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
         agents = [first]
         for index, values in enumerate(starts[1:], start=1):

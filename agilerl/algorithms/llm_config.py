@@ -1,5 +1,7 @@
 """Hyperparameters that all LLM algorithms share, each declared once with its bounds and evolution range."""
 
+import warnings
+from functools import cache
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -59,12 +61,23 @@ class RolloutLLMConfig(LLMConfig):
     """Most tokens of a completion; None leaves what ``max_model_len`` leaves."""
     min_output_tokens: Annotated[int | None, Field(ge=0)] = None
     """The end token cannot be drawn before this many tokens."""
+    reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)
+    """This agent's own weights of parts of the reward, by name, in place of those of the task's ``CombinedGrader``; in
+    training alone. The gene of one is called ``reward_weights.<name>`` and needs a task with a fitness grader."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
         limit, least = self.max_output_tokens, self.min_output_tokens
         if limit is not None and least is not None and least > limit:
             raise ValueError(f"min_output_tokens={least} is above max_output_tokens={limit}; lower the first")
+        return self
+
+    @model_validator(mode="after")
+    def _support_is_whole(self) -> Self:
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        narrowed = [f"{name}={getattr(self, name)}" for name, off in whole.items() if getattr(self, name) != off]
+        if narrowed:
+            _warn_of_bias(", ".join(narrowed))
         return self
 
     def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
@@ -79,3 +92,12 @@ class RolloutLLMConfig(LLMConfig):
             repetition_penalty=self.repetition_penalty,
             min_new_tokens=min(self.min_output_tokens or 0, limit),
         )
+
+
+@cache  # once a process: a configuration is made anew for every clone and every mutation
+def _warn_of_bias(settings: str) -> None:
+    warnings.warn(
+        f"{settings} changes what completions are drawn from, while the loss takes log-probs over the whole "
+        "vocabulary: the update is biased; leave it out for an exact one",
+        stacklevel=2,
+    )

@@ -7,12 +7,13 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.llm_config import LLMConfig
+from agilerl.algorithms.reference import ReferenceLogprobs
+from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
     LOSS_NORM_ALIASES,
     AdvantageNorm,
-    KLEstimator,
     LossNorm,
     MetricReducer,
     PoolingLevel,
@@ -21,7 +22,6 @@ from agilerl.functional import (
     masked_sum,
     zero_variance_groups,
 )
-from agilerl.hpo.parameters import Evolve
 from agilerl.runtime import AgentRows
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ __all__ = [
     "behaviour_entropy",
     "behaviour_logprobs",
     "check_turn_rewards",
+    "check_weight_bounds",
+    "check_whole_episodes",
     "is_off_policy",
     "per_turn_sums",
     "record_batch",
@@ -40,36 +42,31 @@ __all__ = [
     "record_policy",
     "record_tokens",
     "reference_logprobs",
+    "reported_logprobs",
 ]
 
 
 class PolicyConfig(LLMConfig):
-    """Hyperparameters of a policy gradient without a critic; stands beside ``RolloutLLMConfig`` in its algorithms."""
+    """Hyperparameters of a policy gradient without a critic; stands beside ``SurrogateConfig`` in its algorithms."""
 
-    if TYPE_CHECKING:  # declared by RolloutLLMConfig
+    if TYPE_CHECKING:  # declared by RolloutLLMConfig and SurrogateConfig
         group_size: int
         max_output_tokens: int | None
+        clip_coef: Any
+
+        @property
+        def clip_range(self) -> tuple[float, float]: ...  # noqa: D102
 
     algorithm: ClassVar[str]
     """Name of the algorithm: the value of the gene ``algorithm``."""
     loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
-    """Weight of the KL term; 0 skips the reference forward."""
-    clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
-    """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
-    dual_clip: Annotated[float | None, Field(gt=1)] = None
-    """Cap of the loss for negative advantages, as a multiple of them (arXiv 1912.09729)."""
-    delta: Annotated[float | None, Field(gt=1)] = None
-    """Upper bound of the unclipped ratio too (two-sided clipping, arXiv 2505.07291)."""
     loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = (
         "seq-mean-token-mean"
     )
     """How token losses become one number: GRPO's paper, ``token-mean`` (DAPO), or ``fixed-length`` (Dr. GRPO)."""
     importance_sampling_level: PoolingLevel | None = None
     """Unit over which log-ratios are pooled before clipping; None: ``token``, or what the objective prescribes."""
-    adv_clip_range: Annotated[float | None, Field(gt=0)] = None
-    """Advantages are clamped to plus and minus this."""
     filter_zero_adv: bool = False
     """Leave out rows whose absolute advantage is at most ``adv_filter_eps``, normalisers included."""
     adv_filter_eps: Annotated[float, Field(ge=0)] = 0.0
@@ -79,41 +76,16 @@ class PolicyConfig(LLMConfig):
     (DAPO, arXiv 2503.14476); None: no punishment."""
     mask_truncated: bool = False
     """Leave completions that hit a limit out of the loss, normalisers included; they still count in the baseline."""
-    entropy_coef: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
-    """Weight of the entropy bonus: this times the policy's entropy in nats is subtracted from each token's loss."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the batch's tokens, those of highest entropy when sampled, that keep their policy loss; 1: all of them
     (arXiv 2506.01939)."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
-    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
-    """Where ``beta`` times the KL goes."""
-    use_kl_advantage_shaping: bool = False
-    """Add beta (mean_t kl - kl_t) to the advantages, in place of the KL term of the loss."""
-    kl_clamp_value: Annotated[float | None, Field(gt=0)] = None
-    """The KL of a token counts for at most this, in nats; None: whatever it is."""
-    kl_target: Annotated[float | None, Field(gt=0)] = None
-    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593); ``beta`` is
-    where it starts. None: the weight stays ``beta``."""
-    kl_horizon: Annotated[int, Field(ge=1)] = 10_000
-    """Completions over which ``kl_target`` changes the weight by up to 20 %."""
-    use_separate_reference_adapter: bool = True
-    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
-    vllm_importance_sampling_correction: bool = True
-    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Cap of that weight."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
-        "token_truncate"
-    )
-    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
 
     @model_validator(mode="before")
     @classmethod
     def refuse_pinned(cls, values: Any) -> Any:
         """Raise for a hyperparameter of the family that this algorithm fixes."""
         for name in values if isinstance(values, dict) else ():
-            if name in PolicyConfig.model_fields | GroupConfig.model_fields and name not in cls.model_fields:
+            if name in _FAMILY_FIELDS and name not in cls.model_fields:
                 pinned = getattr(cls, name, None)
                 found = f"{name}={values[name]!r}"
                 raise ValueError(
@@ -125,13 +97,6 @@ class PolicyConfig(LLMConfig):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.clip_coef is not None:
-            low, high = self.clip_range
-            if not 0 <= low < 1 < high:
-                raise ValueError(
-                    f"clip_coef={self.clip_coef} gives the ratio bounds [{low:g}, {high:g}]; expected a number in "
-                    "(0, 1] or a pair (min, max) of ratios around 1"
-                )
         if self.loss_type == "gspo" and self.importance_sampling_level not in (None, "trajectory"):
             raise ValueError(
                 f"loss_type='gspo' pools the ratio over the trajectory, found importance_sampling_level="
@@ -144,17 +109,7 @@ class PolicyConfig(LLMConfig):
             raise ValueError(
                 f"overlong_cache_tokens={cache} lies before max_output_tokens={limit}; set that to at least {cache}"
             )
-        if self.kl_target is not None and self.beta == 0:
-            raise ValueError(
-                f"kl_target={self.kl_target} adapts the weight of the KL, but beta=0 leaves none; set beta"
-            )
         return self
-
-    @property
-    def clip_range(self) -> tuple[float, float]:
-        """Lower and upper bound of the ratio."""
-        c = self.clip_coef
-        return c if isinstance(c, tuple) else (1 - c, 1 + c)
 
     @property
     def weight_range(self) -> tuple[float, float]:
@@ -235,25 +190,49 @@ class GroupConfig(LLMConfig):
         return self.max_sampling_rounds if self.dynamic_sampling else 1
 
 
+_FAMILY_FIELDS = frozenset(PolicyConfig.model_fields | GroupConfig.model_fields | SurrogateConfig.model_fields)
+"""Hyperparameters of which a member of the family may have fixed or dropped some."""
+
+
+def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None:
+    """Raise ValueError where the bounds of CISPO's weight are given twice, or the wrong way round."""
+    given = c.model_fields_set
+    if c.loss_type == "cispo" and "clip_coef" in given and c.clip_coef is not None and given & {"clip_min", "clip_max"}:
+        names = " and ".join(sorted(given & {"clip_min", "clip_max"}))
+        raise ValueError(
+            f"clip_coef={c.clip_coef} gives both bounds of the weight, found {names} as well; name one or the other"
+        )
+    if low is not None and low >= high:
+        raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")
+
+
 def is_off_policy(agent: "LLMAlgorithm", rows: int) -> bool:
     """Return whether a batch of this many rows takes more than one optimizer step, so that rho leaves 1."""
     return agent.config.update_epochs > 1 or rows > agent.window_rows
 
 
-def behaviour_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> tuple[Tensor, Tensor | None]:
-    """Return old log-probs ``[B, L]`` and, where a foreign engine sampled, those that it reported.
+def behaviour_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
+    """Return old log-probs ``[B, L]``: those of the policy at rollout.
 
     Our own engine's log-probs are the policy's, so they serve as old ones without a second forward.
     """
-    sampled = batch.sampling_logps
-    if sampled is not None and agent.runtime.engine.exact:
-        return sampled, None
-    return _fixed(agent, agent.slot, batch), sampled
+    if batch.sampling_logps is not None and agent.runtime.engine.exact:
+        return batch.sampling_logps
+    return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_rows(batch))
+
+
+def reported_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor | None:
+    """Return the log-probs ``[B, L]`` that a foreign engine reported of its samples; None where it is our own."""
+    return None if agent.runtime.engine.exact else batch.sampling_logps
 
 
 def reference_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
-    """Return the reference policy's log-probs ``[B, L]``: its slot, or the base model with adapters off."""
-    return _fixed(agent, agent.reference_slot, batch)
+    """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
+
+    Completions that several agents, or one agent several times, drew for a prompt are computed once.
+    """
+    known, rows = ReferenceLogprobs.of(agent.runtime), agent.micro_rows(batch)
+    return known.logprobs(batch, agent.reference_slot, agent.reference_key, rows, _temperature(agent))
 
 
 @torch.no_grad()
@@ -285,22 +264,30 @@ def check_turn_rewards(batch: RolloutBatch) -> None:
         )
 
 
+def check_whole_episodes(algorithm: str, batch: RolloutBatch) -> None:
+    """Raise ConfigError where an episode is several rows, for credit that runs from token to token."""
+    if batch.episodes is not None:
+        raise ConfigError(
+            f"{algorithm} carries credit from token to token, found episodes whose context was rewritten on the way "
+            "(a sliding window, or a chat template that changes earlier turns), which are several rows each; use GRPO, "
+            "or let transcripts grow only"
+        )
+
+
 def _temperature(agent: "LLMAlgorithm") -> float:
     return float(getattr(agent.config, "temperature", 1.0))
 
 
-def _fixed(agent: "LLMAlgorithm", slot: int | None, batch: RolloutBatch) -> Tensor:
-    return agent.runtime.fixed_logprobs(slot, batch, _temperature(agent), agent.micro_rows(batch))
-
-
 def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
     """Add what rewards and lengths say before any update; a row without a grade has no reward, not one of 0."""
-    graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
-    returns = batch.returns[graded]
+    heads, _ = batch.heads()  # an episode of several rows has one return
+    rewards, groups = batch.rewards[heads], batch.groups[heads]
+    graded = rewards.isfinite().any(dim=1) & ~rewards.isinf().any(dim=1)
+    returns = rewards.nansum(dim=1)[graded]
     lengths = batch.action_mask.sum(dim=1)
     metrics.add("reward", returns)
     metrics.add("reward_std", returns, reduction="std")
-    metrics.add("frac_reward_zero_std", zero_variance_groups(returns, batch.groups[graded]))
+    metrics.add("frac_reward_zero_std", zero_variance_groups(returns, groups[graded]))
     metrics.add("completions/mean_length", lengths)
     metrics.add("completions/min_length", lengths, reduction="min")
     metrics.add("completions/max_length", lengths, reduction="max")

@@ -13,25 +13,30 @@ from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import RolloutLLMConfig
 from agilerl.algorithms.policy import (
     behaviour_logprobs,
+    check_whole_episodes,
     is_off_policy,
     per_turn_sums,
     record_policy,
     reference_logprobs,
+    reported_logprobs,
 )
 from agilerl.algorithms.schedules import lr_factor
+from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
 from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
-    KLEstimator,
+    LossNorm,
     MetricReducer,
     aggregate,
     broadcast_turns,
     clipped_surrogate,
     explained_variance,
+    fill_masked,
     gae,
     importance_ratio,
     kl_estimate,
+    kl_shaped_advantages,
     log_ratio,
     masked_whiten,
     mismatch_weights,
@@ -52,7 +57,7 @@ from agilerl.validation import validated
 __all__ = ["PPO", "PPOConfig"]
 
 
-class PPOConfig(RolloutLLMConfig):
+class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of PPO."""
 
     lr: ClassVar[float]  # type: ignore[misc]  # not a hyperparameter here: the two below take its place
@@ -62,10 +67,6 @@ class PPOConfig(RolloutLLMConfig):
     """Learning rate of the critic's adapter and value head."""
     group_size: Annotated[int, Field(ge=1), Evolve(1, 32)] = 1
     """Completions sampled for each prompt; the critic is the baseline, so one suffices."""
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
-    """Weight of the KL term; 0 skips the reference forward."""
-    clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
-    """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
     vf_coef: Annotated[float, Field(gt=0)] = 0.5
     """Weight of the value loss. It shares no weight with the policy: what it moves is the critic's gradient norm."""
     vf_clip_coef: Annotated[float | None, Field(gt=0), Evolve(0.05, 1.0)] = 0.2
@@ -82,24 +83,8 @@ class PPOConfig(RolloutLLMConfig):
     """What gets one value and one advantage; ``auto`` is ``turn`` where ratios are clipped by turn, else ``token``."""
     turn_value_reduction: Literal["final_value", "mean"] = "final_value"
     """A turn's value: that of its last action token, or the mean over its action tokens."""
-    entropy_coef: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
-    """Weight of the entropy bonus: this times the policy's entropy in nats is subtracted from each token's loss."""
     whiten_advantages: bool = True
     """Give the advantages of a batch mean 0 and variance 1, over its action tokens or its turns."""
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
-    kl_placement: Literal["loss", "reward"] = "loss"
-    """Where ``beta`` times the KL goes: into the loss, or off the reward of each token (or turn)."""
-    use_separate_reference_adapter: bool = True
-    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
-    vllm_importance_sampling_correction: bool = True
-    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Cap of that weight."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
-        "token_truncate"
-    )
-    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,12 +95,6 @@ class PPOConfig(RolloutLLMConfig):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        low, high = self.clip_range
-        if not 0 <= low < 1 < high:
-            raise ValueError(
-                f"clip_coef={self.clip_coef} gives the ratio bounds [{low:g}, {high:g}]; expected a number in (0, 1] "
-                "or a pair (min, max) of ratios around 1"
-            )
         if self.turn_ratio_pooling == "mean" and not self.turn_level_clip:
             raise ValueError(
                 "turn_ratio_pooling='mean' pools the ratio of a turn, which turn_level_clip=False never does; drop one"
@@ -129,10 +108,19 @@ class PPOConfig(RolloutLLMConfig):
         return self
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """Lower and upper bound of the ratio."""
-        c = self.clip_coef
-        return c if isinstance(c, tuple) else (1 - c, 1 + c)
+    def pooling(self) -> Literal["sum", "mean"]:
+        """What pooling takes of a unit's log-ratios."""
+        return self.turn_ratio_pooling
+
+    @property
+    def loss_norm(self) -> LossNorm:
+        """How token losses become one number: all tokens of the optimizer step weigh the same."""
+        return "token-mean"
+
+    @property
+    def uses_turns(self) -> bool:
+        """Whether turns are asked for; without that they are used where a batch has several."""
+        return self.advantage_granularity == "turn"
 
     @property
     def advantage_level(self) -> Literal["token", "turn"]:
@@ -142,11 +130,12 @@ class PPOConfig(RolloutLLMConfig):
         return "turn" if self.turn_level_clip else "token"
 
 
-class PPO(LLMAlgorithm):
+class PPO(AdaptiveKL, LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
     config: PPOConfig
+    trained_slots: ClassVar[int] = 2
     critic_slot: int
     _critic_lease: Callable[[], object]
 
@@ -161,19 +150,22 @@ class PPO(LLMAlgorithm):
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return advantages, the critic's targets, and the log-probs and values that the objective compares with."""
         c = self.config
+        check_whole_episodes("PPO", batch)
         # A row without a grade teaches nothing; an infinite reward is no grade either.
         batch = batch.select(batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1))
         batch = replace(batch, rewards=_turn_rewards(batch))
-        old: Tensor | None = None
-        reported: Tensor | None = None
-        sampled_kl = c.beta > 0 and c.kl_placement == "reward"
-        if is_off_policy(self, len(batch)) or sampled_kl or not self.runtime.engine.exact:
-            old, reported = behaviour_logprobs(self, batch)
+        old = None
+        if is_off_policy(self, len(batch)) or c.kl_when_sampled:
+            old = behaviour_logprobs(self, batch)
+        reported = reported_logprobs(self, batch)
         ref = reference_logprobs(self, batch) if c.beta > 0 else None
-        kl = kl_estimate(old, ref, c.kl_estimator) if sampled_kl and old is not None and ref is not None else None
+        kl = None
+        if c.kl_when_sampled and old is not None and ref is not None:
+            kl = self.sampled_kl(old, ref, batch.action_mask)
         values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_rows(batch)).to(batch.ids.device)
         advantages, values, returns = self.credit(batch, values, kl)
         metrics = {"explained_variance": float(explained_variance(values, returns, batch.action_mask))}
+        metrics |= {} if c.kl_target is None else {"kl_coef": self.kl_coef}
         if not self.has_turns(batch):  # -1 tells the objective that tokens are the only units of this batch
             batch = replace(batch, turn_ids=torch.full_like(batch.turn_ids, -1))
         old = old if is_off_policy(self, len(batch)) else None
@@ -187,7 +179,9 @@ class PPO(LLMAlgorithm):
         """
         c, mask, turn_ids = self.config, batch.action_mask, batch.turn_ids
         by_turn = c.advantage_level == "turn" and self.has_turns(batch)
-        penalty = torch.zeros_like(values) if kl is None else c.beta * kl.to(values.device)
+        penalty = torch.zeros_like(values)
+        if kl is not None and c.kl_placement == "reward":
+            penalty = self.kl_coef * kl.to(values.device)
         if by_turn:
             turns = batch.rewards.shape[1]
             rewards = batch.rewards - per_turn_sums(penalty, turn_ids, turns)
@@ -200,7 +194,16 @@ class PPO(LLMAlgorithm):
             advantages = masked_whiten(advantages, mask)
         if by_turn:
             advantages, values, returns = (broadcast_turns(x, turn_ids) for x in (advantages, values, returns))
-        return advantages, values, returns
+        return self._shaped(advantages, batch.action_mask, kl), values, returns
+
+    def _shaped(self, advantages: Tensor, mask: Tensor, kl: Tensor | None) -> Tensor:
+        """Return advantages ``[B, L]`` with the KL where it is placed here, clamped as asked for."""
+        c = self.config
+        if kl is not None and c.kl_placement == "advantage":
+            advantages = fill_masked(advantages - self.kl_coef * kl.to(advantages.device), mask)
+        if kl is not None and c.use_kl_advantage_shaping:
+            advantages = kl_shaped_advantages(advantages, kl.to(advantages.device), mask, self.kl_coef)
+        return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
 
     def has_turns(self, batch: RolloutBatch) -> bool:
         """Return whether turns are units of this batch: somebody took a second one, or the user insists on turns."""
@@ -215,7 +218,7 @@ class PPO(LLMAlgorithm):
         level: Literal["token", "turn"] = "turn" if c.turn_level_clip and turns is not None else "token"
         ratio = importance_ratio(pool_log_ratio(ratios, mask, level, turn_ids=turns, reduction=c.turn_ratio_pooling))
         low, high = c.clip_range
-        loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1)
+        loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta)
         if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
             mode, cap = c.vllm_importance_sampling_mode, c.vllm_importance_sampling_cap
             loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, mode, cap=cap)
@@ -223,14 +226,15 @@ class PPO(LLMAlgorithm):
         if inputs.ref_logp is not None:
             kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
             metrics.add("kl", kl, mask)
-            if c.kl_placement == "loss":
-                loss = loss + c.beta * kl
+            if c.kl_in_loss:
+                limit = c.kl_clamp_value
+                loss = loss + self.kl_coef * (kl if limit is None else kl.clamp(-limit, limit))
         if c.entropy_coef > 0 and inputs.entropy is not None:
             loss = loss - c.entropy_coef * inputs.entropy
         metrics.add("approx_kl", kl_estimate(inputs.old_logp, inputs.logp), mask)
         record_policy(inputs, ratio, low, high, metrics)
         loss = loss + c.vf_coef * self._value_error(inputs, turns, metrics)
-        total = aggregate(loss, mask, "token-mean", inputs.denominator)
+        total = aggregate(loss, mask, c.loss_norm, inputs.denominator)
         metrics.add("loss", total, reduction="sum")
         return total
 
@@ -253,7 +257,7 @@ class PPO(LLMAlgorithm):
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return the number of action tokens."""
-        return float(normaliser(mask, "token-mean"))
+        return float(normaliser(mask, self.config.loss_norm))
 
     # -- two learning rates ---------------------------------------------------------------------------------------
 

@@ -32,19 +32,25 @@ class TrainingPrimitives:
     """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
 
     def learn(
-        self, experiences: Any, turn_ids: Tensor | None = None, sampling_logps: Sequence[Tensor | None] | None = None
+        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
     ) -> dict[str, float]:
         """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
 
-        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``.
-        Returns the metrics of the update, ``mean_loss`` and ``mean_kl`` among them.
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
+        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
+        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Raises ConfigError where the parts do not
+        fit each other, or something goes by turn and there are no ``turn_ids``.
         """
         agent = cast("LLMAlgorithm", self)
-        batch = (
-            experiences
-            if isinstance(experiences, RolloutBatch)
-            else to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps)
-        )
+        if isinstance(experiences, RolloutBatch):
+            return learn_together([agent], [experiences])[0]
+        if turn_ids is None and getattr(agent.config, "uses_turns", False):
+            raise ConfigError(
+                "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
+                "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
+            )
+        group_size = getattr(agent.config, "group_size", 1)
+        batch = to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
         return learn_together([agent], [batch])[0]
 
     def accumulate(

@@ -1,9 +1,11 @@
-"""Log-probs of data under fixed policies: computed once for all agents that compare themselves with the same one."""
+"""The reference policy of an agent, and log-probs under it: computed once for all agents that share it."""
 
 import hashlib
+import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +13,13 @@ from torch import Tensor
 from agilerl.data import RolloutBatch
 from agilerl.runtime import Runtime
 
-__all__ = ["ReferenceLogprobs", "fingerprint"]
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+
+__all__ = ["ReferenceLogprobs", "ReferencePolicy", "fingerprint"]
+
+_ROW_TOKENS = 128
+"""What a row costs beside its tokens (key, tensor object), in tokens."""
 
 _STORES: "weakref.WeakKeyDictionary[Runtime, ReferenceLogprobs]" = weakref.WeakKeyDictionary()
 
@@ -22,7 +30,7 @@ class ReferenceLogprobs:
     A fixed policy gives a row the same bits whoever asks and whatever else is in the batch, so agents may share them.
     """
 
-    def __init__(self, runtime: Runtime, max_tokens: int = 2**24) -> None:
+    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
         self._runtime = weakref.ref(runtime)
         self.max_tokens = max_tokens
         self.rows_computed = 0
@@ -37,18 +45,21 @@ class ReferenceLogprobs:
             _STORES[runtime] = cls(runtime)
         return _STORES[runtime]
 
-    def logprobs(self, batch: RolloutBatch, slot: int | None, policy: bytes, micro_rows: int) -> Tensor:
-        """Return log-probs ``[B, L]`` at temperature 1, 0 off the action mask, on the CPU.
+    def logprobs(
+        self, batch: RolloutBatch, slot: int | None, policy: bytes, micro_rows: int, temperature: float = 1.0
+    ) -> Tensor:
+        """Return log-probs ``[B, L]``, 0 off the action mask, on the CPU.
 
         ``slot`` holds the policy, None for the base model alone; ``policy`` is its fingerprint.
         """
-        keys = [_key(policy, batch, row) for row in range(len(batch))]
+        of = policy + repr(float(temperature)).encode()
+        keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
         found = {key: self._known[key] for key in keys if key in self._known}
         if missing:
             part, runtime = batch.select(torch.tensor(missing)), self._runtime()
             assert runtime is not None
-            values = runtime.fixed_logprobs(slot, part, 1.0, micro_rows).cpu()
+            values = runtime.fixed_logprobs(slot, part, temperature, micro_rows).cpu()
             for place, row in enumerate(missing):
                 found[keys[row]] = values[place][part.action_mask[place].cpu()].clone()
                 self._keep(keys[row], found[keys[row]])
@@ -59,9 +70,54 @@ class ReferenceLogprobs:
 
     def _keep(self, key: bytes, values: Tensor) -> None:
         self._known[key] = values
-        self._tokens += len(values)
+        self._tokens += len(values) + _ROW_TOKENS
         while self._tokens > self.max_tokens and len(self._known) > 1:
-            self._tokens -= len(self._known.popitem(last=False)[1])
+            self._tokens -= len(self._known.popitem(last=False)[1]) + _ROW_TOKENS
+
+
+class ReferencePolicy:
+    """The fixed policy that an agent is compared with: the base model, or an adapter in a slot of its own."""
+
+    reference_slot: int | None = None
+    """Slot of the frozen reference policy; None: the base model with adapters off."""
+    reference_key: bytes = b"base"
+    """Fingerprint of the reference; agents with equal ones share its log-probs."""
+    reference_tracker: int = 0
+    """How often the reference has been told to move."""
+    _reference_lease: Callable[[], object]
+    _told_fixed: bool = False
+
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference when the tracker advances past its stored value.
+
+        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, and a warning
+        says so, once an agent.
+        """
+        if reference_update_tracker <= self.reference_tracker:
+            return
+        agent = cast("LLMAlgorithm", self)
+        self.reference_tracker = reference_update_tracker
+        if getattr(agent.config, "use_separate_reference_adapter", True):
+            self.set_reference(agent.runtime.store.adapter(agent.slot))
+        elif not self._told_fixed:
+            self._told_fixed = True
+            warnings.warn(
+                "set_reference_policy leaves the reference as it is, the base model: use_separate_reference_adapter is "
+                "False; set it to True to let the reference move",
+                stacklevel=2,
+            )
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
+        agent = cast("LLMAlgorithm", self)
+        store = agent.runtime.store
+        rank, scaling = len(factors[0][0]), float(store.scaling[agent.slot])
+        if self.reference_slot is None:
+            self.reference_slot = store.allocate(rank, scaling)
+            self._reference_lease = agent._lease_of(self.reference_slot)
+        store.set_rank(self.reference_slot, rank, scaling)
+        store.load_adapter(self.reference_slot, factors)
+        self.reference_key = fingerprint(factors, scaling)
 
 
 def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> bytes:
@@ -75,7 +131,7 @@ def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> byt
 
 def _key(policy: bytes, batch: RolloutBatch, row: int) -> bytes:
     length = int(batch.lengths[row])
-    digest = hashlib.blake2b(policy, digest_size=16)
+    digest = hashlib.blake2b(len(policy).to_bytes(4) + policy, digest_size=16)
     digest.update(batch.ids[row, :length].cpu().numpy().tobytes())
     digest.update(batch.action_mask[row, : length - 1].cpu().numpy().tobytes())
     return digest.digest()

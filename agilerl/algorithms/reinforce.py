@@ -9,7 +9,8 @@ from torch import Tensor
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.grpo import GRPO
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import PolicyConfig, check_turn_rewards, per_turn_sums
+from agilerl.algorithms.policy import PolicyConfig, check_turn_rewards, check_whole_episodes, per_turn_sums
+from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.data import RolloutBatch
 from agilerl.functional import (
     broadcast_rows,
@@ -25,7 +26,7 @@ from agilerl.hpo.parameters import Evolve
 __all__ = ["REINFORCE", "REINFORCEConfig"]
 
 
-class REINFORCEConfig(PolicyConfig, RolloutLLMConfig):
+class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of REINFORCE."""
 
     algorithm: ClassVar[str] = "REINFORCE"
@@ -105,6 +106,7 @@ class REINFORCE(GRPO):
 
         A KL that is placed in the reward is taken off where it arises: at its own token, turn or trajectory.
         """
+        check_whole_episodes("REINFORCE", batch)
         c, mask = self.config, batch.action_mask
         penalty = self.kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
         rewards = self.shaped_rewards(batch, None)

@@ -8,13 +8,14 @@ from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.grpo import GRPO
 from agilerl.algorithms.llm_config import RolloutLLMConfig
 from agilerl.algorithms.policy import GroupConfig, PolicyConfig
+from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.functional import KLEstimator, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 
 __all__ = ["RLOO", "RLOOConfig"]
 
 
-class RLOOConfig(GroupConfig, PolicyConfig, RolloutLLMConfig):
+class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of RLOO."""
 
     algorithm: ClassVar[str] = "RLOO"

@@ -27,6 +27,7 @@ __all__ = [
     "CriticState",
     "base_name",
     "capture",
+    "check_algorithm",
     "constructor_arguments",
     "load_weights",
     "read_state",
@@ -149,6 +150,15 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
         "cosine_lr_schedule_config": None if state.schedule is None else CosineLRScheduleConfig(**state.schedule),
         "hp_config": genes or None,
     }
+
+
+def check_algorithm(state: AgentState, name: str) -> None:
+    """Raise CheckpointError where the state is that of an agent of another algorithm."""
+    if state.algorithm != name:
+        raise CheckpointError(
+            f"expected the checkpoint of a {name} agent, found {state.algorithm}'s; build it with "
+            f"{state.algorithm}, or take its weights alone: {name}(...).load_checkpoint(path)"
+        )
 
 
 def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -> None:

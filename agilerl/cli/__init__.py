@@ -1,6 +1,7 @@
 """The command line: ``agilerl``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
 
 import sys
+import warnings
 from typing import Any
 
 __all__ = ["main"]
@@ -15,6 +16,7 @@ def main() -> None:
     from agilerl.cli.app import app
     from agilerl.errors import AgileRLError
 
+    warnings.showwarning = _warn
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
     usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
     try:
@@ -28,6 +30,11 @@ def main() -> None:
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)
+
+
+def _warn(message: Warning | str, *place: object, **more: object) -> None:
+    """Print a warning as one line, without the place in the code that it came from."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _fail(message: str, code: int) -> None:

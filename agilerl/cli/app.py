@@ -1,13 +1,13 @@
 """The list of commands, with their arguments and help."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 app = typer.Typer(
     name="agilerl",
-    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 130 or 143 stopped by Ctrl-C or SIGTERM.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -38,6 +38,12 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory; default runs/<task>-<time>.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run (training.seed).", min=0)] = None,
+    resume: Annotated[
+        Literal["never", "auto"],
+        typer.Option(
+            "--resume", help="auto: go on with the run in --out, if there is one; then the command can be repeated."
+        ),
+    ] = "never",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -53,7 +59,22 @@ def train(
     """
     from agilerl.cli.train import run_train
 
-    run_train(arguments or [], out=out, seed=seed, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    run_train(arguments or [], out=out, seed=seed, resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run that was stopped or killed, from its newest intact checkpoint; a finished one says so.
+
+    On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
+    """
+    from agilerl.cli.train import run_resume
+
+    run_resume(run, quiet=quiet, as_json=as_json)
 
 
 @app.command()
@@ -65,6 +86,36 @@ def report(
     from agilerl.report import build_report
 
     typer.echo(str(build_report(runs, out or runs[0] / "report.html")))
+
+
+@app.command()
+def check(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
+            help="An environment (module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, textarena:ID, "
+            "openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override it.",
+            show_default=False,
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="MODEL", help="Also check that this model's chat template suits it."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in sentences what is wrong with an environment or a manifest.
+
+    An environment is made and played a little. module:Class imports the module (the current folder is searched first)
+    and so runs the code in it: check only what you would run. A manifest is checked as `agilerl train --dry-run` does.
+    Exit code 0: nothing wrong, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
+
+    agilerl check my_module:MyEnv size=5 --tokenizer embedded
+    """
+    from agilerl.cli.check import run_check
+
+    run_check(arguments, tokenizer=tokenizer, as_json=as_json)
 
 
 @app.command()

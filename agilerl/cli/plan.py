@@ -25,8 +25,9 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
     iterations = planned_iterations(session)
     groups = [agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     completions = [population.prompts_per_step * group for group in groups]
-    prompts = [len(ids) for split in SPLITS for _, ids in population.panel(split)]
-    room = population.context_length - max(prompts)
+    source, limit = population.source, population.context_length
+    prompts = [length for split in SPLITS for length in source.prompt_lengths(split, limit)]
+    room = limit - max(prompts)
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
     return {
         "model": {
@@ -42,6 +43,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
+        "rows": dict(getattr(session.task, "counts", {})),
         "population": {str(a.index): dict(a.hyperparameters) for a in agents},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
@@ -52,7 +54,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "completions_per_iteration": samples_per_iteration(session),
             "prompt_tokens": [min(prompts), max(prompts)],
             "completion_tokens_at_most": completion,
-            "tokens_per_iteration_at_most": samples_per_iteration(session) * (max(prompts) + completion),
+            "tokens_per_iteration_at_most": samples_per_iteration(session)
+            * max(source.row_length(split, completion, limit) for split in SPLITS),
         },
         "length": {
             "iterations": iterations,
@@ -77,7 +80,10 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     table.add_row(
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )
-    table.add_row("task", f"{plan['task']}, reward {session.config.environment.reward}")
+    table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
+    if plan["rows"]:
+        counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
+        table.add_row("rows", ", ".join(counts))
     table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population)} agents")
     for index, values in plan["population"].items():
         table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")

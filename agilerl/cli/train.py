@@ -1,13 +1,13 @@
-"""``agilerl train``: the plan, the progress, the result."""
+"""``agilerl train`` and ``agilerl resume``: the plan, the progress, the result."""
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -15,22 +15,39 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.training.config import RunConfig, load_manifest
 from agilerl.validation import shown
 
-__all__ = ["run_train"]
+if TYPE_CHECKING:
+    from agilerl.training.events import Event
+    from agilerl.training.setup import Session
+    from agilerl.training.stopping import StopRequest
+
+__all__ = ["run_resume", "run_train"]
 
 
 def run_train(
-    arguments: Sequence[str], *, out: Path | None, seed: int | None, dry_run: bool, quiet: bool, as_json: bool
+    arguments: Sequence[str],
+    *,
+    out: Path | None,
+    seed: int | None,
+    resume: Literal["never", "auto"],
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
     """Check, plan, train and show; see ``agilerl train --help``."""
     config = _config(arguments, seed)
+    if resume == "auto" and out is None:
+        raise ConfigError("--resume auto goes on with the run in --out, found no --out; name the directory")
     _quieten_libraries()
     # Imported once the manifest is known to be well formed: a typo should not cost seconds of imports.
     from agilerl.cli.plan import plan_document, print_plan
-    from agilerl.cli.progress import watch
+    from agilerl.runs.directory import RunLayout
     from agilerl.training.loop import train
     from agilerl.training.setup import build
 
     root = out if out is not None else _default_out(config)
+    if resume == "auto" and not dry_run and RunLayout(root).run_json.exists():
+        run_resume(root, quiet=quiet, as_json=as_json, expected=config)
+        return
     _check_place(root)
     console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
     session = build(config)
@@ -41,13 +58,83 @@ def run_train(
     if dry_run:
         console.print("Dry run: everything checked, nothing written.")
         return
+    command = ["agilerl", *sys.argv[1:]]
+    _follow(lambda stop: train(session, root, command=command, stop=stop), session, console, as_json=as_json)
+
+
+def run_resume(root: Path, *, quiet: bool, as_json: bool, expected: RunConfig | None = None) -> None:
+    """Go on with a run; see ``agilerl resume --help``. It must be one of the ``expected`` configuration, if given."""
+    _quieten_libraries()
+    from agilerl.runs.directory import RunLayout, read_run
+    from agilerl.runs.strict_json import read_json
+    from agilerl.training.loop import resume
+    from agilerl.training.saved import open_run
+    from agilerl.training.setup import build, document
+
+    console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
+    info, layout = read_run(root), RunLayout(root)
+    if expected is not None:
+        _check_same(info["config"], document(expected), root)
+    if layout.is_finished:
+        console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
+        if as_json:
+            print(json.dumps(read_json(layout.summary), indent=1))
+        return
+    saved = open_run(root, report=_say)
     try:
-        summary = watch(train(session, root, command=["agilerl", *sys.argv[1:]]), session, console)
-    except KeyboardInterrupt:
-        print(f"interrupted; what was written lies in {root}", file=sys.stderr)
-        sys.exit(130)
+        session = build(saved.config, saved.checkpoint)
+    except BaseException:
+        saved.run.close()
+        raise
+    console.print(_found(root, session))
+    _follow(lambda stop: resume(session, saved.run, stop=stop), session, console, as_json=as_json)
+
+
+def _follow(
+    start: "Callable[[StopRequest], Iterator[Event]]", session: "Session", console: Console, *, as_json: bool
+) -> None:
+    """Show a run to its end, or to where a signal lets it stop."""
+    from agilerl.cli.progress import watch
+    from agilerl.training.stopping import Interrupted, stop_on_signals
+
+    with stop_on_signals(_say) as stop:
+        try:
+            summary = watch(start(stop), session, console)
+        except Interrupted as interrupted:
+            _say(str(interrupted))
+            sys.exit(interrupted.code)
+        except KeyboardInterrupt:
+            _say("interrupted; go on from the last checkpoint with: agilerl resume RUN")
+            sys.exit(130)
     if as_json:
         print(json.dumps(summary, indent=1))
+
+
+def _found(root: Path, session: "Session") -> str:
+    if session.saved is None:
+        return f"Resuming {root}: no checkpoint yet, so from the beginning."
+    done = session.saved.progress
+    return (
+        f"Resuming {root} after iteration {done.iteration} (checkpoint {session.saved.path.name}): generation "
+        f"{done.generation}, {len(session.population)} agents, {done.samples:,} of "
+        f"{session.config.training.max_steps:,} samples."
+    )
+
+
+def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path) -> None:
+    """Raise ConfigError that names the first setting in which a run differs from what is asked for."""
+    for section, settings in wanted.items():
+        for name, value in settings.items():
+            there = found.get(section, {}).get(name)
+            if there != value:
+                raise ConfigError(
+                    f"the run in {str(root)!r} was started with {section}.{name}={shown(there)}, now it is "
+                    f"{shown(value)}; use the same settings, or another directory"
+                )
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _config(arguments: Sequence[str], seed: int | None) -> RunConfig:
@@ -69,8 +156,10 @@ def _is_file(name: str) -> bool:
 
 
 def _default_out(config: RunConfig) -> Path:
-    """Return ``runs/<task>-<time>``, numbered where another run took the name in the same second."""
-    task = "".join(c if c.isalnum() or c in "_-" else "_" for c in config.environment.task.rpartition(":")[2])
+    """Return ``runs/<what is learned>-<time>``, numbered where another run took the name in the same second."""
+    e = config.environment
+    what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
+    task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
     name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

@@ -2,6 +2,6 @@
 
 from agilerl.data.batch import RolloutBatch, collate
 from agilerl.data.inputs import LossInputs
-from agilerl.data.trajectories import Completion, Trajectory
+from agilerl.data.trajectories import Completion, EpisodeOutcome, Trajectory
 
-__all__ = ["Completion", "LossInputs", "RolloutBatch", "Trajectory", "collate"]
+__all__ = ["Completion", "EpisodeOutcome", "LossInputs", "RolloutBatch", "Trajectory", "collate"]

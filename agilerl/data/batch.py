@@ -35,6 +35,8 @@ class RolloutBatch:
     """[B, T-1] float32 log-probs reported by the sampler, 0 where ``action_mask`` is False."""
     truncated: Tensor | None = None
     """[B] bool, True where the completion hit a limit instead of ending by itself."""
+    episodes: Tensor | None = None
+    """[B] int64 episode of each row; rows of one episode have the same rewards. None: each row is one of its own."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -43,6 +45,16 @@ class RolloutBatch:
     def returns(self) -> Tensor:
         """[B] sum of the turn rewards."""
         return self.rewards.nansum(dim=1)
+
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Return the first row of each episode ``[E]``, and for each row the place of its episode there ``[B]``."""
+        if self.episodes is None:
+            every = torch.arange(len(self), device=self.ids.device)
+            return every, every
+        _, places = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        rows = torch.arange(len(self), device=places.device)
+        heads = torch.full((int(places.max()) + 1 if len(self) else 0,), len(self), device=places.device)
+        return heads.scatter_reduce(0, places, rows, "amin"), places
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""
@@ -98,6 +110,11 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
         turn_ids[i, span] = torch.tensor(t.turn_ids) if t.turn_ids else torch.where(actions, 0, -1)
         sampled[i, span] = torch.tensor(t.logprobs, dtype=torch.float32)
         rewards[i, : len(t.rewards)] = torch.tensor(t.rewards, dtype=torch.float32)
+    episodes: dict[tuple[int, int], int] = {}
+    numbers = [
+        count + i if t.episode is None else episodes.setdefault((t.group, t.episode), i)
+        for i, t in enumerate(trajectories)
+    ]
     return RolloutBatch(
         ids=ids,
         lengths=torch.tensor([len(r) for r in rows], dtype=torch.int64),
@@ -107,4 +124,5 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
         groups=torch.tensor([t.group for t in trajectories], dtype=torch.int64),
         sampling_logps=sampled,
         truncated=torch.tensor([t.finish_reason != "stop" for t in trajectories], dtype=torch.bool),
+        episodes=torch.tensor(numbers, dtype=torch.int64) if len(set(numbers)) < count else None,
     )

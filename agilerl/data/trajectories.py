@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Completion", "FinishReason", "Trajectory"]
+__all__ = ["Completion", "EpisodeOutcome", "FinishReason", "Trajectory"]
 
 FinishReason = Literal["stop", "length", "context", "error"]
 
@@ -19,6 +19,20 @@ class Completion:
     """Log-probability of each token in ``token_ids`` under the distribution it was drawn from, in nats."""
     finish_reason: FinishReason
     """``stop``: an end token was drawn; ``length``: the token limit; ``context``: the context is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """How a multi-turn episode went."""
+
+    turns: int
+    """Actions taken."""
+    success: bool | None = None
+    """What the environment's last ``info["success"]`` said, if it says it."""
+    truncated: Literal["turns", "context", "environment"] | None = None
+    """What cut the episode short: the turn limit, a full context, or the environment; None: it ended by itself."""
+    error: str | None = None
+    """What went wrong in the environment; such an episode has no grade."""
 
 
 @dataclass(slots=True)
@@ -45,6 +59,15 @@ class Trajectory:
     """Decoded last completion, for logs."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The task's row (question, answer, ...), for graders and logs."""
+    episode: int | None = None
+    """Number of the episode, unique in its group; an episode whose context was rewritten on the way has several rows,
+    each with the rewards of all its turns. None: the row is an episode of its own."""
+    outcome: "EpisodeOutcome | None" = None
+    """How a multi-turn episode went."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """What each grader of a task said, before any weight; None where it did not apply or failed."""
+    failed: tuple[str, ...] = ()
+    """The graders that failed on it; the row then has no grade."""
 
     @property
     def episode_return(self) -> float:

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from agilerl.errors import EnvError, RewardError
-from agilerl.rewards.grader import check_score
+from agilerl.rewards.grader import Outcome, check_score
+from agilerl.rewards.grades import Grades, grades_of
 
-__all__ = ["Message", "MultiTurnEnv", "Row", "Split", "Task", "score_completions"]
+__all__ = ["Message", "MultiTurnEnv", "Row", "Split", "Task", "grade_completions", "score_completions"]
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that fitness is measured on; ``test`` is never selected on."""
@@ -35,6 +37,8 @@ class Task(ABC):
     """Size of the test panel."""
     train_size: int | None = None
     """Rows of one training epoch; None for an endless stream without epochs."""
+    counts: Mapping[str, int] = MappingProxyType({})
+    """How many rows were read, used, and left out for what reason; empty where nothing is read."""
 
     @abstractmethod
     def row(self, split: Split, index: int) -> Row:
@@ -56,29 +60,52 @@ class Task(ABC):
         """Return the conversation that is put to the model; a last message of the assistant is a prefill."""
         return [{"role": "user", "content": str(row["question"])}]
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return ``reward`` of each completion; override it where scoring many at once is cheaper.
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return ``reward`` of each completion; override it where scoring many at once is cheaper, or has parts.
 
-        A completion whose scorer fails gets None, so that one odd text does not end a run. If every one fails the
-        scorer is broken, not the texts.
+        A completion whose scorer fails gets None and is counted, so that one odd text does not end a run. If every one
+        fails the scorer is broken, not the texts.
 
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        scores: list[float | None] = []
-        errors: list[RewardError] = []
+        outcomes: list[Outcome] = []
         for completion, row in zip(completions, rows):
             try:
-                scores.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
+                outcomes.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
             except RewardError as error:
-                errors.append(error)
-                scores.append(None)
-        if errors and len(errors) == len(scores):
-            raise errors[0]
-        return scores
+                outcomes.append(error)
+        return grades_of(self.grader, outcomes)
+
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return what completions of an exam or test are worth; as in training, unless a task has another measure."""
+        return self.grade(completions, rows)
+
+    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """Return the rewards of ``grade`` alone."""
+        return self.grade(completions, rows).rewards
+
+    def close(self) -> None:  # noqa: B027  (most tasks hold nothing)
+        """Release what grading has opened; it is opened again when it is needed."""
 
     def prepare(self) -> None:  # noqa: B027  (most tasks have nothing to prepare)
         """Do now what would otherwise happen on first use (draw the panels), so that problems show before training."""
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:  # noqa: B027  (most tasks have nothing to fit)
+        """Learn what renders the prompts and how many tokens one may have; called before training, maybe repeatedly.
+
+        A task on data leaves rows out that do not fit, and counts them.
+        """
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+        """Return the response that imitation learns; None where there is none."""
+        answer = row.get("answer")
+        return None if answer is None else str(answer)
+
+    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+        """Return a worse response, for preferences; None where there is none."""
+        rejected = row.get("rejected")
+        return None if rejected is None else str(rejected)
 
     def panel_size(self, split: Split) -> int:
         """Return how many rows ``exam`` or ``test`` has."""
@@ -99,9 +126,20 @@ def score_completions(task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequ
     Raises:
         RewardError: the numbers of rows and texts differ, or the scorer failed for every text.
     """
+    return grade_completions(task, rows, texts).rewards
+
+
+def grade_completions(
+    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], *, exam: bool = False
+) -> Grades:
+    """Return the grades of each text as an answer to the row at the same place, by grader.
+
+    Raises:
+        RewardError: the numbers of rows and texts differ, or a grader failed for every text.
+    """
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
-    return task.rewards(texts, rows)
+    return task.grade_exam(texts, rows) if exam else task.grade(texts, rows)
 
 
 class MultiTurnEnv(Protocol):

@@ -1,24 +1,40 @@
-"""A dataset of questions and answers as a single-turn task."""
+"""Datasets that people bring as single-turn tasks: rows as they are, or divided into training, exam and test."""
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 from agilerl.envs.core import Message, Row, Split, Task
+from agilerl.envs.curation import BadRows, Ruler, Sizes, check_rows, curate
+from agilerl.envs.forms import Form, Needs, Purpose, RowFaultError, Sample, form_of
+from agilerl.envs.order import TrainingOrder
+from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.grader import Grader, call_grader, grader_name
-from agilerl.streams import stream
+from agilerl.rewards.base import close, setup
+from agilerl.rewards.functions import exact_match
+from agilerl.rewards.grader import Grader, grader_name
+from agilerl.rewards.grades import Grades, grade
 
-__all__ = ["DatasetTask", "fill_template"]
+__all__ = ["CuratedTask", "DatasetTask", "fill_template"]
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+PLAIN = ({"role": "user", "content": "{question}"},)
+"""The template that puts the question alone."""
+
+Template = Sequence[Mapping[str, str]]
 
 
 class DatasetTask(Task):
-    """Rows of a Hugging Face ``Dataset``, or of any sequence of dicts, with ``question`` and ``answer``.
+    """Rows of three datasets, one for each side, used as they are.
 
-    Training walks through the rows in a seeded order, a new one each epoch; exam and test are taken in their own
-    order. The rows are used as they are: a question that is in several of the datasets stays in all of them.
+    A row has ``question`` and ``answer``, or ``prompt`` (a text or a conversation; with ``completion`` or ``answer``,
+    where there is one), or ``messages``, or ``chosen`` and ``rejected``. All its columns reach the grader, with
+    ``question`` (the text of the prompt) and ``answer`` added where they are missing. Training walks through the rows
+    in a seeded order, a new one each epoch; exam and test are taken in their own order. A question that is in several
+    of the datasets stays in all of them; ``CuratedTask`` takes care of that.
     """
 
     name = "dataset"
@@ -30,66 +46,171 @@ class DatasetTask(Task):
         test: Any = (),
         *,
         reward_fn: Grader,
-        conversation_template: Sequence[Mapping[str, str]] | None = None,
+        conversation_template: Template | None = None,
+        purpose: Purpose = "reasoning",
         seed: int = 42,
     ) -> None:
-        """Check the datasets and the template.
+        """Check all rows and the template.
 
         Args:
-            train: training rows, at least one.
+            train: training rows, at least one: anything that ``read_dataset`` takes, or a mixture.
             exam: rows that fitness is measured on, at least one.
             test: rows for the final number; may be empty.
             reward_fn: ``(completion, answer, question) -> float`` or ``(prompts, completions, **columns) -> list``.
             conversation_template: messages with placeholders such as ``{question}``; by default the question alone, as
-                the user. A last message of the assistant is a prefill.
+                the user. A last message of the assistant is a prefill. Not for rows that are conversations.
+            purpose: which columns are read where rows have several forms: ``sft`` prefers ``completion`` to ``answer``,
+                ``preference`` reads ``chosen`` and ``rejected``.
             seed: decides the order of training.
 
         Raises:
-            EnvError: an empty dataset, or one without ``question`` and ``answer``.
+            EnvError: an empty dataset, a missing column, a row that does not have the form of its dataset.
             ConfigError: a malformed template, or one without a placeholder of a column.
         """
-        self._splits: dict[str, Any] = {"train": train, "exam": exam, "test": test}
-        for split, rows in self._splits.items():
-            if len(rows) or split != "test":
-                _check_rows(split, rows)
-        self._template = _check_template(conversation_template or [{"role": "user", "content": "{question}"}], train[0])
-        if not callable(reward_fn):
-            raise ConfigError(f"expected a function as reward_fn, found {reward_fn!r}")
-        self._grader, self.seed = reward_fn, seed
-        self.grader = grader_name(reward_fn)
-        self.train_size, self.exam_prompts, self.test_prompts = len(train), len(exam), len(test)
-        self._order: tuple[int, Sequence[int]] = (-1, ())
+        given: dict[Split, Any] = {"train": train, "exam": exam, "test": test}
+        read = {split: _read(split, source) for split, source in given.items()}
+        self._setup(read, reward_fn, conversation_template, purpose, seed)
+        for rows in read.values():
+            check_rows(rows, self._form)
+        self._use(read)
+
+    def _setup(
+        self, sides: Mapping[Split, Rows], grader: Grader, template: Template | None, purpose: Purpose, seed: int
+    ) -> None:
+        if not callable(grader):
+            raise ConfigError(f"expected a function as reward_fn, found {grader!r}")
+        if purpose not in get_args(Purpose):
+            raise ConfigError(f"expected purpose to be one of {', '.join(get_args(Purpose))}, found {purpose!r}")
+        self._grader, self.grader, self.seed = grader, grader_name(grader), seed
+        self._form = _common_form(sides.values(), purpose, needs_answer(grader))
+        self._template = _checked_template(template, sides["train"], self._form)
+
+    def _use(self, sides: Mapping[Split, Rows]) -> None:
+        self._sides = sides
+        self._order = TrainingOrder(sides["train"].sizes, sides["train"].weights, self.seed)
+        # The sources of a mixture have epochs of their own.
+        self.train_size = len(sides["train"]) if len(sides["train"].parts) == 1 else None
+        self.exam_prompts, self.test_prompts = len(sides["exam"]), len(sides["test"])
 
     def row(self, split: Split, index: int) -> Row:
-        """Return a row; training positions run on over the epochs."""
+        """Return a row with all its columns; training positions run on over the epochs."""
         self.check_index(split, index)
-        rows = self._splits[split]
-        if split == "train":
-            epoch, place = divmod(index, len(rows))
-            index = self._epoch_order(epoch)[place]
-        row = dict(rows[index])
-        missing = [column for column in ("question", "answer") if row.get(column) is None]
-        if missing:
-            raise EnvError(f"row {index} of the {split} dataset has no {' and no '.join(missing)}; found {sorted(row)}")
+        row: Row = self._sides[split][self._order(index) if split == "train" else index]
+        sample = self._form.read(row)
+        row.setdefault("question", sample.question)
+        if row.get("answer") is None:
+            row["answer"] = sample.response
         return row
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the template with the row's columns filled in."""
-        return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self._template]
+        """Return the row's conversation, or the template with the row's columns filled in."""
+        return self._converse(row, self._form.read(row))
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+        """Return the row's response."""
+        response = self._form.read(row).response
+        return super().demonstration(row) if response is None else response
+
+    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+        """Return the row's worse response."""
+        return self._form.read(row).rejected if self._form.pairs else super().counterexample(row)
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return what the reward function says."""
         return self.rewards([completion], [row])[0]
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Call the reward function for all completions; its first failure is raised, as a RewardError."""
-        return call_grader(self._grader, completions, rows)
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Call the reward function for all completions; one on which it fails has no grade and is counted."""
+        return grade(self._grader, completions, rows)
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
-        if self._order[0] != epoch:
-            count = len(self._splits["train"])
-            self._order = (epoch, stream(self.seed, "dataset/order", epoch).permutation(count).tolist())
-        return self._order[1]
+    def prepare(self) -> None:
+        """Set the grader up."""
+        setup(self._grader)
+
+    def close(self) -> None:
+        """Close the grader."""
+        close(self._grader)
+
+    def _converse(self, row: Mapping[str, Any], sample: Sample) -> list[Message]:
+        if not isinstance(sample.prompt, str):
+            return sample.prompt
+        filled = {**row, "question": sample.prompt}
+        return [{"role": m["role"], "content": fill_template(m["content"], filled)} for m in self._template]
+
+
+class CuratedTask(DatasetTask):
+    """A dataset, or a mixture of several, divided into training, exam and test without leakage.
+
+    Rows that do not fit are left out, and everything is counted in ``counts``; see ``curation.curate``. Before ``fit``
+    prompts are compared as conversations; ``fit`` compares and measures them as the tokens that the model gets.
+    ``Population`` and ``ReasoningGym.from_task`` call it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        exam: Any = None,
+        test: Any = None,
+        exam_prompts: int = 128,
+        test_prompts: int = 400,
+        columns: Mapping[str, str] | None = None,
+        grader: Grader = exact_match,
+        conversation_template: Template | None = None,
+        purpose: Purpose = "reasoning",
+        bad_rows: BadRows = "raise",
+        seed: int = 42,
+    ) -> None:
+        """Read and divide the rows.
+
+        Args:
+            dataset: anything that ``read_dataset`` takes, or a mixture.
+            exam: rows for the exam; None takes them from ``dataset``.
+            test: rows for the test; None takes them from ``dataset``.
+            exam_prompts: size of the exam, 1 or more.
+            test_prompts: size of the test, 0 or more.
+            columns: names that rows shall have, with those they have in the datasets; as in ``read_dataset``.
+            grader: as ``reward_fn`` of ``DatasetTask``; by default 1 for exactly the answer, else 0.
+            conversation_template: as in ``DatasetTask``.
+            purpose: as in ``DatasetTask``.
+            bad_rows: ``raise``, or ``drop`` rows that lack their form.
+            seed: decides the order of training, and nothing else.
+
+        Raises:
+            EnvError: a dataset that cannot be read or is too small, a missing column, a malformed row.
+            ConfigError: a setting out of range, a malformed template.
+        """
+        for what, size, least in (("exam_prompts", exam_prompts, 1), ("test_prompts", test_prompts, 0)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < least:
+                raise ConfigError(f"expected an integer of {least} or more for {what}, found {size!r}")
+        if bad_rows not in get_args(BadRows):
+            raise ConfigError(f"expected bad_rows to be raise or drop, found {bad_rows!r}")
+        given: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
+        self._sources = {
+            split: read_dataset(source, columns=columns, name=f"the {split} dataset")
+            for split, source in given.items()
+            if source is not None
+        }
+        self._panel_sizes, self._bad_rows = Sizes(exam_prompts, test_prompts), bad_rows
+        self._setup(self._sources, grader, conversation_template, purpose, seed)
+        self.name = self._sources["train"].name
+        self._curate(Ruler())
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Divide the rows by what the model gets to see, and leave out prompts of more than ``max_tokens`` tokens."""
+        self._curate(Ruler(tokenizer, max_tokens))
+
+    def _curate(self, ruler: Ruler) -> None:
+        curated = curate(
+            self._sources,
+            self._form,
+            self._panel_sizes,
+            converse=self._converse,
+            ruler=ruler,
+            bad_rows=self._bad_rows,
+        )
+        self.counts = curated.counts
+        self._use(curated.sides)
 
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:
@@ -97,27 +218,58 @@ def fill_template(text: str, row: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(lambda found: str(row[found[1]]) if found[1] in row else found[0], text)
 
 
-def _check_rows(split: str, rows: Any) -> None:
-    if len(rows) == 0:
-        raise EnvError(f"expected at least one row in the {split} dataset, found none")
-    if not isinstance(rows[0], Mapping):
-        raise EnvError(f"expected dicts as rows of the {split} dataset, found {type(rows[0]).__name__}")
-    missing = [column for column in ("question", "answer") if column not in rows[0]]
-    if missing:
-        raise EnvError(
-            f"expected the columns question and answer in the {split} dataset, found {sorted(rows[0])}; rename a "
-            f"column to {' and one to '.join(missing)}"
+def needs_answer(grader: Grader) -> Needs:
+    """Say whether a grader asks for an ``answer``, and whether it expects text."""
+    try:
+        parameters = inspect.signature(grader).parameters.values()
+    except (TypeError, ValueError):  # written in C; calling it tells
+        return "no"
+    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for parameter in required:
+        if parameter.name == "answer":
+            return "text" if parameter.annotation in (str, "str") else "any"
+    # Three arguments of other names are a completion, an answer and a question.
+    return "any" if len(required) == 3 and all(p.name not in ("completions", "prompts") for p in required) else "no"
+
+
+def _read(split: Split, source: Any) -> Rows:
+    if split == "test" and not isinstance(source, str | Path | Rows) and len(source) == 0:
+        return Rows(())
+    return read_dataset(source, name=f"the {split} dataset")
+
+
+def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
+    """Return the form of all rows; raises EnvError where datasets have different ones."""
+    parts = [part for rows in sides for part in rows.parts]
+    forms = [
+        replace(form_of(part.columns, purpose, part.name, needs=needs), grades_text=needs == "text") for part in parts
+    ]
+    for part, form in zip(parts, forms):
+        if form != forms[0]:
+            raise EnvError(
+                f"expected datasets of one form, found {forms[0].told()} in {parts[0].name} and {form.told()} in "
+                f"{part.name}; rename columns so that they agree"
+            )
+    return forms[0]
+
+
+def _checked_template(template: Template | None, rows: Rows, form: Form) -> Template:
+    row = rows[0]
+    try:
+        conversational = not isinstance(form.read(row).prompt, str)
+    except RowFaultError:
+        conversational = False
+    if conversational and template:
+        raise ConfigError(
+            f"{rows.name} holds conversations, which are used as they are; leave conversation_template out"
         )
-
-
-def _check_template(template: Sequence[Mapping[str, str]], row: Mapping[str, Any]) -> Sequence[Mapping[str, str]]:
-    for message in template:
+    for message in template or PLAIN:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise ConfigError(f"a conversation template is a list of {{'role', 'content'}}, found {message!r} in it")
-    used = {name for message in template for name in PLACEHOLDER.findall(message["content"])}
-    if used.isdisjoint(set(row) - {"answer"}):
+    used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
+    if used.isdisjoint({"question", *row} - {"answer"}):
         raise ConfigError(
             "expected {question} (or another column) somewhere in the conversation template, otherwise every prompt is "
             f"the same; found the placeholders {sorted(used)} and the columns {sorted(row)}"
         )
-    return template
+    return template or PLAIN

@@ -10,16 +10,19 @@ from jinja2 import TemplateError
 
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.envs.core import Message, Row, Split, Task
-from agilerl.envs.prompts import check_tokenizer, render_prompt
+from agilerl.envs.curation import check_rows
+from agilerl.envs.forms import Form, Sample
+from agilerl.envs.order import TrainingOrder
+from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_prompt
+from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.streams import stream
+from agilerl.rewards.grades import Grades
 
 __all__ = [
     "DataGym",
     "DataTask",
     "Example",
     "LossOn",
-    "as_messages",
     "render_completion",
     "render_conversation",
     "trajectories",
@@ -146,7 +149,7 @@ def _check_text(tokenizer: Any, text: str) -> None:
 
 def _fitted(example: Example, max_tokens: int | None) -> Example:
     if max_tokens is not None and len(example.ids) > max_tokens:
-        raise EnvError(
+        raise PromptTooLongError(
             f"expected an example of at most {max_tokens} tokens, found {len(example.ids)}; raise max_context_length "
             f"(or max_model_len), or leave such rows out: {example.text[:80]!r}"
         )
@@ -174,18 +177,6 @@ def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]
     return made
 
 
-def as_messages(value: Any, role: str, where: str) -> list[Message]:
-    """Return a column as messages: a text is one message of ``role``. Raises EnvError for anything else."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    sound = isinstance(value, Sequence) and len(value) > 0
-    if not sound or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in value):
-        raise EnvError(f"expected text or a list of {{'role', 'content'}} in {where}, found {value!r:.100}")
-    if not all(isinstance(m["content"], str) for m in value):
-        raise EnvError(f"expected text as the content of each message in {where}, found {value!r:.100}")
-    return [{"role": str(m["role"]), "content": m["content"]} for m in value]
-
-
 class DataTask(Task):
     """A task that answers itself: another task's training rows as examples, its exam and test as they are."""
 
@@ -194,8 +185,7 @@ class DataTask(Task):
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.name, self.grader, self.train_size = task.name, task.grader, task.train_size
-        self.exam_prompts, self.test_prompts = task.exam_prompts, task.test_prompts
+        self._describe()
 
     @abstractmethod
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
@@ -216,26 +206,47 @@ class DataTask(Task):
         """Return the task's conversation."""
         return self.task.messages(row)
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-        """Return the task's rewards."""
-        return self.task.rewards(completions, rows)
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades."""
+        return self.task.grade(completions, rows)
+
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades of an exam."""
+        return self.task.grade_exam(completions, rows)
+
+    def close(self) -> None:
+        """Close the task's graders."""
+        self.task.close()
 
     def prepare(self) -> None:
         """Let the task prepare itself."""
         self.task.prepare()
 
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Let the task leave out what does not fit."""
+        self.task.fit(tokenizer, max_tokens)
+        self._describe()
+
+    def _describe(self) -> None:
+        self.name, self.grader, self.counts = self.task.name, self.task.grader, self.task.counts
+        self.train_size = self.task.train_size
+        self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
+
     def answer(self, row: Mapping[str, Any]) -> str:
         """Return the right answer of a row; raises EnvError where there is none."""
-        if row.get("answer") is None:
+        answer = self.task.demonstration(row)
+        if answer is None:
             raise EnvError(
                 f"{self.name} has no answer to learn for the question {str(row.get('question'))[:80]!r}; such tasks "
                 "can only be trained on their rewards (env_type: reasoning)"
             )
-        return str(row["answer"])
+        return answer
 
 
 class DataGym(ABC):
     """Batches of examples for ``agent.learn``; a subclass says what a row's examples are.
+
+    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
 
     The order depends on ``seed`` and on the number of batches drawn alone, a new one each epoch. Inside ``eval_mode()``
     the rows are those of the test dataset, from its first on.
@@ -256,26 +267,27 @@ class DataGym(ABC):
         size = data_batch_size_per_gpu
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigError(f"expected an integer of 1 or more for data_batch_size_per_gpu, found {size!r}")
-        self._rows: dict[Split, Any] = {"train": train_dataset, "test": test_dataset}
+        self._rows: dict[Split, Rows] = {
+            "train": read_dataset(train_dataset, name="the train dataset"),
+            "test": read_dataset(test_dataset, name="the test dataset"),
+        }
+        self._forms = {split: self.form(rows) for split, rows in self._rows.items()}
         for split, rows in self._rows.items():
-            if len(rows) == 0 or not isinstance(rows[0], Mapping):
-                found = type(rows[0]).__name__ if len(rows) else "none"
-                raise EnvError(f"expected at least one row, a dict, in the {split} dataset, found {found}")
-            self.check_columns(rows[0], split)
+            check_rows(rows, self._forms[split])
         self.tokenizer, self.data_batch_size_per_gpu, self.seed = tokenizer, size, seed
         self.max_context_length, self.accelerator = max_context_length, accelerator
         self._rank = 0 if accelerator is None else int(accelerator.process_index)
         self._world = 1 if accelerator is None else int(accelerator.num_processes)
         self._split: Split = "train"
         self._drawn: dict[Split, int] = {"train": 0, "test": 0}
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._order = TrainingOrder(self._rows["train"].sizes, self._rows["train"].weights, seed)
 
     @abstractmethod
-    def check_columns(self, row: Mapping[str, Any], split: str) -> None:
-        """Raise EnvError unless a row has the columns that are read."""
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read; raises EnvError where one is missing."""
 
     @abstractmethod
-    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+    def examples(self, sample: Sample) -> list[Example]:
         """Return the examples of a row, those that belong together side by side."""
 
     def __len__(self) -> int:
@@ -319,19 +331,12 @@ class DataGym(ABC):
         whole, size = self.data_batch_size_per_gpu * self._world, len(self)
         if self._split == "train":
             first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
-            places = [self._shuffled(place) for place in range(first, first + self.data_batch_size_per_gpu)]
+            places = [self._order(place) for place in range(first, first + self.data_batch_size_per_gpu)]
         else:
             # A last batch may be short: no row counts twice in one pass.
             first = self._drawn["test"] % -(-size // whole) * whole
             places = list(range(first, min(first + whole, size)))[self._rank :: self._world]
         self._drawn[self._split] += 1
-        rows = [dict(self._rows[self._split][place]) for place in places]
-        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(row), group, row)]
+        rows, form = [self._rows[self._split][place] for place in places], self._forms[self._split]
+        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(form.read(row)), group, row)]
         return collate(made, int(self.tokenizer.pad_token_id))
-
-    def _shuffled(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._rows["train"]))
-        if self._order[0] != epoch:
-            order = stream(self.seed, "dataset/order", epoch).permutation(len(self._rows["train"]))
-            self._order = (epoch, order.tolist())
-        return self._order[1][place]

@@ -5,9 +5,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from agilerl.envs.core import Message, Row, Split, Task
-from agilerl.envs.examples import DataGym, DataTask, Example, as_messages, render_completion
-from agilerl.envs.sft import last_message
+from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.examples import DataGym, DataTask, Example, render_completion
+from agilerl.envs.forms import Form, Sample, as_messages, form_of
+from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
 from agilerl.streams import stream
 
@@ -38,13 +39,13 @@ class PreferenceTask(DataTask):
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row, in training with ``rejected``."""
         row = super().row(split, index)
-        if split == "train" and row.get("rejected") is None:
+        if split == "train" and self.task.counterexample(row) is None:
             row = {**row, "rejected": self._rejected(row, index)}
         return row
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question with its right and with its careless answer."""
-        prompt, answers = self.messages(row), (self.answer(row), str(row["rejected"]))
+        prompt, answers = self.messages(row), (self.answer(row), str(self.task.counterexample(row)))
         return [render_completion(tokenizer, prompt, answer, max_tokens) for answer in answers]
 
     def _rejected(self, row: Row, index: int) -> str:
@@ -75,46 +76,16 @@ class PreferenceGym(DataGym):
     """Batches of pairs for ``agent.learn(env.reset())``: two rows each, the chosen completion first.
 
     A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one message of the assistant).
-    Without ``prompt`` both are whole conversations that differ in their last message only.
+    Without ``prompt`` both are whole: conversations that differ in their last message only, or texts, which are divided
+    after the last whole word that they share.
     """
 
-    def check_columns(self, row: Mapping[str, Any], split: str) -> None:
-        """Raise EnvError unless there are chosen and rejected."""
-        missing = [column for column in ("chosen", "rejected") if column not in row]
-        if missing:
-            raise EnvError(
-                f"expected the columns prompt, chosen and rejected in the {split} dataset, found {sorted(row)}; rename "
-                f"a column to {' and one to '.join(missing)}"
-            )
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read."""
+        return form_of(rows.columns, "preference", rows.name)
 
-    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+    def examples(self, sample: Sample) -> list[Example]:
         """Return the prompt with its chosen and with its rejected completion."""
-        if row.get("prompt") is not None:
-            prompt = as_messages(row["prompt"], "user", "the column prompt")
-            answers = [_answer(row[name], prompt, f"the column {name}") for name in ("chosen", "rejected")]
-        else:
-            prompt, answers = _implicit(row)
-        limit = self.max_context_length
+        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
+        answers = (str(sample.response), str(sample.rejected))
         return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]
-
-
-def _answer(value: Any, prompt: list[Message], where: str) -> str:
-    """Return a completion; as a conversation it may repeat the prompt."""
-    if not isinstance(value, str):
-        messages = as_messages(value, "assistant", where)
-        if len(messages) > 1 and messages[:-1] == prompt:
-            value = messages[-1:]
-    return last_message(value, where)
-
-
-def _implicit(row: Mapping[str, Any]) -> tuple[list[Message], list[str]]:
-    chosen, rejected = (row[name] for name in ("chosen", "rejected"))
-    if isinstance(chosen, str) or isinstance(rejected, str):
-        raise EnvError("expected the column prompt beside texts in chosen and rejected, found none; add it")
-    ends = [as_messages(value, "assistant", "chosen and rejected") for value in (chosen, rejected)]
-    if len(ends[0]) < 2 or ends[0][:-1] != ends[1][:-1]:
-        raise EnvError(
-            "expected conversations that differ in their last message only in chosen and rejected, found others; give "
-            "the column prompt"
-        )
-    return ends[0][:-1], [last_message(end[-1:], "the last message") for end in ends]

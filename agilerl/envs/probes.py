@@ -8,7 +8,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
+from gymnasium.spaces import Text
+
 from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
 
@@ -78,7 +82,7 @@ class MultiInputConditional(_DigitProbe):
         return (int(question[0]) + int(question[1])) % 3 + 1
 
 
-class GridNavigation:
+class GridNavigation(TextEnv):
     """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal when time is up.
 
     Observations are two digits: position and goal, each 1 to ``size``. The only reward comes with the last turn, so
@@ -87,7 +91,6 @@ class GridNavigation:
     """
 
     best_return = 1.0
-    system_prompt: str | None = None
 
     def __init__(self, size: int = 4, max_turns: int | None = None) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 9:
@@ -98,17 +101,20 @@ class GridNavigation:
             raise ConfigError(
                 f"expected max_turns of at least {size - 1}, so that every goal can be reached, found {max_turns}"
             )
+        self.observation_space = Text(2, min_length=2, charset="123456789"[:size])
+        self.action_space = Text(1, charset="123")
         self._position = self._goal = self._turn = 0
         self._running = False
 
-    def reset(self, *, seed: int | None = None) -> tuple[str, Mapping[str, Any]]:
-        """Place agent and goal on two different cells, by ``seed`` (0 if not given)."""
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
+        gymnasium.Env.reset(self, seed=seed or 0)  # gymnasium's check_env looks at its generator; nothing draws there
         cells = stream(seed or 0, "grid_navigation").choice(self.size, size=2, replace=False)
         self._position, self._goal = int(cells[0]) + 1, int(cells[1]) + 1
         self._turn, self._running = 0, True
         return self._observation(), {"best_return": self.best_return}
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
+    def step(self, action: str) -> StepResult:
         """Move by the first character of ``action``; ends after ``max_turns`` turns."""
         if not self._running:
             raise EnvError("expected reset() before step(): the episode of GridNavigation has not begun, or is over")
@@ -119,9 +125,6 @@ class GridNavigation:
         self._running = not terminated
         reward = float(terminated and self._position == self._goal)
         return self._observation(), reward, terminated, False, {"valid": move is not None}
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     @staticmethod
     def best_action(observation: str) -> str:

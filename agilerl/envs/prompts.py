@@ -7,7 +7,11 @@ from jinja2 import TemplateError
 
 from agilerl.errors import ConfigError, EnvError
 
-__all__ = ["check_tokenizer", "decode_completions", "render_prompt"]
+__all__ = ["PromptTooLongError", "check_tokenizer", "decode_completions", "render_prompt", "render_text", "text_ids"]
+
+
+class PromptTooLongError(EnvError):
+    """A prompt, or an example, has more tokens than fit."""
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -21,7 +25,14 @@ def check_tokenizer(tokenizer: Any) -> None:
             )
 
 
-def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None) -> list[int]:
+def render_prompt(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    max_tokens: int | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    use_template: bool = True,
+) -> list[int]:
     """Return the token ids of a conversation up to where the model continues it.
 
     The chat template is applied with its generation prompt. A last message of the assistant is a prefill: the prompt
@@ -32,6 +43,8 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tok
         tokenizer: a Hugging Face tokenizer.
         messages: ``{"role", "content"}`` each, at least one.
         max_tokens: most tokens that the prompt may have.
+        tools: JSON schemas of functions, which the template describes to the model.
+        use_template: False treats the tokenizer as one without a chat template.
 
     Raises:
         ConfigError: no pad token, a malformed message, or a template that refuses the messages (for instance a system
@@ -45,14 +58,14 @@ def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tok
         messages, prefill = messages[:-1], False  # an empty prefill is what the generation prompt does
     if not messages:
         raise EnvError("expected at least one message with content in a prompt, found none")
-    if getattr(tokenizer, "chat_template", None):
-        ids = _apply_template(tokenizer, messages, prefill)
+    if use_template and getattr(tokenizer, "chat_template", None):
+        ids = _ids(_apply_template(tokenizer, messages, prefill, tools=tools))
     else:
         ids = _ids(tokenizer("\n".join(message["content"] for message in messages)))
     if not ids:
         raise EnvError(f"expected a prompt of at least one token, found none in {messages!r}")
     if max_tokens is not None and len(ids) > max_tokens:
-        raise EnvError(
+        raise PromptTooLongError(
             f"expected a prompt of at most {max_tokens} tokens, found {len(ids)}; raise max_context_length (or "
             f"max_model_len), or leave such prompts out: {messages[-1]['content'][:80]!r}"
         )
@@ -77,11 +90,35 @@ def _checked(message: Mapping[str, str]) -> Mapping[str, str]:
     return message
 
 
-def _apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefill: bool) -> list[int]:
+def render_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return a conversation as the chat template writes it, up to where the model continues it.
+
+    Raises:
+        ConfigError: a malformed message, or a template that refuses the messages.
+    """
+    return str(_apply_template(tokenizer, [_checked(m) for m in messages], False, tools=tools, tokenize=False))
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that continues another one: nothing is added in front or behind."""
+    return _ids(tokenizer(text, add_special_tokens=False))
+
+
+def _apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    prefill: bool,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tokenize: bool = True,
+) -> Any:
     try:
-        rendered = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
-            tokenize=True,
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=tokenize,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
         )
@@ -91,7 +128,6 @@ def _apply_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], prefi
         raise ConfigError(
             f"the tokenizer's chat template does not accept a conversation of {', '.join(roles)}: {error}; {cure}"
         ) from error
-    return _ids(rendered)
 
 
 def _ids(encoded: Any) -> list[int]:

@@ -32,7 +32,7 @@ class ReasoningGym:
         test_dataset: Any,
         tokenizer: Any,
         reward_fn: Grader,
-        conversation_template: Sequence[Mapping[str, str]],
+        conversation_template: Sequence[Mapping[str, str]] | None,
         *,
         data_batch_size_per_gpu: int = 8,
         accelerator: Any = None,
@@ -43,12 +43,14 @@ class ReasoningGym:
         """Make an environment of two datasets.
 
         Args:
-            train_dataset: Hugging Face ``Dataset`` or sequence of dicts with ``question`` and ``answer``.
+            train_dataset: anything that ``read_dataset`` takes (a Hugging Face ``Dataset``, a sequence of dicts, a
+                file, a hub name), or a mixture; in any of the forms of ``DatasetTask``.
             test_dataset: the same; what ``eval_mode()`` uses.
             tokenizer: Hugging Face tokenizer with a pad token.
             reward_fn: ``(completion, answer, question) -> float``; None means no grade, NaN in the rewards.
             conversation_template: list of ``{"role", "content"}`` with ``{question}`` (and ``{answer}``, or any
-                column); a last message of the assistant is a prefill, which is not part of the completion.
+                column); a last message of the assistant is a prefill, which is not part of the completion. None puts
+                the prompt alone; rows that are conversations need it to be None.
             data_batch_size_per_gpu: prompts per batch of this process, 1 or more.
             accelerator: ``accelerate.Accelerator``; each of its processes gets its own share of every batch.
             return_raw_completions: accepted because callers pass it; prompts carry their text in any case.
@@ -56,7 +58,7 @@ class ReasoningGym:
             seed: decides the order of training prompts.
 
         Raises:
-            EnvError: a dataset that is empty or lacks a column.
+            EnvError: a dataset that is empty or lacks a column, or a row that has not its form.
             ConfigError: a malformed template, a tokenizer without pad token, a batch size below 1.
         """
         task = DatasetTask(
@@ -75,7 +77,11 @@ class ReasoningGym:
         accelerator: Any = None,
         max_context_length: int | None = None,
     ) -> Self:
-        """Make an environment of any task; ``eval_mode()`` uses its exam panel."""
+        """Make an environment of any task; ``eval_mode()`` uses its exam panel.
+
+        A task on data is fitted first: prompts of more than ``max_context_length`` tokens are left out.
+        """
+        task.fit(tokenizer, max_context_length)
         env = cls.__new__(cls)
         env.return_raw_completions = False
         env._setup(task, tokenizer, data_batch_size_per_gpu, accelerator, max_context_length)

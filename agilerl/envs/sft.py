@@ -4,16 +4,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from agilerl.envs.core import Message, Task
-from agilerl.envs.examples import (
-    DataGym,
-    DataTask,
-    Example,
-    LossOn,
-    as_messages,
-    render_completion,
-    render_conversation,
-)
-from agilerl.errors import ConfigError, EnvError
+from agilerl.envs.examples import DataGym, DataTask, Example, LossOn, render_completion, render_conversation
+from agilerl.envs.forms import Form, Sample, as_messages, form_of
+from agilerl.envs.sources import Rows
+from agilerl.errors import ConfigError
 
 __all__ = ["SFTGym", "SFTTask"]
 
@@ -37,8 +31,9 @@ class SFTTask(DataTask):
 class SFTGym(DataGym):
     """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
 
-    A row has ``prompt`` (text, or messages) and ``response_column`` (text, or one message of the assistant), or
-    ``messages``, a whole conversation that ends with the assistant.
+    A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
+    ``question``) and a response (text, or one message of the assistant) in ``response_column``, ``completion``,
+    ``answer`` or ``chosen``.
     """
 
     def __init__(
@@ -57,10 +52,10 @@ class SFTGym(DataGym):
         """Make an environment of two datasets.
 
         Args:
-            train_dataset: Hugging Face ``Dataset`` or sequence of dicts.
+            train_dataset: anything that ``read_dataset`` takes, or a mixture.
             test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
             tokenizer: Hugging Face tokenizer with a pad token.
-            response_column: column with the response to ``prompt``.
+            response_column: column with the response to ``prompt``, looked for first.
             loss_on: ``completion``: the last answer is learned; ``assistant``: every message of the assistant, which
                 needs a chat template that only appends.
             data_batch_size_per_gpu: rows per batch of this process, 1 or more.
@@ -69,7 +64,7 @@ class SFTGym(DataGym):
             seed: decides the order of training.
 
         Raises:
-            EnvError: a dataset that is empty or lacks a column.
+            EnvError: a dataset that is empty or lacks a column, or a row that has not its form.
             ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
         """
         self.response_column, self.loss_on = response_column, _checked(loss_on)
@@ -83,33 +78,15 @@ class SFTGym(DataGym):
             seed=seed,
         )
 
-    def check_columns(self, row: Mapping[str, Any], split: str) -> None:
-        """Raise EnvError unless there are messages, or a prompt and its response."""
-        if "messages" not in row and not {"prompt", self.response_column} <= set(row):
-            raise EnvError(
-                f"expected the columns prompt and {self.response_column}, or messages, in the {split} dataset, found "
-                f"{sorted(row)}; rename a column, or give response_column"
-            )
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read: a conversation, else a prompt and its response."""
+        return form_of(rows.columns, "sft", rows.name, response=self.response_column)
 
-    def examples(self, row: Mapping[str, Any]) -> list[Example]:
+    def examples(self, sample: Sample) -> list[Example]:
         """Return the row's conversation."""
-        if "messages" in row:
-            conversation = as_messages(row["messages"], "user", "messages")
-            if conversation[-1]["role"] != "assistant":
-                raise EnvError(f"expected a conversation that ends with the assistant, found {conversation[-1]!r:.100}")
-            prompt, response = conversation[:-1], conversation[-1]["content"]
-        else:
-            prompt = as_messages(row["prompt"], "user", "the column prompt")
-            response = last_message(row[self.response_column], f"the column {self.response_column}")
+        prompt = as_messages(sample.prompt, "user", "the prompt")
+        response = str(sample.response)
         return [_demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
-
-
-def last_message(value: Any, where: str) -> str:
-    """Return a response given as text or as the assistant's only message; raises EnvError for anything else."""
-    messages = as_messages(value, "assistant", where)
-    if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise EnvError(f"expected text or one message of the assistant in {where}, found {value!r:.100}")
-    return messages[0]["content"]
 
 
 def _demonstration(

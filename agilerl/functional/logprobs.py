@@ -12,7 +12,8 @@ WORKSPACE_BYTES = 256 * 2**20
 """Size of a tile of fp32 logits where the caller gives no ``chunk_rows``."""
 
 MIN_ROWS = 16
-"""Fewest rows of a matrix product: with fewer, CPU kernels add a row's terms in another order."""
+"""Row counts of matrix products are multiples of this: with fewer rows, and in fp64 on some CPUs for what four does not
+divide, CPU kernels add a row's terms in another order."""
 
 MAX_CPU_ROWS = 128
 """Most rows of a matrix product on a CPU: from about 150 rows, kernels block long sums in another way."""
@@ -154,17 +155,15 @@ def _row_scaled(rows: Tensor, factors: Tensor) -> Tensor:
 
 def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     """Return ``rows @ matrix``; on a CPU in blocks in which the bits of a row do not depend on the other rows."""
-    count = rows.shape[0]
     if rows.device.type != "cpu":
         return rows @ matrix
-    if count < MIN_ROWS:
-        return (F.pad(rows, (0, 0, 0, MIN_ROWS - count)) @ matrix)[:count]
-    if count <= MAX_CPU_ROWS:
-        return rows @ matrix
-    out = rows.new_empty(count, matrix.shape[1])
-    # Blocks of nearly equal size, so that the last one is not smaller than MIN_ROWS.
-    for block, target in zip(*(x.tensor_split(-(-count // MAX_CPU_ROWS)) for x in (rows, out))):
-        torch.mm(block, matrix, out=target)
+    out = rows.new_empty(rows.shape[0], matrix.shape[1])
+    for block, target in zip(torch.split(rows, MAX_CPU_ROWS), torch.split(out, MAX_CPU_ROWS)):
+        missing = -len(block) % MIN_ROWS
+        if missing:
+            target.copy_((F.pad(block, (0, 0, 0, missing)) @ matrix)[: len(block)])
+        else:
+            torch.mm(block, matrix, out=target)
     return out
 
 

@@ -19,9 +19,14 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
+    "check_present",
     "check_values",
+    "declared_gene",
+    "gene_names",
     "genes_from",
     "genes_in_force",
+    "values_of",
+    "with_changes",
 ]
 
 Value = float | int | str | bool
@@ -32,6 +37,7 @@ Scale = Literal["log", "linear", "choice"]
 class Evolve:
     """Mark a field as evolvable: ``beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-2)] = 0.001``.
 
+    On a field that maps names to numbers it is the range of each entry, and the gene of one is called ``field.entry``.
     The range is inclusive. ``scale="log"`` needs ``min > 0`` and moves by factors, ``"linear"`` by differences and
     ``"choice"`` picks another of ``choices`` (for a bool or a ``Literal`` field they are known already).
     ``step`` is the scale of one mutation as a share of the range, ``resample`` the probability of a fresh draw from it.
@@ -175,7 +181,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if not isinstance(parameter, RLParameter):
                 raise ConfigError(
                     f"HyperparameterConfig: {name} must be an RLParameter(min, max), found {parameter!r}; "
-                    f"write {name}=RLParameter(min=..., max=...)."
+                    f"write {_keyword(name)}."
                 )
         self._parameters = dict(parameters)
 
@@ -213,15 +219,31 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 def genes_from(model_class: Any) -> dict[str, Gene]:
     """Return the genes declared with ``Evolve`` on the fields of a pydantic model class, in field order.
 
-    Raises ConfigError when a declaration does not fit its field (a text without choices, a fractional integer range).
+    Entries of a mapping are not among them: which there are is no matter of the class (see ``declared_gene``). Raises
+    ConfigError when a declaration does not fit its field (a text without choices, a fractional integer range).
     """
-    genes: dict[str, Gene] = {}
-    for name, field in _fields(model_class).items():
-        marks = [mark for mark in field.metadata if isinstance(mark, Evolve)]
-        if marks:
-            # The last declaration wins, as with pydantic's own metadata.
-            genes[name] = _declared(name, field.annotation, marks[-1])
-    return genes
+    found = {name: declared_gene(model_class, name) for name in _fields(model_class)}
+    return {name: gene for name, gene in found.items() if gene is not None}
+
+
+def declared_gene(model_class: Any, name: str) -> Gene | None:
+    """Return the gene that is declared for a field, or for one entry of a mapping, ``field.entry``; None without one.
+
+    Raises ConfigError as ``genes_from`` does.
+    """
+    own, dot, entry = name.partition(".")
+    field = _fields(model_class).get(own)
+    marks = [] if field is None else [mark for mark in field.metadata if isinstance(mark, Evolve)]
+    if field is None or not marks or _is_mapping(field) != bool(entry) or bool(dot) != bool(entry):
+        return None
+    annotation = typing.get_args(field.annotation)[1] if entry else field.annotation
+    # The last declaration wins, as with pydantic's own metadata.
+    return _declared(name, annotation, marks[-1])
+
+
+def gene_names(model_class: Any) -> list[str]:
+    """Return what may be a gene, for messages: the fields, a mapping as ``field.<name>``."""
+    return [f"{name}.<name>" if _is_mapping(field) else name for name, field in _fields(model_class).items()]
 
 
 def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None = None) -> dict[str, Gene]:
@@ -231,23 +253,56 @@ def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None
     """
     if hp_config is None:
         return genes_from(model_class)
-    fields = _fields(model_class)
+    known = gene_names(model_class)
     for name in hp_config:
-        if name not in fields:
-            raise ConfigError(_unknown(getattr(model_class, "__name__", "model"), name, fields))
+        own, _, entry = name.partition(".")
+        if (f"{own}.<name>" if entry else name) not in known:
+            raise ConfigError(_unknown(getattr(model_class, "__name__", "model"), name, known))
     return {name: hp_config[name].gene(name) for name in hp_config}
+
+
+def values_of(model: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values that a model has for some genes; an entry that its mapping does not have is left out."""
+    found: dict[str, Any] = {}
+    for name in names:
+        own, dot, entry = name.partition(".")
+        value = getattr(model, own)
+        if not dot or entry in value:
+            found[name] = value[entry] if dot else value
+    return found
+
+
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with some of them changed; ``field.entry`` is one entry of a mapping, whose others stay."""
+    changed = dict(values)
+    for name, value in changes.items():
+        own, dot, entry = name.partition(".")
+        before = changed.get(own, {}) if dot else {}
+        # What is no mapping is a mistake, which the model that is built of the values has a sentence for.
+        changed[own] = {**(before if isinstance(before, Mapping) else {}), entry: value} if dot else value
+    return changed
 
 
 def check_values(genes: Mapping[str, Gene], values: Mapping[str, Value]) -> None:
     """Raise ConfigError unless every gene has a value in ``values`` that lies inside its range."""
+    check_present(genes, values)
     for name, gene in genes.items():
-        if name not in values:
-            raise ConfigError(f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}.")
         if not gene.contains(values[name]):
             raise ConfigError(
                 f"{name} = {values[name]!r} lies outside the range it evolves in, {gene.span()}"
                 f"{' (whole numbers)' if gene.dtype == 'int' else ''}; change the value, or widen the range with "
-                f"hp_config=HyperparameterConfig({name}=RLParameter(min=..., max=...))."
+                f"hp_config=HyperparameterConfig({_keyword(name)})."
+            )
+
+
+def check_present(genes: Iterable[str], values: Mapping[str, Value]) -> None:
+    """Raise ConfigError unless every gene has a value in ``values``."""
+    for name in genes:
+        if name not in values:
+            own, dot, entry = name.partition(".")
+            hint = f"; give it one: {own}={{{entry!r}: ...}}" if dot else ""
+            raise ConfigError(
+                f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}{hint}."
             )
 
 
@@ -282,6 +337,16 @@ def _known_choices(kinds: set[Any]) -> tuple[Value, ...]:
         return (False, True)
     literals = (kind for kind in kinds if typing.get_origin(kind) is Literal)
     return tuple(choice for literal in literals for choice in typing.get_args(literal) if choice is not None)
+
+
+def _is_mapping(field: Any) -> bool:
+    return typing.get_origin(field.annotation) is dict
+
+
+def _keyword(name: str) -> str:
+    """Return how to write the range of a gene as an argument."""
+    parameter = "RLParameter(min=..., max=...)"
+    return f"**{{{name!r}: {parameter}}}" if "." in name else f"{name}={parameter}"
 
 
 def _check_range(where: str, low: float | None, high: float | None) -> None:

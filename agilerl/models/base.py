@@ -1,7 +1,8 @@
 """The one frozen base model: loading it, checking it, and its two halves, body and head."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -117,11 +118,20 @@ class BaseModel:
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
         with torch.no_grad():
             own, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
+        if not bool(torch.isfinite(full).all()):
+            bad = next((n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+            raise EngineError(
+                f"the model {self.name!r} computes logits that are not finite: "
+                + (f"its weights {bad} hold NaN or infinity; take a sound copy" if bad else _OVERFLOW)
+            )
         if not torch.allclose(own, full, atol=1e-3, rtol=1e-3):
             raise EngineError(
                 f"{type(self.model).__name__} computes its logits in a way this package does not know "
                 f"(largest difference {float((own - full).abs().max()):.3g}); it cannot be trained correctly"
             )
+
+
+_OVERFLOW = "its numbers overflow in this data type; use a wider one (training.dtype, or dtype=)"
 
 
 def _logit_scale(config: Any) -> float:
@@ -132,22 +142,81 @@ def _logit_scale(config: Any) -> float:
 def load_base(name: str, *, dtype: str = "auto", device: str = "cpu") -> BaseModel:
     """Load a base model from a local folder, a hub name or ``embedded``.
 
-    Raises ConfigError when there is no such folder and the hub does not answer. Weights come from safetensors only,
-    and no code of the model's repository is run.
+    Raises ConfigError when there is no such folder and the hub does not answer, or the files are damaged or incomplete,
+    EngineError where the model computes no finite logits. Weights come from safetensors only, and no code of the
+    model's repository is run.
     """
     from transformers import AutoModelForCausalLM
 
     path = resolve_model(name)
     # Half precision on a CPU is slow and loses what the tiny adapters learn: "auto" means fp32 there.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(_missing(name, error)) from error
-    base = from_model(model.to(device), name)
+    with _loading("the model", name, "a local folder with config.json and *.safetensors"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=chosen,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+            output_loading_info=True,
+        )
+        model = model.to(device)
+    _check_complete(name, found)
+    base = from_model(model, name)
     base.source = path
     base.check_head()
     return base
+
+
+def _check_complete(name: str, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError for weights that transformers would have left at random numbers; tied ones are not missing."""
+    missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
+    if missing:
+        raise ConfigError(
+            f"the weights of {name!r} are incomplete: {_some(missing)} missing from its *.safetensors; take a complete "
+            "copy, or the config.json that belongs to these weights"
+        )
+    if mismatched:
+        key, there, expected = mismatched[0]
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its config.json: {key} has shape {list(there)}, expected "
+            f"{list(expected)}; take both from the same model"
+        )
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 1} more are" if len(keys) > 1 else " is"
+    return f"{keys[0]}{more}"
+
+
+@contextmanager
+def _loading(what: str, name: str, expected: str) -> Iterator[None]:
+    """Keep transformers' reports and bars to itself; whatever a damaged file makes it raise becomes one sentence."""
+    from transformers.utils import logging
+
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:  # of any library that reads files: no list of their errors is complete
+        raise ConfigError(
+            f"cannot load {what} {name!r}: {_reason(error)}; expected {expected}, a name on the Hugging Face hub "
+            "that is reachable, or 'embedded'"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _reason(error: Exception) -> str:
+    """Return the beginning of an error's message as one line, its kind in front where that says more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A line that ends in a colon only announces the next ones.
+    count = next((i for i, line in enumerate(lines, 1) if line[-1] not in ":,"), len(lines))
+    text = " ".join(lines[: max(count, 1)]).rstrip(".")
+    return f"{type(error).__name__}: {text}" if not isinstance(error, OSError | ValueError) else text
 
 
 def from_model(model: Any, name: str | None = None) -> BaseModel:
@@ -182,14 +251,6 @@ def resolve_model(name: str) -> str:
     return str(path) if looks_local else name
 
 
-def _missing(name: str, error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"cannot load the model {name!r}: {first} Expected a local folder with config.json and *.safetensors, "
-        "a name on the Hugging Face hub that is reachable, or 'embedded'"
-    )
-
-
 def load_tokenizer(name: str) -> Any:
     """Load the tokenizer that belongs to a base model.
 
@@ -198,10 +259,9 @@ def load_tokenizer(name: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(name), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a tokenizer from {name!r}: {str(error).splitlines()[0]}") from error
+    path = resolve_model(name)
+    with _loading("a tokenizer from", name, "a local folder with tokenizer.json and tokenizer_config.json"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"the tokenizer of {name!r} has no pad token; set one and save it again, for instance "

@@ -84,7 +84,14 @@ def facts(run: RunRecord) -> dict[str, str]:
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
         "Peak memory": _peak_memory(run),
         "Started": info["started"][:16].replace("T", " ") + " UTC",
-        "Task": _first(config, "environment.task", "environment.name", "environment.env_type"),
+        "Task": _first(
+            config,
+            "environment.env_id",
+            "environment.task",
+            "environment.dataset.path",
+            "environment.name",
+            "environment.env_type",
+        ),
         "Model": _first(config, "network.pretrained_model_name_or_path", "model.name"),
         "Hardware": ", ".join(devices) or _cpu(hardware),
         "Command": " ".join(map(str, info["command"])),
@@ -171,6 +178,8 @@ def _first(config: Mapping[str, Any], *paths: str) -> str:
     for path in paths:
         value: Any = config
         for key in path.split("."):
+            if isinstance(value, list):  # of several datasets the first
+                value = value[0] if value else None
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             return str(value)

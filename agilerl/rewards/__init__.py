@@ -1,6 +1,53 @@
-"""Rewards: what a completion is worth, as plain functions (graders) and the few parts they share."""
+"""Rewards: what a completion is worth, by plain functions and by graders that hold something."""
 
+from agilerl.rewards.base import BaseGrader
+from agilerl.rewards.combine import CombinedGrader
+from agilerl.rewards.contract import GRADER_CHECKS, GraderCase, check_grader
 from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader, call_grader, check_score
+from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.isolated import IsolatedGrader
+from agilerl.rewards.judge import JudgeGrader
+from agilerl.rewards.library import (
+    LIBRARY,
+    Accuracy,
+    FormatTags,
+    JsonValid,
+    Overlong,
+    Regex,
+    Repetition,
+    TokenLength,
+    library_grader,
+)
+from agilerl.rewards.reward_model import RewardModelGrader
+from agilerl.rewards.sandbox import SandboxGrader, SandboxResult, run_python
 
-__all__ = ["Grader", "call_grader", "check_score", "exact_match", "extract_answer"]
+__all__ = [
+    "GRADER_CHECKS",
+    "LIBRARY",
+    "Accuracy",
+    "BaseGrader",
+    "CombinedGrader",
+    "FormatTags",
+    "Grader",
+    "GraderCase",
+    "Grades",
+    "IsolatedGrader",
+    "JsonValid",
+    "JudgeGrader",
+    "Overlong",
+    "Regex",
+    "Repetition",
+    "RewardModelGrader",
+    "SandboxGrader",
+    "SandboxResult",
+    "TokenLength",
+    "call_grader",
+    "check_grader",
+    "check_score",
+    "exact_match",
+    "extract_answer",
+    "grade",
+    "library_grader",
+    "run_python",
+]

@@ -9,10 +9,13 @@ from typing import Any, SupportsFloat
 
 from agilerl.errors import RewardError
 
-__all__ = ["Grader", "call_grader", "check_score"]
+__all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name"]
 
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
+
+Outcome = float | RewardError | None
+"""A score, None (not applicable), or why there is none: the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
 NAMED_KINDS = (
@@ -40,20 +43,46 @@ def call_grader(
         RewardError: the grader raised, asks for something the rows do not have, or returned anything but one finite
             number or None per completion.
     """
+    outcomes = attempt_grader(grader, completions, rows, prompts)
+    for outcome in outcomes:
+        if isinstance(outcome, RewardError):
+            raise outcome
+    return outcomes  # type: ignore[return-value]
+
+
+def attempt_grader(
+    grader: Grader,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str] | None = None,
+) -> list[Outcome]:
+    """Score as ``call_grader`` does, but put a RewardError in the place of each completion that could not be scored.
+
+    A function for a batch may itself put an exception in a completion's place. If it raises, it is called again with
+    one completion at a time, which shows where it does.
+
+    Raises:
+        RewardError: nothing can be put down to one completion: the grader asks for something the rows do not have, or
+            returned no list, or one of another length.
+    """
     if len(rows) != len(completions):
         raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
     if not completions:
         return []
     name = grader_name(grader)
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
-    parameters = _named_parameters(grader)
-    if "completions" in parameters:
+    if "completions" in _named_parameters(grader):
         columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
         arguments = _select(name, grader, {**columns, "prompts": list(prompts), "completions": list(completions)})
-        (scores,) = _run(name, [lambda: grader(**arguments)])
-        return _check_list(scores, len(completions), name)
+        (scores,) = _run([lambda: grader(**arguments)])
+        if not isinstance(scores, Exception):
+            return [_outcome(score, name) for score in _check_list(scores, len(completions), name)]
+        if len(completions) == 1:
+            return [_outcome(scores, name)]
+        alone = zip(completions, rows, prompts)
+        return [attempt_grader(grader, [text], [row], [prompt])[0] for text, row, prompt in alone]
     calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
-    return [check_score(score, name) for score in _run(name, calls)]
+    return [_outcome(score, name) for score in _run(calls)]
 
 
 def check_score(value: object, name: str = "the reward function") -> float | None:
@@ -81,21 +110,34 @@ def check_score(value: object, name: str = "the reward function") -> float | Non
 
 
 def grader_name(grader: Grader) -> str:
-    """Return what to call a grader in a message: its own name, or its type's."""
-    return str(getattr(grader, "__name__", type(grader).__name__))
+    """Return what to call a grader in messages and metrics: its ``name``, its own name as a function, or its type's."""
+    return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
-def _check_list(scores: object, count: int, name: str) -> list[float | None]:
+def _outcome(score: object, name: str) -> Outcome:
+    """Return a score as it is checked, or the failure that stands in its place."""
+    if isinstance(score, Exception):
+        kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"
+        failure = RewardError(f"{name}{kind}: {score}")
+        failure.__cause__ = score
+        return failure
+    try:
+        return check_score(score, name)
+    except RewardError as error:
+        return error
+
+
+def _check_list(scores: object, count: int, name: str) -> list[object]:
     expected = f"{name} must return a list of {count} numbers (one for each completion)"
     if isinstance(scores, str | bytes | Mapping):
         raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}")
     try:
-        found = list(scores)  # type: ignore[call-overload]
+        found: list[object] = list(scores)  # type: ignore[call-overload]
     except TypeError as error:
         raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}") from error
     if len(found) != count:
         raise RewardError(f"{expected}, found {len(found)} of them")
-    return [check_score(score, name) for score in found]
+    return found
 
 
 def _named_parameters(grader: Grader) -> dict[str, inspect.Parameter]:
@@ -134,22 +176,24 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
     return lambda: grader(**arguments)
 
 
-def _run(name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Make the calls and await what is awaitable; a failure names the grader."""
-    try:
-        results = [call() for call in calls]
-        if not any(inspect.isawaitable(result) for result in results):
-            return results
-        # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, _gather(results)).result()
-    except Exception as error:
-        raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
+def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make the calls and await what is awaitable; an exception stands in the place of its call's result."""
+    results: list[Any] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except Exception as error:
+            results.append(error)
+    if not any(inspect.isawaitable(result) for result in results):
+        return results
+    # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, _gather(results)).result()
 
 
 async def _gather(results: Sequence[Any]) -> list[Any]:
     awaitables: list[Awaitable[Any]] = [r if inspect.isawaitable(r) else _settled(r) for r in results]
-    return list(await asyncio.gather(*awaitables))
+    return list(await asyncio.gather(*awaitables, return_exceptions=True))
 
 
 async def _settled(value: Any) -> Any:

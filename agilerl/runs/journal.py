@@ -61,13 +61,21 @@ class Journal:
 
     Opening reads and checks every record, and cuts a torn tail. A damaged record that intact ones follow is not a
     torn tail: that raises CheckpointError with the line number, for the records after it would silently be lost.
+    ``keep`` cuts the journal to its first ``keep`` records, as many as there were at a checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int | None = None) -> None:
         self.path = path
         self._file = _AppendFile(path)
         try:
             self.records, whole = _read_journal(path)
+            if keep is not None:
+                if not 0 <= keep <= len(self.records):
+                    raise CheckpointError(
+                        f"{path} should hold at least {keep} records, found {len(self.records)}; records were lost."
+                    )
+                self.records = self.records[:keep]
+                whole = sum(len(_seal(sequence, data)) for sequence, data in enumerate(self.records))
             self._file.cut(whole)
         except BaseException:
             self.close()

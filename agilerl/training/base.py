@@ -1,12 +1,10 @@
 """The base model of a run: found, loaded, and checked against the machine and its tokenizer."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
+from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, lora_layers, resolve_model
 from agilerl.runtime import Runtime
@@ -16,9 +14,6 @@ from agilerl.training.memory import adapter_bytes, check_memory, check_weights
 __all__ = ["load_runtime"]
 
 Loaded = TypeVar("Loaded")
-
-_PATIENCE = 5.0
-"""Seconds to wait for a connection to the hub."""
 
 
 def load_runtime(config: RunConfig) -> Runtime:
@@ -70,16 +65,8 @@ def _spare_retries(name: str) -> None:
     """Put the hub's client into its offline mode when a model's name needs the hub and nothing answers there.
 
     It would otherwise retry for a minute before it says so; offline it uses what is in its cache, or fails at once.
-    Behind a proxy nothing is tried.
     """
     from huggingface_hub import constants
 
-    if name == EMBEDDED or Path(name).expanduser().exists() or constants.HF_HUB_OFFLINE:
-        return
-    url = urlsplit(constants.ENDPOINT)
-    if url.scheme in getproxies() or url.hostname is None:
-        return
-    try:
-        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), _PATIENCE).close()
-    except OSError:
+    if name != EMBEDDED and not Path(name).expanduser().exists() and is_out_of_reach():
         constants.HF_HUB_OFFLINE = True

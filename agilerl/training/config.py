@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from agilerl.errors import ConfigError
+from agilerl.training.dataset_paths import locate, locate_within
 from agilerl.training.environment_config import EnvironmentConfig, Section
 from agilerl.training.strict_yaml import parse_yaml
 from agilerl.validation import nearest, shown, validated
@@ -26,6 +27,13 @@ __all__ = [
 
 _MANIFEST_BYTES = 1_000_000
 _LARGEST_SEED = 2**63 - 1
+
+_REPLACED = {
+    "environment.task": ("params", "dataset", "dataset_exam", "dataset_test", "columns"),
+    "environment.env_id": ("task", "params", "reward", "dataset", "dataset_exam", "dataset_test", "columns"),
+    "environment.dataset": ("task", "params", "dataset_exam", "dataset_test", "columns"),
+}
+"""What an override on the command line takes out of the file: it belongs to what the file had in that place."""
 
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 
@@ -69,6 +77,10 @@ class TrainingConfig(Section):
     """Completions decoded at once, all agents together."""
     log_completions: Annotated[int, Field(ge=0)] = 64
     """Completions of each agent written to ``completions/`` in each iteration."""
+    checkpoint_steps: Annotated[int | None, Field(ge=1)] = None
+    """Iterations between checkpoints; None saves after each selection only."""
+    checkpoint_seconds: Annotated[float | None, Field(gt=0)] = None
+    """Save after an iteration when the last checkpoint inside a generation is this old."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints to keep, besides the best."""
 
@@ -208,14 +220,16 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     Raises ConfigError for a file that is missing, too large or no YAML mapping, and for every wrong setting.
     """
     values = _read(path)
+    if path is not None:
+        locate_within(values.get("environment"), path.parent)
     changed = [_split(override) for override in overrides]
-    if any(keys == ["environment", "task"] for keys, _ in changed):
-        # Parameters belong to a dataset: those of another one would only be in the way.
-        environment = values.get("environment")
-        if isinstance(environment, dict):
-            environment.pop("params", None)
+    environment = values.get("environment")
+    if isinstance(environment, dict):
+        for name in (name for keys, _ in changed for name in _REPLACED.get(".".join(keys), ())):
+            environment.pop(name, None)
     for keys, value in changed:
         _put(values, keys, value)
+    locate(values.get("environment"))
     return RunConfig.from_dict(values)
 
 

@@ -1,10 +1,27 @@
 """The section ``environment`` of a manifest."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["EnvironmentConfig", "Section"]
+from agilerl.validation import shown
+
+__all__ = ["DatasetConfig", "EnvironmentConfig", "GraderConfig", "Section"]
+
+_OF_EPISODES = (
+    "env_id",
+    "max_turns",
+    "enable_sliding_window",
+    "apply_chat_template",
+    "strict_chat_template_boundary",
+    "step_timeout",
+)
+"""Settings that only multi-turn environments have."""
+_OF_TASKS = ("params", "reward", "holdout")
+"""Settings that only reasoning_gym's tasks have."""
+_OF_DATASETS = ("dataset_exam", "dataset_test", "columns", "bad_rows")
+"""Settings that only datasets have."""
 
 
 class Section(BaseModel):
@@ -13,18 +30,87 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class DatasetConfig(Section):
+    """Rows to learn from."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """File (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or name of a dataset on the hub. Files that a
+    manifest names are in its folder or below, or in the working directory or below; the command line may name any."""
+    name: str | None = None
+    """Configuration of a dataset on the hub that has several."""
+    split: str = "train"
+    """Split of a dataset on the hub."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of a mixture, relative to the other datasets of the list."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """In place of ``environment.columns`` for this dataset."""
+
+
+class GraderConfig(Section):
+    """One part of the reward."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """``task``, the task's own reward, or a grader of the package: ``accuracy``, ``exact_match``, ``format_tags``,
+    ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``."""
+    weight: float = 1.0
+    """What its score is multiplied by; one of weight 0 is logged and no more."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Its parameters, as in Python."""
+    label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
+    """What metrics call it, in place of ``name``."""
+
+
+def _as_list(value: Any) -> Any:
+    """Let one dataset, or its path alone, stand for a list."""
+    values = value if isinstance(value, list) else [value] if isinstance(value, str | Mapping) else value
+    return [{"path": v} if isinstance(v, str) else v for v in values] if isinstance(values, list) else values
+
+
+Datasets = Annotated[Annotated[list[DatasetConfig], Field(min_length=1)] | None, BeforeValidator(_as_list)]
+
+
 class EnvironmentConfig(Section):
     """What the agents are trained and examined on."""
 
-    env_type: Literal["reasoning", "sft", "preference"] = "reasoning"
-    """What is learned from: rewards of the agents' own completions, the right answers (``sft``), or pairs of the right
-    and a careless answer (``preference``)."""
-    task: str = "reasoning_gym:spell_backward"
-    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several."""
+    env_type: Literal["reasoning", "sft", "preference", "multiturn"] = "reasoning"
+    """What is learned from: rewards of the agents' own completions, the right answers (``sft``), pairs of the right
+    and a careless answer (``preference``), or returns of the episodes of ``env_id`` (``multiturn``)."""
+    task: str | None = "reasoning_gym:spell_backward"
+    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None where there is a ``dataset`` or an
+    ``env_id``."""
+    dataset: Datasets = None
+    """Rows of your own in place of a task: a list of datasets, which are mixed by weight; or one of them; or its path
+    alone."""
+    dataset_exam: Datasets = None
+    """Rows for the exam; None takes ``eval_prompts`` rows of ``dataset``, which training then leaves out."""
+    dataset_test: Datasets = None
+    """Rows for the test; None takes ``test_prompts`` rows of ``dataset``."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names that the columns of datasets shall have, with those that they have: ``{question: problem}``."""
+    bad_rows: Literal["raise", "drop"] = "raise"
+    """What to do about rows with a value that is missing, empty or no text: stop before the run, or leave them out and
+    count them. Rows that are too long, or that hold special tokens, are always left out and counted."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset."""
+    """Parameters of the dataset, or of the environment ``env_id``."""
+    env_id: str | None = None
+    """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``."""
+    max_turns: Annotated[int | None, Field(ge=1)] = None
+    """``multiturn``: most actions of an episode; None: the environment's own limit."""
+    enable_sliding_window: bool = False
+    """``multiturn``: where the context is full, forget the oldest turns; False cuts the episode."""
+    apply_chat_template: bool = True
+    """``multiturn``: False writes observations as they are, each on lines of its own."""
+    strict_chat_template_boundary: bool = True
+    """``multiturn``: refuse a chat template that rewrites earlier turns; False follows it, one row for each turn."""
+    step_timeout: Annotated[float | None, Field(gt=0)] = 60.0
+    """``multiturn``: seconds for one step of an environment; an episode that needs more has no grade."""
     reward: Literal["exact", "score"] = "exact"
     """``exact``: 1 for a full score and 0 otherwise; ``score``: the dataset's own score."""
+    graders: Annotated[list[GraderConfig] | None, Field(min_length=1)] = None
+    """The parts of the reward, whose weighted sum agents learn from; None: the task's own reward alone."""
+    fitness_grader: str | None = None
+    """What exams and tests measure where there are ``graders``: ``task``, or one of them by its label or name; None:
+    their sum, as in training."""
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
     eval_prompts: Annotated[int, Field(ge=2)] = 128
@@ -45,4 +131,57 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"environment.loss_on={self.loss_on!r} is for env_type: sft, found {self.env_type}; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_graders(self) -> Self:
+        if self.graders is not None and self.env_type != "reasoning":
+            raise ValueError(f"environment.graders is for env_type: reasoning, found {self.env_type}; leave it out")
+        if self.graders is None and self.fitness_grader is not None:
+            raise ValueError(
+                f"environment.fitness_grader={shown(self.fitness_grader)} is for environment.graders, found none; "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if self.dataset is None:
+            if self.task is None and self.env_type != "multiturn":
+                raise ValueError("expected environment.task or environment.dataset, found neither; give one of them")
+            self._refuse(_OF_DATASETS, "for environment.dataset, found none")
+            return self
+        if self.task is not None and "task" in self.model_fields_set:
+            raise ValueError(
+                f"environment.task={self.task!r} and environment.dataset exclude each other; leave one of them out"
+            )
+        if self.env_type == "multiturn":
+            raise ValueError("environment.dataset is for single-turn rows, found env_type: multiturn; leave it out")
+        self._refuse(_OF_TASKS, "for environment.task, found environment.dataset")
+        self.task = None
+        return self
+
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"environment.{name}={shown(value)} is {reason}; leave it out")
+
+    @model_validator(mode="after")
+    def _has_episodes(self) -> Self:
+        if self.env_type == "multiturn":
+            if self.env_id is None:
+                raise ValueError(
+                    "environment.env_type='multiturn' needs environment.env_id, for instance agilerl/GuessTheNumber-v0"
+                )
+            if self.task is not None and "task" in self.model_fields_set:
+                raise ValueError(
+                    f"environment.task={self.task!r} is single-turn, found env_type: multiturn; leave one of them out"
+                )
+            self.task = None
+            return self
+        given = [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
+        if given:
+            found = f"environment.{given[0]}={getattr(self, given[0])!r}"
+            raise ValueError(f"{found} is for env_type: multiturn, found {self.env_type}; leave it out")
         return self

@@ -1,14 +1,12 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and an honest last test."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from agilerl.algorithms.state import AgentState
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.lineage import winning_lineage
 from agilerl.runs.directory import RunDirectory
@@ -23,42 +21,13 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
+from agilerl.training.progress import Progress
 from agilerl.training.records import RunRecords, Where
+from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session, document
+from agilerl.training.stopping import Interrupted, StopRequest
 
-__all__ = ["planned_iterations", "samples_per_iteration", "train"]
-
-
-@dataclass
-class _Progress:
-    """Counters of a run."""
-
-    iteration: int = 0
-    generation: int = 0
-    samples: int = 0
-    tokens: dict[str, int] = field(default_factory=lambda: {"generated": 0, "trained": 0, "evaluated": 0})
-    best: float = float("-inf")
-    elite: AgentState | None = None
-    elite_iteration: int | None = None
-    fitness: dict[int, Fitness] = field(default_factory=dict)
-    """Last exam of every agent that ever lived."""
-    exam: ExamDone | None = None
-    """The last exam, as long as nobody has learned or changed since."""
-    started: float = field(default_factory=perf_counter)
-
-    @property
-    def seconds(self) -> float:
-        return perf_counter() - self.started
-
-    def spent(self, config: RunConfig) -> float:
-        """Return the largest share of any budget that is used up."""
-        t = config.training
-        shares = [self.samples / t.max_steps]
-        if t.max_tokens is not None:
-            shares.append(sum(self.tokens.values()) / t.max_tokens)
-        if t.max_seconds is not None:
-            shares.append(self.seconds / t.max_seconds)
-        return max(shares)
+__all__ = ["planned_iterations", "resume", "samples_per_iteration", "train"]
 
 
 def samples_per_iteration(session: Session) -> int:
@@ -72,63 +41,101 @@ def planned_iterations(session: Session) -> int:
     return max(1, -(-session.config.training.max_steps // samples_per_iteration(session)))
 
 
-def train(session: Session, out: Path, *, command: list[str] | None = None) -> Iterator[Event]:
+def train(
+    session: Session, out: Path, *, command: list[str] | None = None, stop: StopRequest | None = None
+) -> Iterator[Event]:
     """Run a session to its end inside a new run directory, telling what happens as it happens.
 
-    Raises CheckpointError, having written nothing, when the directory is in use or holds a run.
+    Raises CheckpointError, having written nothing, when the directory is in use or holds a run; and Interrupted, after
+    a checkpoint, where ``stop`` asks for it.
     """
     config = session.config
     with RunDirectory.create(out, document(config), config.training.seed, command=command) as run:
-        records = RunRecords(run)
-        try:
-            yield from _run(session, run, records)
-        finally:
-            records.close()
+        yield from _work(session, run, None, stop or StopRequest())
 
 
-def _run(session: Session, run: RunDirectory, records: RunRecords) -> Iterator[Event]:
+def resume(session: Session, run: RunDirectory, *, stop: StopRequest | None = None) -> Iterator[Event]:
+    """Go on with a run whose session was built from its checkpoint; from its beginning where there was none.
+
+    What the run wrote after that checkpoint is cut off and written again, the same to the bit on a CPU. Closes the run
+    directory. Raises Interrupted as :func:`train` does.
+    """
+    with run:
+        yield from _work(session, run, session.saved, stop or StopRequest())
+
+
+def _work(session: Session, run: RunDirectory, saved: SavedCheckpoint | None, stop: StopRequest) -> Iterator[Event]:
+    records = RunRecords(run, saved)
+    try:
+        yield from _run(session, run, records, Progress() if saved is None else saved.progress, stop)
+    finally:
+        records.close()
+
+
+def _run(
+    session: Session, run: RunDirectory, records: RunRecords, progress: Progress, stop: StopRequest
+) -> Iterator[Event]:
     config, population = session.config, session.population
     t = config.training
-    progress = _Progress()
-    iterations = planned_iterations(session)
-    records.founders(population.agents)
-    yield RunStarted(run.root, iterations, -(-iterations // t.evo_steps))
-    yield PhaseStarted("base test")
-    base = population.evaluate_base("test")
-    records.test("base", None, base)
-    median: tuple[int, Fitness] | None = None
-    while True:
+    left = max(1, planned_iterations(session) - progress.iteration)
+    yield RunStarted(run.root, progress.iteration + left, -(-(progress.iteration + left) // t.evo_steps))
+    if progress.base is None:
+        records.founders(population.agents)
+        yield PhaseStarted("base test")
+        progress.base = population.evaluate_base("test")
+        records.test("base", None, progress.base)
+    pace = _Pace(config)
+    while progress.spent(config) < 1 or progress.step:
         yield PhaseStarted("train")
-        for _ in range(t.evo_steps):
+        while progress.step < t.evo_steps and progress.spent(config) < 1:
             yield _iterate(session, records, progress)
-            if progress.spent(config) >= 1:
-                break
+            progress.step += 1
             if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
                 yield PhaseStarted("exam")
                 yield _exam(session, records, progress)
-        exam = progress.exam
-        if exam is None:
+            if progress.step == t.evo_steps or progress.spent(config) >= 1:
+                break  # the checkpoint comes with the generation
+            if pace.is_due(progress) or stop.signal is not None:
+                records.checkpoint(population, progress, keep=t.keep_checkpoints)
+            if stop.signal is not None:
+                raise Interrupted(stop.code, run.root)
+        if progress.exam is None:
             yield PhaseStarted("exam")
-            yield (exam := _exam(session, records, progress))
-        if median is None:
-            ranked = ranking(exam.fitness)
+            yield _exam(session, records, progress)
+        assert progress.exam is not None
+        if progress.median is None:
+            ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]
             agents = [a for a in population.agents if a.index == middle]
-            median = (middle, population.evaluate("test", agents=agents)[middle])
-            records.test("median_first_generation", middle, median[1])
-        last = progress.spent(config) >= 1
-        if not last:
-            yield _evolve(session, records, progress, exam)
-        where = Where(progress.generation, progress.iteration)
-        records.checkpoint(where, population, best=progress.elite_iteration, keep=t.keep_checkpoints)
-        progress.generation += 1
-        if last:
-            break
+            progress.median = (middle, population.evaluate("test", agents=agents)[middle])
+            records.test("median_first_generation", *progress.median)
+        if progress.spent(config) < 1:
+            yield _evolve(session, records, progress, progress.exam)
+        progress.generation, progress.step, progress.exam = progress.generation + 1, 0, None
+        records.checkpoint(population, progress, keep=t.keep_checkpoints)
+        if stop.signal is not None and progress.spent(config) < 1:
+            raise Interrupted(stop.code, run.root)
     yield PhaseStarted("test")
-    yield _finish(session, run, records, progress, base, median)
+    yield _finish(session, run, records, progress)
 
 
-def _iterate(session: Session, records: RunRecords, progress: _Progress) -> IterationDone:
+class _Pace:
+    """When a checkpoint is due inside a generation."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.steps, self.seconds = config.training.checkpoint_steps, config.training.checkpoint_seconds
+        self._last = perf_counter()
+
+    def is_due(self, progress: Progress) -> bool:
+        """Return whether to save now."""
+        by_steps = self.steps is not None and progress.iteration % self.steps == 0
+        by_seconds = self.seconds is not None and perf_counter() - self._last >= self.seconds
+        if by_steps or by_seconds:
+            self._last = perf_counter()
+        return by_steps or by_seconds
+
+
+def _iterate(session: Session, records: RunRecords, progress: Progress) -> IterationDone:
     population, config = session.population, session.config
     start = perf_counter()
     before = {agent.index: dict(agent.tokens) for agent in population.agents}
@@ -162,7 +169,7 @@ def _iterate(session: Session, records: RunRecords, progress: _Progress) -> Iter
     return IterationDone(progress.generation, progress.iteration, min(progress.spent(config), 1.0), metrics)
 
 
-def _exam(session: Session, records: RunRecords, progress: _Progress) -> ExamDone:
+def _exam(session: Session, records: RunRecords, progress: Progress) -> ExamDone:
     population = session.population
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.agents)
     fitness = population.evaluate("exam")
@@ -176,32 +183,25 @@ def _exam(session: Session, records: RunRecords, progress: _Progress) -> ExamDon
         progress.best = fitness[best].mean
         progress.elite = next(a for a in population.agents if a.index == best).state()
         progress.elite_iteration = progress.iteration
-    progress.exam = ExamDone(progress.generation, fitness)
-    return progress.exam
+    progress.exam = dict(fitness)
+    return ExamDone(progress.generation, fitness)
 
 
-def _evolve(session: Session, records: RunRecords, progress: _Progress, exam: ExamDone) -> Evolved:
+def _evolve(session: Session, records: RunRecords, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
     config, population = session.config, session.population
     start = perf_counter()
     seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
-    evolution = population.evolve(
-        exam.fitness, session.selection, session.mutations, generation=progress.generation, seed=seed
-    )
+    evolution = population.evolve(exam, session.selection, session.mutations, generation=progress.generation, seed=seed)
     where = Where(progress.generation, progress.iteration)
-    records.evolution(where, evolution, exam.fitness, population, perf_counter() - start)
+    records.evolution(where, evolution, exam, population, perf_counter() - start)
     labels = {agent.index: agent.mut for agent in population.agents}
     return Evolved(progress.generation, evolution.plan, labels)
 
 
-def _finish(
-    session: Session,
-    run: RunDirectory,
-    records: RunRecords,
-    progress: _Progress,
-    base: Fitness,
-    median: tuple[int, Fitness] | None,
-) -> RunFinished:
+def _finish(session: Session, run: RunDirectory, records: RunRecords, progress: Progress) -> RunFinished:
     """Save and test the best agent of the run, and write the summary and the report."""
+    base, median = progress.base, progress.median
+    assert base is not None
     population = session.population
     summary: dict[str, Any] = {
         "generations": progress.generation,
@@ -215,7 +215,8 @@ def _finish(
     if median is not None:
         summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
     if progress.elite is not None:
-        elite = type(population.agents[0]).from_state(progress.elite, population.runtime)
+        first = population.agents[0]
+        elite = type(first).from_state(progress.elite, population.runtime, first.loss)
         records.elite(elite)
         tested = population.evaluate("test", agents=[elite])[elite.index]
         records.test("elite", elite.index, tested)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from agilerl.algorithms import ALGORITHMS
 from agilerl.data.batch import padded_length
+from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
 from agilerl.population import Population
@@ -18,6 +20,7 @@ _COPIES = 4
 """Of each adapter: parameters, gradients, two Adam moments."""
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""
+_PANELS: tuple[Split, ...] = ("exam", "test")
 _SHARE = 0.8
 """Of the memory, for a run: the rest is for the system, the libraries, and copies that last a moment."""
 _CURES = {
@@ -30,24 +33,30 @@ _CURES = {
 
 
 def adapter_bytes(config: RunConfig, layers: Sequence[LinearShape]) -> int:
-    """Return the bytes of the adapters of the population, one more for the elite, at the largest rank they may get."""
+    """Return the bytes of the slots of the population and its elite, at the largest rank they may get.
+
+    An agent has one slot, one more for a critic, and one more for a reference policy of its own.
+    """
     rank = config.network.lora_config.r
     if config.mutation.probabilities.arch_mut > 0:
         rank = max(rank, config.mutation.rank_range[1])
     size = sum(rank * (layer.in_features + layer.out_features) for layer in layers)
-    return (config.training.pop_size + 1) * _COPIES * size * torch.float32.itemsize
+    name = config.algorithm["name"]
+    own = ALGORITHMS[name].trained_slots if name in ALGORITHMS else 1  # a choice is among algorithms without critic
+    slots = (config.training.pop_size + 1) * (own + (config.network.adapter is not None))
+    return slots * _COPIES * size * torch.float32.itemsize
 
 
 def estimate(config: RunConfig, population: Population) -> dict[str, int]:
     """Return the bytes of each part that grows with the settings; the interpreter and its libraries come on top."""
     base = population.runtime.base
     model = base.model.config.get_text_config()
-    prompt = max(len(ids) for split in ("exam", "test") for _, ids in population.panel(split))
-    completion = min(population.eval_max_new_tokens or population.context_length, population.context_length - prompt)
+    limit, source = population.context_length, population.source
+    row = max(source.row_length(split, population.eval_max_new_tokens or limit, limit) for split in _PANELS)
     rows = sum(population.prompts_per_step * a.config.group_size for a in population.agents)  # type: ignore[attr-defined]
     exam_rows = len(population) * config.environment.eval_prompts
     in_flight = min(config.training.max_rows_in_flight, max(rows, exam_rows))
-    length = padded_length(prompt + completion)
+    length = padded_length(row)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_size = getattr(model, "head_dim", None) or base.hidden_size // model.num_attention_heads
     feed_forward = getattr(model, "intermediate_size", None) or 4 * base.hidden_size
@@ -59,7 +68,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, int]:
         "adapters": adapter_bytes(config, population.runtime.store.layers),
         "decode_cache": in_flight * length * base.num_layers * 2 * heads * head_size * width,
         "training_activations": min(population.runtime.max_tokens, rows * length) * per_token,
-        "rollouts": rows * (_ROW_BYTES + (prompt + completion) * _TOKEN_BYTES),
+        "rollouts": rows * (_ROW_BYTES + row * _TOKEN_BYTES),
     }
 
 

@@ -1,7 +1,9 @@
 """What a run writes while it goes on: metrics, lineage, completions, checkpoints."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
 from agilerl.models.adapters import write_adapter
 from agilerl.population import Evolution, Population, Rollout
-from agilerl.runs import strict_json
-from agilerl.runs.atomic import commit_folder
-from agilerl.runs.checkpoints import CheckpointStore, agent_files
-from agilerl.runs.completions import CompletionRecord, write_completions
+from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
+from agilerl.runs.checkpoints import CheckpointStore
+from agilerl.runs.completions import CompletionRecord, discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
-from agilerl.runs.journal import JsonLines
+from agilerl.runs.journal import Journal, JsonLines
+from agilerl.runs.strict_json import dumps, read_json
+from agilerl.training.progress import Progress
+from agilerl.training.saved import CLOCK, Positions, SavedCheckpoint, write_checkpoint
 
 __all__ = ["RunRecords", "Where"]
 
@@ -33,16 +37,23 @@ class Where:
 class RunRecords:
     """The open files of a run directory."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, saved: SavedCheckpoint | None = None) -> None:
+        """Open the files of a run, cut back to where they were at its checkpoint (None: emptied)."""
         self.run = run
-        self.metrics = JsonLines(run.metrics)
-        self.lineage = JsonLines(run.lineage)
+        at = Positions(0, 0, 0) if saved is None else saved.positions
         self.checkpoints = CheckpointStore(run.checkpoints)
+        with ExitStack() as opened:
+            self.metrics = opened.enter_context(JsonLines(run.metrics, keep=at.metrics_bytes))
+            self.lineage = opened.enter_context(JsonLines(run.lineage, keep=at.lineage_bytes))
+            self.journal = opened.enter_context(Journal(run.journal, keep=at.journal_records))
+            discard_completions(run.completions, after=0 if saved is None else saved.progress.iteration)
+            if saved is not None:
+                self._note_commit(saved.path)
+            self._files = opened.pop_all()
 
     def close(self) -> None:
         """Close the files."""
-        self.metrics.close()
-        self.lineage.close()
+        self._files.close()
 
     def founders(self, agents: Iterable[LLMAlgorithm]) -> None:
         """Write the birth of the first generation."""
@@ -105,6 +116,7 @@ class RunRecords:
     ) -> None:
         """Write births, deaths, mutations and the elite of a generation change."""
         plan, g, step = evolution.plan, where.generation, where.iteration
+        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan)})
         self.lineage.write(lineage.elite_record(plan.elite, g))
         for birth in plan.births:
             values = evolution.inherited[birth.child]
@@ -141,24 +153,24 @@ class RunRecords:
         line = {"eval/reward_mean": result.mean, "eval/stderr": result.stderr, "eval/n": result.n}
         self.metrics.write({"kind": "test", "who": who, "agent": agent, **line})
 
-    def checkpoint(self, where: Where, population: Population, *, best: int | None, keep: int) -> None:
+    def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
         """Commit the whole population after an iteration: every agent, and the state around them."""
+        # First, so that no checkpoint points behind the end of a file that a power cut has shortened.
+        self.metrics.sync()
+        self.lineage.sync()
+        positions = Positions(self.metrics.position, self.lineage.position, len(self.journal))
+        best, numbers = progress.elite_iteration, self.checkpoints.numbers()
+        folder = self.checkpoints.commit(
+            progress.iteration,
+            lambda folder: write_checkpoint(folder, population.agents, progress, population.next_index, positions),
+            keep=set(numbers[-(keep - 1) :]) | ({best} if best is not None else set()),
+        )
+        self._note_commit(folder)
 
-        def write(folder: Path) -> None:
-            for agent in population.agents:
-                agent.save_checkpoint(agent_files(folder, agent.index).root)
-            state = {
-                "generation": where.generation,
-                "iteration": where.iteration,
-                "next_index": population.next_index,
-                "slots": [agent.index for agent in population.agents],
-                "metrics_bytes": self.metrics.position,
-                "lineage_bytes": self.lineage.position,
-            }
-            (folder / "state.json").write_text(strict_json.dumps(state, indent=1) + "\n")
-
-        kept = set(self.checkpoints.numbers()[-(keep - 1) :]) | ({best} if best is not None else set())
-        self.checkpoints.commit(where.iteration, write, keep=kept)
+    def _note_commit(self, folder: Path) -> None:
+        files = {name: entry for name, entry in read_json(folder / MANIFEST).items() if name != CLOCK}
+        digest = hashlib.sha256(dumps(files).encode()).hexdigest()
+        self.journal.append({"kind": "commit", "checkpoint": folder.name, "sha256": digest})
 
     def elite(self, agent: LLMAlgorithm) -> None:
         """Write ``elite/``: a plain PEFT adapter with the tokenizer beside it."""
@@ -169,6 +181,8 @@ class RunRecords:
             write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
             runtime.tokenizer.save_pretrained(str(folder))
 
+        if self.run.elite.exists():  # of a process that died while the run was being finished
+            remove_folder(self.run.elite)
         commit_folder(self.run.elite, write)
 
 

@@ -1,6 +1,5 @@
 """From a checked configuration to the objects of a run: base, task, agents, operators."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,17 +12,22 @@ from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.envs.core import Task
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.parameters import Gene, RLParameter, genes_from
+from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
 from agilerl.hpo.selection import NoSelection, SelectionStrategy
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.hpo.truncation import TruncationSelection
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.population import Population
+from agilerl.rollouts.sources import QuestionSource
+from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.config import GeneConfig, RunConfig
+from agilerl.training.graders import own_weights
 from agilerl.training.memory import check_memory, estimate
+from agilerl.training.saved import SavedCheckpoint, read_checkpoint
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
 
@@ -39,10 +43,12 @@ class Session:
     """Everything a run trains with."""
 
     config: RunConfig
-    task: Task
+    task: Task | EpisodeTask
     population: Population
     selection: SelectionStrategy
     mutations: Mutations
+    saved: SavedCheckpoint | None = None
+    """What a run goes on from; None at its beginning."""
 
 
 def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
@@ -87,12 +93,11 @@ def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = No
             f"network.max_context_length={limit} and algorithm.max_model_len={shown(values['max_model_len'])} mean the "
             "same and disagree; give one of them"
         )
-    declared = validated(model, values, "algorithm")
-    for name, value in declared:
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"algorithm.{name}: input should be a finite number, found {number}")
-    return declared
+    given = values.get("reward_weights", {})
+    if "reward_weights" in model.model_fields and isinstance(given, Mapping):
+        weights = own_weights(config.environment, given, config.mutation.rl_hp_selection)
+        values |= {"reward_weights": weights} if weights else {}
+    return validated(model, values, "algorithm")
 
 
 def document(config: RunConfig) -> dict[str, Any]:
@@ -124,18 +129,19 @@ def genes(config: RunConfig) -> dict[str, Gene]:
 def _genes_of(config: RunConfig, algorithm: type[LLMAlgorithm], known: Mapping[str, Gene]) -> dict[str, Gene]:
     """Return the genes of one algorithm, checked against it; a gene that is ``known`` keeps its range."""
     model, start = algorithm.Config, hyperparameters(config, algorithm)
-    declared = genes_from(model)
+    names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
     found = {}
     for name, wanted in config.mutation.rl_hp_selection.items():
         where = f"mutation.rl_hp_selection.{name}"
-        if name not in model.model_fields:
+        if name.partition(".")[0] not in model.model_fields:
             raise ConfigError(
-                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, declared)}"
+                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, names)}"
             )
-        if name not in declared:
-            raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, declared)}")
-        found[name] = gene = known.get(name) or _gene(declared[name], wanted, where)
-        if not gene.contains(value := getattr(start, name)):
+        declared = declared_gene(model, name)
+        if declared is None:
+            raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
+        found[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}; widen the range or "
                 "move the start"
@@ -149,7 +155,7 @@ def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
     for value in gene.choices or (gene.min, gene.max):
         number = int(value) if gene.dtype == "int" else value
         try:
-            validated(type(start), {**start.model_dump(exclude_unset=True), gene.name: number})
+            validated(type(start), with_changes(start.model_dump(exclude_unset=True), {gene.name: number}))
         except ConfigError as error:
             raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
 
@@ -161,6 +167,8 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
             names = ", ".join(sorted(given - {"choices"}))
             raise ConfigError(f"{where}: a gene with choices has no {names}; leave it out")
         choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
+        if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
+            choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
         if len(set(choices)) < 2 or len(set(choices)) != len(choices):
             raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
         return replace(declared, dtype="choice", choices=choices, scale="choice")
@@ -215,11 +223,11 @@ def check(config: RunConfig) -> None:
 def _check_source(config: RunConfig) -> None:
     """Raise ConfigError unless the algorithm learns from what the environment offers."""
     algorithm, found = algorithm_class(config), config.environment.env_type
-    wanted = algorithm.env_type if issubclass(algorithm, DataAlgorithm) else "reasoning"
-    if found != wanted:
+    wanted = [algorithm.env_type] if issubclass(algorithm, DataAlgorithm) else ["reasoning", "multiturn"]
+    if found not in wanted:
         raise ConfigError(
-            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={wanted!r}, found {found!r}; "
-            "change one of the two"
+            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
+            f"found {found!r}; change one of the two"
         )
 
 
@@ -248,35 +256,50 @@ def selection(config: RunConfig) -> SelectionStrategy:
     return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
-def build(config: RunConfig) -> Session:
-    """Load the base, make the task and the population; nothing is written.
+def build(config: RunConfig, checkpoint: Path | None = None) -> Session:
+    """Load the base, make the task and the population, or that of a ``checkpoint`` folder; nothing is written.
 
-    Raises ConfigError or EnvError with a sentence for all that can be found out before training.
+    Raises ConfigError or EnvError with a sentence for all that can be found out before training, and CheckpointError
+    for a checkpoint that does not fit.
     """
     check(config)
     t = config.training
     torch.set_num_threads(t.threads)
     made = task(config)
     runtime = load_runtime(config)
-    start = hyperparameters(config).model_dump(exclude_unset=True)
-    agents = algorithm_class(config).population(
-        t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start
-    )
-    if config.network.adapter is not None:
-        _start_from(Path(config.network.adapter).expanduser(), agents)
-    classes = algorithm_classes(config)
-    if len(classes) > 1 and t.init == "spread":
-        for place, agent in enumerate(agents):
-            agent.set_hyperparameters({"algorithm": classes[place % len(classes)].__name__})
+    saved = None if checkpoint is None else read_checkpoint(checkpoint, runtime)
+    agents = _founders(config, runtime) if saved is None else _survivors(saved, runtime)
     population = Population(
         agents,
         made,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
-        eval_max_new_tokens=t.eval_max_new_tokens or getattr(agents[0].config, "max_output_tokens", None),
+        eval_max_new_tokens=t.eval_max_new_tokens or hyperparameters(config).model_dump().get("max_output_tokens"),
     )
+    if saved is not None:
+        population.next_index = saved.next_index
     try_prompts(population)
     check_memory(estimate(config, population), t.device)
-    return Session(config, made, population, selection(config), mutations(config))
+    return Session(config, made, population, selection(config), mutations(config), saved)
+
+
+def _founders(config: RunConfig, runtime: Runtime) -> list[LLMAlgorithm]:
+    """Return the first generation."""
+    t, classes = config.training, algorithm_classes(config)
+    start = hyperparameters(config).model_dump(exclude_unset=True)
+    agents: list[LLMAlgorithm] = list(
+        classes[0].population(t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start)
+    )
+    if config.network.adapter is not None:
+        _start_from(Path(config.network.adapter).expanduser(), agents)
+    if len(classes) > 1 and t.init == "spread":
+        for place, agent in enumerate(agents):
+            agent.set_hyperparameters({"algorithm": classes[place % len(classes)].__name__})
+    return agents
+
+
+def _survivors(saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
+    """Return the agents of a checkpoint."""
+    return [ALGORITHMS[state.algorithm].from_state(state, runtime) for state in saved.states]
 
 
 def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
@@ -297,10 +320,12 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 
 def try_prompts(population: Population) -> None:
     """Render the panels and what training begins with: a prompt that does not fit stops the run before it starts."""
+    source, limit = population.source, population.context_length
     for split in ("exam", "test"):
-        population.panel(split)
-    for position in range(_TRIED_PROMPTS):
-        if population.learns_from_data:
+        source.prompt_lengths(split, limit)
+    if population.learns_from_data:
+        for position in range(_TRIED_PROMPTS):
             population.examples(position)
-        else:
-            population.render(population.task.row("train", position))
+    elif isinstance(source, QuestionSource):
+        for position in range(_TRIED_PROMPTS):
+            source.train(position, limit, lambda row: source.render(row, limit))

@@ -1,21 +1,34 @@
 """The section ``environment`` of a manifest as a task."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 
+from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
-from agilerl.envs.datasets import fill_template
+from agilerl.envs.datasets import CuratedTask, fill_template
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.forms import Purpose
 from agilerl.envs.preference import Mistake, PreferenceTask
 from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.registration import ENVIRONMENTS
 from agilerl.envs.sft import SFTTask
+from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
+from agilerl.rewards.functions import exact_match
 from agilerl.training.config import EnvironmentConfig, RunConfig
-from agilerl.validation import shown
+from agilerl.training.environment_config import DatasetConfig
+from agilerl.training.graders import graded, uses_own_reward
+from agilerl.validation import nearest, shown
 
 __all__ = ["task"]
+
+_PACKAGES = ("gem", "textarena", "openenv")
+"""Prefixes of environments of other packages; another one would be a module to import."""
 
 
 class _TemplateTask(ReasoningGymTask):
@@ -28,13 +41,18 @@ class _TemplateTask(ReasoningGymTask):
         return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
 
 
-def task(config: RunConfig) -> Task:
+def task(config: RunConfig) -> Task | EpisodeTask:
     """Build the task and draw its panels; raises with a sentence for an unknown one."""
     e = config.environment
-    family, _, name = e.task.partition(":")
+    if e.env_type == "multiturn":
+        return _episodes(e, config.training.seed)
+    if e.dataset is not None:
+        return _wrapped(e, _from_data(e, e.dataset, e.env_type, config.training.seed), None, config.training.seed)
+    known = e.task or ""
+    family, _, name = known.partition(":")
     if family != "reasoning_gym" or not name:
-        meant = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
-        raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{meant}")
+        meant = f"; did you mean reasoning_gym:{known}?" if known in known_tasks() else ""
+        raise ConfigError(f"environment.task={shown(known)} is unknown; expected reasoning_gym:<dataset>{meant}")
     made = _TemplateTask(
         name,
         params=e.params,
@@ -46,11 +64,71 @@ def task(config: RunConfig) -> Task:
     )
     made.template = _template(e)
     made.prepare()
-    if e.env_type == "sft":
-        return SFTTask(made, loss_on=e.loss_on)
-    if e.env_type == "preference":
-        return PreferenceTask(made, mistake=_careless(), seed=config.training.seed)
-    return made
+    return _wrapped(e, made, _careless() if e.env_type == "preference" else None, config.training.seed)
+
+
+def _wrapped(config: EnvironmentConfig, made: Task, mistake: Mistake | None, seed: int) -> Task:
+    """Return a task as what the algorithm learns from."""
+    if config.env_type == "sft":
+        return SFTTask(made, loss_on=config.loss_on)
+    if config.env_type == "preference":
+        return PreferenceTask(made, mistake=mistake, seed=seed)
+    return graded(config, made)
+
+
+def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int) -> CuratedTask:
+    # Rows need an answer only where it is compared.
+    own = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
+    sides = [None if given is None else _rows(config, given) for given in (config.dataset_exam, config.dataset_test)]
+    return CuratedTask(
+        _rows(config, dataset),
+        exam=sides[0],
+        test=sides[1],
+        exam_prompts=config.eval_prompts,
+        test_prompts=config.test_prompts,
+        grader=own,
+        conversation_template=config.conversation_template,
+        purpose=purpose,
+        bad_rows=config.bad_rows,
+        seed=seed,
+    )
+
+
+def _ungraded(completion: str) -> None:
+    """Give no grade."""
+
+
+def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
+    read = [
+        (read_dataset(d.path, columns=d.columns or config.columns, split=d.split, config=d.name), d.weight)
+        for d in dataset
+    ]
+    return mix(read)
+
+
+def _episodes(config: EnvironmentConfig, seed: int) -> EpisodeTask:
+    env_id = config.env_id or ""
+    prefix, _, rest = env_id.partition(":")
+    if rest and prefix not in _PACKAGES:
+        raise ConfigError(
+            f"environment.env_id={shown(env_id)} names a module, and a manifest does not run code; train your own "
+            "environment from Python: Population(agents, EpisodeTask(...))"
+        )
+    if not rest and env_id not in gymnasium.registry:
+        raise ConfigError(f"environment.env_id={shown(env_id)} is unknown; {nearest(env_id, ENVIRONMENTS)}")
+    return EpisodeTask(
+        partial(make_env, env_id),
+        config.params,
+        name=env_id.removeprefix("agilerl/"),
+        max_turns=config.max_turns,
+        exam_episodes=config.eval_prompts,
+        test_episodes=config.test_prompts,
+        seed=seed,
+        apply_chat_template=config.apply_chat_template,
+        strict_chat_template_boundary=config.strict_chat_template_boundary,
+        enable_sliding_window=config.enable_sliding_window,
+        step_timeout=config.step_timeout,
+    )
 
 
 def _careless() -> Mistake:

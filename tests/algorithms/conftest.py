@@ -38,10 +38,16 @@ def make_agents(count: int = 3, **changes: Any) -> list[GRPO]:
             lora_config=lora(RANKS[i]),
             max_output_tokens=9,
             seed=5,
-            **{**SETTINGS[i], **changes},
+            **_settings(i, changes),
         )
         for i in range(count)
     ]
+
+
+def _settings(i: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """CISPO's bounds are its own: ``clip_coef`` would be both of them."""
+    own = {k: v for k, v in SETTINGS[i].items() if k != "clip_coef" or changes.get("loss_type") != "cispo"}
+    return {**own, **changes}
 
 
 def reward(tokens: list[int]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms import ALGORITHMS, DPO, GRPO, SFT
+from agilerl.algorithms import ALGORITHMS, DPO
 from agilerl.algorithms.dpo import PairCount
 from agilerl.algorithms.reference import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
@@ -21,9 +21,8 @@ from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
 from agilerl.llm_envs import PreferenceGym
 from agilerl.population import Population
-from tests.algorithms.conftest import batch_of, equal, lora, weights
+from tests.algorithms.conftest import equal, lora, weights
 from tests.algorithms.data_agents import agents_of, embedded_runtime, examples, moment, new_runtime
-from tests.tiny_models import PAD
 
 pytestmark = pytest.mark.model
 
@@ -249,42 +248,6 @@ def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
         agent.learn(pairs(12, seed=1))
         outcomes.append(weights(agent))
     assert not equal(*outcomes)
-
-
-def test_the_chain_of_stages_hands_the_policy_on(tmp_path: Path) -> None:
-    """SFT -> DPO -> GRPO: the actor of a stage is where the next one starts, and its reference."""
-    runtime = new_runtime()
-    settings: dict[str, Any] = {"runtime": runtime, "pad_token_id": PAD, "lora_config": lora(8), "lr": 1e-2}
-    sft = SFT(**settings)
-    sft.learn(examples(16))
-    sft.save_checkpoint(tmp_path / "sft")
-    dpo = DPO(**settings, index=1)
-    dpo.load_checkpoint(tmp_path / "sft", overwrite_reference_adapter=True)
-    assert all(
-        torch.equal(x, y)
-        for p, q in zip(runtime.store.adapter(dpo.slot), runtime.store.adapter(sft.slot))
-        for x, y in zip(p, q)
-    )
-    first, second = dpo.learn(pairs()), dpo.learn(pairs())
-    assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert second["rewards/margins"] > 0
-    dpo.save_checkpoint(tmp_path / "dpo")
-    grpo = GRPO(**settings, index=2, beta=0.1, group_size=4, max_output_tokens=6)
-    grpo.load_checkpoint(tmp_path / "dpo", overwrite_reference_adapter=True)
-    assert grpo.reference_slot is not None
-    trained = runtime.store.adapter(dpo.slot)
-    for slot in (grpo.slot, grpo.reference_slot):
-        assert all(torch.equal(x, y) for p, q in zip(runtime.store.adapter(slot), trained) for x, y in zip(p, q))
-    assert grpo.learn(batch_of(grpo))["kl"] == 0.0
-    assert grpo.learn(batch_of(grpo))["kl"] > 0
-    kept = GRPO(**settings, index=3, beta=0.1)
-    kept.load_checkpoint(tmp_path / "dpo")  # the reference that DPO had, which is what SFT had learned
-    assert kept.reference_slot is not None
-    learned = runtime.store.adapter(sft.slot)
-    assert all(
-        torch.equal(x, y) for p, q in zip(runtime.store.adapter(kept.reference_slot), learned) for x, y in zip(p, q)
-    )
 
 
 # -- environments and populations ------------------------------------------------------------------------------------

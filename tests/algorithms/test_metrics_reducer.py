@@ -48,7 +48,7 @@ ALWAYS = {
 }
 WITH_REFERENCE = {"kl"}
 WITH_FOREIGN_SAMPLER = {"sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"}
-WITH_ONE_GRADER = {"rewards/reward/mean", "rewards/reward/std"}
+WITH_ONE_GRADER = {"rewards/reward/mean", "rewards/reward/std", "reward_errors/reward"}
 MOVES = {"lr": 1e-2, "batch_size": 16, "beta": 0.05, "update_epochs": 2, "clip_coef": 0.05}
 
 
@@ -187,7 +187,7 @@ def test_rows_without_advantage_count_although_they_are_not_computed() -> None:
     "settings",
     [
         {},
-        {"loss_norm": "token-mean", "loss_type": "cispo", "clip_max": 1.02},
+        {"loss_norm": "token-mean", "loss_type": "cispo", "clip_coef": (0.98, 1.02)},
         {"loss_type": "gspo", "beta": 0.0},
         {"batch_size": 6},  # windows of 6, 6 and 4 rows
     ],

@@ -76,9 +76,10 @@ def test_a_failing_reward_function_is_not_silent():
         (
             ([{"question": "a"}], ROWS),
             EnvError,
-            r"columns question and answer in the train dataset, found \['question'\]",
+            r"column answer or completion or chosen in the train dataset, found question; rename a column with",
         ),
-        ((ROWS, [{"prompt": "a", "answer": "b"}]), EnvError, "rename a column to question"),
+        ((ROWS, [{"prompt": "a", "answer": "b"}]), EnvError, "question and answer in the train.*prompt and answer in"),
+        ((ROWS, [{"Question": "a", "answer": "b"}]), EnvError, "the exam dataset.*; did you mean 'Question'?"),
         ((["a"], ROWS), EnvError, "expected dicts as rows of the train dataset, found str"),
     ],
 )
@@ -102,6 +103,5 @@ def test_bad_templates(template, sentence):
 
 
 def test_a_row_without_an_answer_is_named():
-    task = DatasetTask(ROWS, [*ROWS[:2], {"question": "?", "answer": None}], reward_fn=exact)
-    with pytest.raises(EnvError, match="row 2 of the exam dataset has no answer"):
-        task.row("exam", 2)
+    with pytest.raises(EnvError, match="row 2 of the exam dataset: expected text in the column answer, found None"):
+        DatasetTask(ROWS, [*ROWS[:2], {"question": "?", "answer": None}], reward_fn=exact)

@@ -113,7 +113,7 @@ def test_all_forms_of_a_pair_mean_the_same(tokenizer, row):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, "columns prompt, chosen and rejected in the train dataset"),
+        ({"prompt": "1", "chosen": "2"}, "expected the column rejected in the train dataset, found chosen, prompt"),
         ({"chosen": "2", "rejected": "3"}, "expected the column prompt beside texts"),
         ({"chosen": [*ASK, say("2")], "rejected": [say("x"), say("3")]}, "differ in their last message only"),
         ({"chosen": [say("2")], "rejected": [say("3")]}, "differ in their last message only"),

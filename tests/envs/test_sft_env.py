@@ -235,9 +235,9 @@ def test_processes_share_a_batch_without_overlap(tokenizer):
 @pytest.mark.parametrize(
     ("train", "options", "error", "message"),
     [
-        ([], {}, EnvError, "at least one row, a dict, in the train dataset, found none"),
+        ([], {}, EnvError, "at least one row in the train dataset, found none"),
         ([3], {}, EnvError, "found int"),
-        ([{"prompt": "1", "answer": "2"}], {}, EnvError, "columns prompt and target, or messages, in the train"),
+        ([{"prompt": "1", "ansver": "2"}], {}, EnvError, "column target or completion or answer or chosen in the"),
         (TRAIN, {"data_batch_size_per_gpu": 0}, ConfigError, "1 or more for data_batch_size_per_gpu, found 0"),
         (TRAIN, {"loss_on": "prompt"}, ConfigError, "found 'prompt'"),
         (TRAIN, {"max_context_length": 4}, EnvError, "at most 4 tokens"),

@@ -1,0 +1,52 @@
+"""Greedy examination of one agent on an environment that is stepped by hand."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+
+__all__ = ["examine"]
+
+_EXAM_SEED = 2**31
+"""Seed of the first exam episode; training, which counts from 0, does not reach it."""
+
+
+def examine(agent: "LLMAlgorithm", env: Any, loop: int) -> np.ndarray:
+    """Return rewards (returns of episodes) of greedy play, ``loop`` batches or episodes of it, as one flat array."""
+    if isinstance(env, TokenObservationWrapper):
+        return np.array([_play(agent, env, number) for number in range(loop)])
+    if isinstance(env, SyncMultiTurnVecEnv):
+        return np.concatenate([_play_all(agent, env, number) for number in range(loop)])
+    rewards: list[np.ndarray] = []
+    with env.eval_mode():
+        prompts = env.reset()
+        for _ in range(loop):
+            action = agent.get_action(prompts, training=False)
+            agent.tokens["evaluated"] += sum(int(m.sum()) for m in action.action_masks)
+            prompts, reward = env.step(action.completion_ids)
+            rewards.append(np.asarray(reward, dtype=np.float64).reshape(-1))
+    return np.concatenate(rewards)
+
+
+def _play(agent: "LLMAlgorithm", env: TokenObservationWrapper, number: int) -> float:
+    prompt, _ = env.reset(_EXAM_SEED + number)
+    total, done = 0.0, False
+    while not done:
+        action = agent.get_action([prompt], training=False)
+        agent.tokens["evaluated"] += int(action.action_masks[0].sum())
+        prompt, reward, terminated, truncated, _ = env.step(action.completion_ids[0])
+        total, done = total + reward, terminated or truncated
+    return total
+
+
+def _play_all(agent: "LLMAlgorithm", env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
+    prompts: list[Any] | None = env.reset(_EXAM_SEED + number * env.batch_size)
+    while prompts is not None:
+        action = agent.get_action(prompts, training=False)
+        agent.tokens["evaluated"] += sum(int(m.sum()) for m in action.action_masks)
+        prompts = env.step(action.completion_ids)
+    return np.array(env.returns())

@@ -1,0 +1,46 @@
+"""GEM environments (package ``gem-llm``)."""
+
+from typing import Any
+
+from agilerl.envs.adapters.base import AnyText, SealedAdapter
+from agilerl.envs.global_generators import sealed
+from agilerl.envs.text_env import StepResult, TextEnv
+
+__all__ = ["GemEnv", "make_gem"]
+
+
+class GemEnv(SealedAdapter):
+    """A GEM environment, without its observation wrappers: the history is the transcript's business.
+
+    What GEM puts into ``info["suffix"]`` (the board, what to answer) is part of the observation. Rewards are GEM's own;
+    a malformed answer earns -0.1 in most of its games. Seeds are taken modulo 2 ** 32.
+    """
+
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        super().__init__(inner, max_turns)
+        self.action_space = AnyText("\\boxed{{}}")
+
+    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Return the first observation with its suffix."""
+        observation, info = self.inner.reset(seed=seed % 2**32)
+        return _with_suffix(observation, info), info
+
+    def act(self, action: str) -> StepResult:
+        """Return what the game answers, with its suffix."""
+        observation, reward, terminated, truncated, info = self.inner.step(action)
+        over = terminated or truncated
+        return (observation if over else _with_suffix(observation, info)), reward, terminated, truncated, info
+
+
+def make_gem(name: str, **settings: Any) -> TextEnv:
+    """Return the GEM environment registered as ``name``, "game:GuessTheNumber-v0-easy" say."""
+    import gem
+    import gem.envs
+
+    with sealed(0):  # some constructors draw
+        return GemEnv(gem.make(name, **settings))
+
+
+def _with_suffix(observation: str, info: dict[str, Any]) -> str:
+    suffix = info.get("suffix", "")
+    return f"{observation.rstrip()}\n{suffix}" if suffix else observation

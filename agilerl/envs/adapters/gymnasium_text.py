@@ -1,0 +1,69 @@
+"""A gymnasium environment whose observations and actions are text."""
+
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Text
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
+
+from agilerl.envs.adapters.base import Adapter, AnyText
+from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.errors import ConfigError
+
+__all__ = ["GymnasiumText", "without_checks"]
+
+
+class GymnasiumText(Adapter):
+    """A gymnasium environment with ``Text`` spaces, or a TextEnv in wrappers.
+
+    ``max_turns`` is the argument, or the environment's own, or ``max_episode_steps`` of its registration. Actions are
+    passed on as they are, also those that the action space does not contain: what they lead to is the rule of the
+    environment.
+    """
+
+    def __init__(self, inner: gymnasium.Env[Any, Any], max_turns: int | None = None) -> None:
+        """Wrap ``inner``.
+
+        Raises:
+            ConfigError: its spaces are not text, no limit of turns is known, or wrappers hide a way of acting that
+                needs the sampled tokens.
+        """
+        core = inner.unwrapped
+        if isinstance(core, TextEnv) and type(core).step_ids is not TextEnv.step_ids:
+            raise ConfigError(
+                f"{type(core).__name__} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it "
+                "without wrappers"
+            )
+        if not isinstance(core, TextEnv):
+            for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
+                if not isinstance(space, Text | AnyText):
+                    raise ConfigError(
+                        f"expected a gymnasium environment of text, but the {what} space of {type(core).__name__} is "
+                        f"{space}; write a wrapper that turns it into gymnasium.spaces.Text"
+                    )
+        limit = inner.spec.max_episode_steps if inner.spec is not None else None
+        super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
+        self.inner = inner
+        self.observation_space, self.action_space = inner.observation_space, inner.action_space
+
+    def bind(self, tokenizer: Any) -> None:
+        """Pass the tokenizer on to a TextEnv."""
+        if isinstance(self.inner.unwrapped, TextEnv):
+            self.inner.unwrapped.bind(tokenizer)
+
+    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return what ``inner.reset`` returns."""
+        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
+        return begun
+
+    def act(self, action: str) -> StepResult:
+        """Return what ``inner.step`` returns."""
+        result: Any = self.inner.step(action)
+        return result  # type: ignore[no-any-return]
+
+
+def without_checks(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Take off the two wrappers that ``gymnasium.make`` puts round everything, which only look on."""
+    while isinstance(env, OrderEnforcing | PassiveEnvChecker):
+        env = env.env
+    return env

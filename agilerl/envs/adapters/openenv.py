@@ -1,0 +1,103 @@
+"""Environments of the package ``openenv``: in this process, or on a server."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel
+
+from agilerl.envs.adapters.base import Adapter
+from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.errors import ConfigError, EnvError
+
+__all__ = ["OpenEnv", "make_openenv"]
+
+_NOT_TEXT = ("done", "reward", "metadata")
+
+
+class OpenEnv(Adapter):
+    """An openenv ``Environment``, or a client of one on a server.
+
+    ``action`` turns the text of a completion into the action. Without it: for an environment in this process the class
+    that its ``step`` is annotated with, by its only field of text; for a client ``{"message": text}``. ``observation``
+    turns what the environment returns into text; without it, its only field of text. ``done`` becomes ``terminated``;
+    no reward is 0.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        max_turns: int | None = None,
+        *,
+        action: Callable[[str], Any] | None = None,
+        observation: Callable[[Any], str] | None = None,
+    ) -> None:
+        """Wrap ``inner``; each TextEnv needs an environment or a client of its own.
+
+        Raises:
+            ConfigError: no limit of turns is given, or the action's class cannot be found out.
+        """
+        from openenv.core import EnvClient, Environment
+
+        super().__init__(inner, max_turns)
+        self._remote = not isinstance(inner, Environment)
+        # A client is asynchronous by itself; its synchronous face keeps the same connection.
+        self.inner = inner.sync() if isinstance(inner, EnvClient) else inner
+        self._action = action or (_message if self._remote else _action_of(inner))
+        self._text = observation or _only_text
+
+    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Return the first observation as text."""
+        observation, _, _, info = self._read(self.inner.reset(seed=seed))
+        return observation, info
+
+    def act(self, action: str) -> StepResult:
+        """Return what the environment answers."""
+        observation, reward, done, info = self._read(self.inner.step(self._action(action)))
+        return observation, reward, done, False, info
+
+    def _read(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        observation = reply.observation if self._remote else reply
+        return self._text(observation), float(reply.reward or 0.0), bool(reply.done), dict(reply.metadata or {})
+
+
+def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
+    """Return the environment that an openenv server offers at ``url``, "http://127.0.0.1:8000" say."""
+    from openenv.core import GenericEnvClient
+
+    return OpenEnv(GenericEnvClient(base_url=url, **settings), max_turns)
+
+
+def _message(text: str) -> dict[str, str]:
+    return {"message": text}
+
+
+def _action_of(env: Any) -> Callable[[str], Any]:
+    """Return what makes an action of an environment from text, by the annotation of its ``step``."""
+    name = next(iter(inspect.signature(env.step).parameters))
+    kind = get_type_hints(type(env).step).get(name)
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        raise ConfigError(
+            f"expected {type(env).__name__}.step to be annotated with the class of its action, found {kind!r}; "
+            "give OpenEnv(..., action=lambda text: ...)"
+        )
+    fields = [field for field, about in kind.model_fields.items() if about.annotation is str]
+    if len(fields) != 1:
+        raise ConfigError(
+            f"expected one field of text in {kind.__name__}, found {', '.join(fields) or 'none'}; "
+            "give OpenEnv(..., action=lambda text: ...)"
+        )
+    return lambda text: kind(**{fields[0]: text})
+
+
+def _only_text(observation: Any) -> str:
+    if isinstance(observation, str):
+        return observation
+    values: Mapping[str, Any] = observation.model_dump() if isinstance(observation, BaseModel) else observation
+    texts = {k: v for k, v in values.items() if k not in _NOT_TEXT and isinstance(v, str)}
+    if len(texts) != 1:
+        raise EnvError(
+            f"expected one field of text in the observation of openenv, found {', '.join(texts) or 'none'} among "
+            f"{', '.join(values)}; give OpenEnv(..., observation=lambda observation: ...)"
+        )
+    return next(iter(texts.values()))

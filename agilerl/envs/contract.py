@@ -1,0 +1,143 @@
+"""The laws of an environment as tests that anyone can run on their own; needs pytest-like collection and hypothesis.
+
+    import pytest
+    from agilerl.envs.contract import LAWS
+
+    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+    def test_my_environment(law):
+        law(MyEnv)
+
+Each law is a function of a factory, which returns a new environment, and raises AssertionError where it does not hold.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agilerl.envs.adapters import as_text_env
+from agilerl.envs.check import ODD_ACTIONS, check_env
+from agilerl.envs.conversation import as_messages
+from agilerl.envs.text_env import TextEnv
+
+__all__ = ["LAWS"]
+
+Factory = Callable[[], Any]
+_SEEDS = st.integers(min_value=0, max_value=2**31)
+_SETTINGS = settings(
+    max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+def check_env_finds_no_error(factory: Factory) -> None:
+    """``check_env`` has nothing to say beyond warnings."""
+    errors = [str(finding) for finding in check_env(factory) if finding.level == "error"]
+    assert not errors, "\n".join(errors)
+
+
+def any_text_is_answered(factory: Factory) -> None:
+    """Whatever text comes as an action, a step returns a sound five-tuple and the episode ends in time."""
+    env = as_text_env(factory())
+
+    @_SETTINGS
+    @given(seed=_SEEDS, actions=_texts(env))
+    def law(seed: int, actions: list[str]) -> None:
+        for _, reward, terminated, truncated, info in _steps(env, seed, actions):
+            assert math.isfinite(reward)
+            assert isinstance(terminated, bool)
+            assert isinstance(truncated, bool)
+            assert isinstance(info, dict)
+
+    law()
+    env.close()
+
+
+def observations_are_in_the_space(factory: Factory) -> None:
+    """What the environment sends is text that its observation space contains."""
+    env = as_text_env(factory())
+
+    @_SETTINGS
+    @given(seed=_SEEDS, actions=_texts(env))
+    def law(seed: int, actions: list[str]) -> None:
+        first, _ = env.reset(seed=seed)
+        for observation in [first, *(step[0] for step in _steps(env, seed, actions))]:
+            assert observation in env.observation_space
+            assert as_messages(observation)
+
+    law()
+    env.close()
+
+
+def episodes_end_within_max_turns(factory: Factory) -> None:
+    """An episode is over after ``max_turns`` actions at the latest, also if all are nonsense."""
+    env = as_text_env(factory())
+    for action in ("", ODD_ACTIONS[-1]):
+        last = _steps(env, 0, [action] * env.max_turns)[-1]
+        assert last[2] or last[3], f"the episode goes on after {env.max_turns} times {action!r}"
+    env.close()
+
+
+def episodes_are_functions_of_seed_and_actions(factory: Factory) -> None:
+    """Equal seeds and actions give equal episodes, whatever was played before, in any instance and order."""
+    env, other = as_text_env(factory()), as_text_env(factory())
+
+    @_SETTINGS
+    @given(seeds=st.lists(_SEEDS, min_size=2, max_size=3), actions=_texts(env))
+    def law(seeds: list[int], actions: list[str]) -> None:
+        played = {seed: (env.reset(seed=seed)[0], _steps(env, seed, actions)) for seed in seeds}
+        for seed in reversed(seeds):
+            assert (other.reset(seed=seed)[0], _steps(other, seed, actions)) == played[seed]
+
+    law()
+    env.close()
+    other.close()
+
+
+def instances_do_not_disturb_each_other(factory: Factory) -> None:
+    """Two episodes that are played turn by turn beside each other are the same as one after the other."""
+    envs = [as_text_env(factory()), as_text_env(factory())]
+    envs[0].action_space.seed(0)
+    actions = [str(envs[0].action_space.sample()) for _ in range(min(envs[0].max_turns, 20))]
+    alone = [_steps(env, seed, actions) for seed, env in enumerate(envs)]
+    for seed, env in enumerate(envs):
+        env.reset(seed=seed)
+    together: list[list[Any]] = [[], []]
+    for turn, action in enumerate(actions):
+        for seed, env in enumerate(envs):
+            if turn < len(alone[seed]):
+                together[seed].append(env.step(action))
+    assert together == alone
+    for env in envs:
+        env.close()
+
+
+LAWS: Sequence[Callable[[Factory], None]] = (
+    check_env_finds_no_error,
+    any_text_is_answered,
+    observations_are_in_the_space,
+    episodes_end_within_max_turns,
+    episodes_are_functions_of_seed_and_actions,
+    instances_do_not_disturb_each_other,
+)
+"""All laws; each takes a factory of environments."""
+
+
+def _texts(env: TextEnv) -> st.SearchStrategy[list[str]]:
+    """Lists of actions: any text, texts known to be awkward, and samples of the action space."""
+    env.action_space.seed(0)
+    samples = [str(env.action_space.sample()) for _ in range(20)]
+    one = st.one_of(st.sampled_from(samples), st.sampled_from(ODD_ACTIONS), st.text(max_size=40))
+    return st.lists(one, min_size=1, max_size=min(env.max_turns, 20))
+
+
+def _steps(env: TextEnv, seed: int, actions: Sequence[str]) -> list[Any]:
+    """Return the five-tuples of an episode, until it is over or the actions are used up."""
+    env.reset(seed=seed)
+    steps: list[Any] = []
+    for action in actions:
+        steps.append(env.step(action))
+        if steps[-1][2] or steps[-1][3]:
+            break
+    return steps

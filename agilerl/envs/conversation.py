@@ -1,0 +1,110 @@
+"""How a chat template continues a conversation, so that transcripts only ever grow at the end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agilerl.envs.prompts import check_tokenizer, render_prompt, render_text, text_ids
+from agilerl.envs.text_env import Observation
+from agilerl.errors import ConfigError
+
+__all__ = ["ChatFormat", "as_messages"]
+
+_MARK = "agilerl:here-the-model-spoke"
+"""Stands for a completion while the text around it is looked up."""
+_PROBES = ("one", "<think>\nbecause\n</think>\n\none")
+"""Completions that templates are known to change once they are history: any, or those with thinking in them."""
+
+
+class ChatFormat:
+    """Renders the start of a conversation and what comes between two completions, for one tokenizer.
+
+    What the model generated is never rendered again: a conversation goes on by appending the end of the assistant's
+    message (if the model did not write it itself), the environment's messages and the start of the next completion.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), apply_chat_template: bool = True
+    ) -> None:
+        """Learn a tokenizer's ways.
+
+        Raises:
+            ConfigError: no pad or end token, a template that refuses the roles user, assistant, user, one that hides
+                what the assistant said, or one that leaves out the tools.
+        """
+        check_tokenizer(tokenizer)
+        self.tokenizer, self.tools = tokenizer, tuple(tools)
+        self.uses_template = apply_chat_template and bool(getattr(tokenizer, "chat_template", None))
+        if self.tools:
+            self._check_tools()
+        self.rewrites_history = self.uses_template and any(self._is_rewritten(said) for said in _PROBES)
+        """Whether earlier turns look different once later ones follow, thinking that is cut out of them, say."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
+        """Return the tokens of the conversation up to the first completion; errors as of ``render_prompt``."""
+        return render_prompt(self.tokenizer, messages, max_tokens, tools=self.tools, use_template=self.uses_template)
+
+    def between(
+        self, before: Sequence[Mapping[str, Any]], said: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the tokens between the completion ``said`` and the next one.
+
+        ``before`` is the conversation that the first prompt was made of; ``messages`` are the environment's new ones.
+        The end token of the assistant's message is left out where ``said`` ends with it, or with another token that
+        ends turns (Llama 3 ends a tool call with one of its own).
+        """
+        if not self.uses_template:
+            return text_ids(self.tokenizer, "\n" + "\n".join(str(m["content"]) for m in messages) + "\n")
+        rendered = render_text(
+            self.tokenizer, [*before, {"role": "assistant", "content": _MARK}, *messages], tools=self.tools
+        )
+        _, mark, text = rendered.rpartition(_MARK)
+        if not mark:
+            raise ConfigError(
+                "the tokenizer's chat template does not show what the assistant said, so turns cannot follow each "
+                "other; use another template, or apply_chat_template=False"
+            )
+        ids = text_ids(self.tokenizer, text)
+        special = set(self.tokenizer.all_special_ids)
+        ends_itself = bool(ids and said) and (ids[0] == said[-1] or {ids[0], said[-1]} <= special)
+        return ids[1:] if ends_itself else ids
+
+    def _check_tools(self) -> None:
+        user = [{"role": "user", "content": "x"}]
+        shown = self.uses_template and render_text(self.tokenizer, user, tools=self.tools) != render_text(
+            self.tokenizer, user
+        )
+        if not shown:
+            raise ConfigError(
+                f"the environment offers {len(self.tools)} tools, but the tokenizer's chat template does not show "
+                "tools to the model; describe them in the system prompt, or use a model whose template knows tools"
+            )
+
+    def _is_rewritten(self, said: str) -> bool:
+        """Return whether a completion reads differently as the prompt that it followed once another turn comes."""
+        first = [{"role": "user", "content": "x"}]
+        later = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "y"}]
+        again = [*later, {"role": "assistant", "content": "two"}, {"role": "user", "content": "z"}]
+        opened = render_text(self.tokenizer, first) + said
+        return not all(render_text(self.tokenizer, c).startswith(opened) for c in (later, again))
+
+
+def as_messages(observation: Observation) -> list[dict[str, Any]]:
+    """Return an observation as messages; a text is said by the user.
+
+    Raises:
+        ConfigError: it is neither text nor a list of messages with a role and content.
+    """
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    found: list[dict[str, Any]] = []
+    for message in observation if isinstance(observation, Sequence) else ():
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            found = []
+            break
+        found.append(dict(message))
+    if found:
+        return found
+    raise ConfigError(
+        f"an observation is text or a list of messages {{'role', 'content'}}, found {type(observation).__name__} "
+        f"{str(observation)[:60]!r}"
+    )

@@ -1,0 +1,216 @@
+"""From rows that were read to rows that are used: checked, measured, divided without leakage, and all of it counted."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agilerl.envs.core import Message, Split
+from agilerl.envs.forms import Form, RowFaultError, Sample
+from agilerl.envs.order import apportion
+from agilerl.envs.prompts import render_prompt
+from agilerl.envs.sources import Rows
+from agilerl.errors import EnvError
+
+__all__ = ["BadRows", "Curated", "Ruler", "Sizes", "check_rows", "curate"]
+
+BadRows = Literal["raise", "drop"]
+"""What to do about rows that do not have the form of their dataset."""
+
+_COUNTED = (
+    *("read", "train", "exam", "test"),
+    *("missing", "not_text", "empty", "alike", "special_tokens", "too_long", "leaking", "unused", "repeated"),
+)
+
+Converse = Callable[[Mapping[str, Any], Sample], Sequence[Message]]
+"""From a row and what it says to the conversation that is put to the model."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many prompts the panels have."""
+
+    exam: int
+    test: int
+
+
+@dataclass(frozen=True)
+class Curated:
+    """Rows that are used; no two sides have a rendered prompt in common."""
+
+    sides: Mapping[Split, Rows]
+    """``train``, ``exam`` and ``test``."""
+    counts: Mapping[str, int]
+    """``read`` = ``train`` + ``exam`` + ``test`` + ``missing`` + ``not_text`` + ``empty`` + ``alike`` (rows that do not
+    have the form of their dataset) + ``special_tokens`` + ``too_long`` + ``leaking`` (an equal prompt is in a panel) +
+    ``unused`` (of a dataset for a panel that needs fewer). ``repeated``: training rows with the prompt of another one,
+    which stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A row that can be used."""
+
+    index: int
+    part: int
+    key: bytes
+    """Digest of its rendered prompt."""
+    rank: bytes
+    """Digest of its conversation: decides which rows are chosen for a panel."""
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """What prompts are rendered and measured with."""
+
+    tokenizer: Any = None
+    """None: prompts are compared as conversations, not as tokens, and have no length."""
+    max_tokens: int | None = None
+    """Most tokens of a prompt."""
+
+    def special_tokens(self) -> tuple[str, ...]:
+        """Return the texts that the tokenizer reads as something else than text."""
+        if self.tokenizer is None:
+            return ()
+        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        return tuple(dict.fromkeys([*self.tokenizer.all_special_tokens, *added]))
+
+
+def curate(
+    sources: Mapping[Split, Rows],
+    form: Form,
+    sizes: Sizes,
+    *,
+    converse: Converse,
+    ruler: Ruler | None = None,
+    bad_rows: BadRows = "raise",
+) -> Curated:
+    """Check all rows, leave out what cannot be used, and fill the panels.
+
+    A panel takes its rows from a dataset of its own where ``sources`` has one, else from the training rows. Which rows
+    it takes depends on their text alone, not on their order or on a seed: the conversations with the smallest digests,
+    the test before the exam, so that other sizes or seeds give much the same panels. A prompt is in a panel once. Rows
+    of training (and of the exam's own dataset) whose rendered prompt is in a panel are left out. In a mixture every
+    dataset gives each panel its share by weight.
+
+    Args:
+        sources: ``train``, and ``exam`` and ``test`` where they are datasets of their own.
+        form: which columns are read.
+        sizes: prompts of the panels.
+        converse: what a row asks the model.
+        ruler: what renders and measures prompts. Those that are too long are left out, and so are rows in which a
+            special token of the tokenizer is written out: it would be read as the end of a message, say.
+        bad_rows: ``raise``: the first row that lacks its form ends it; ``drop``: such rows are left out.
+
+    Raises:
+        EnvError: rows without their form, too few prompts for a panel, or none left to train on.
+    """
+    counts: Counter[str] = Counter()
+    fits = {split: _usable(rows, form, converse, ruler or Ruler(), bad_rows, counts) for split, rows in sources.items()}
+    taken: set[bytes] = set()
+    chosen: dict[Split, list[_Fit]] = {}
+    splits: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
+    for split, size in splits:
+        own: Split = split if split in sources else "train"
+        chosen[split] = panel = _panel(sources[own], fits[own], size, taken, split)
+        taken |= {fit.key for fit in panel}
+        if own == split:
+            used = {fit.index for fit in panel}
+            left = [fit.key for fit in fits[split] if fit.index not in used]
+            unused = [key for key in left if key not in taken]
+            counts.update(leaking=len(left) - len(unused), unused=len(unused))
+            taken |= set(unused)  # nobody trains on what was given to be tested on
+    panels = {fit.index for split in chosen for fit in chosen[split] if split not in sources}
+    rest = [fit for fit in fits["train"] if fit.key not in taken]
+    counts.update(leaking=len(fits["train"]) - len(rest) - len(panels))
+    counts.update(repeated=len(rest) - len({fit.key for fit in rest}))
+    sides: dict[Split, Rows] = {"train": sources["train"].select(fit.index for fit in rest)}
+    for split in ("exam", "test"):
+        sides[split] = sources.get(split, sources["train"]).select(fit.index for fit in chosen[split])
+    counts.update({split: len(rows) for split, rows in sides.items()})
+    counts = Counter({name: counts[name] for name in _COUNTED})
+    empty = [part.name for part in sides["train"].parts if not len(part)]
+    if empty:
+        raise EnvError(
+            f"expected rows to train on in {empty[0]}, found none beside the exam ({sizes.exam}) and the test "
+            f"({sizes.test}); {_told(counts)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+        )
+    return Curated(sides, dict(counts))
+
+
+def check_rows(rows: Rows, form: Form) -> None:
+    """Raise EnvError for the first row that does not have its dataset's form."""
+    for index in range(len(rows)):
+        try:
+            form.read(rows[index])
+        except RowFaultError as fault:
+            raise EnvError(f"{rows.where(index)}: {fault}") from fault
+
+
+def _usable(
+    rows: Rows, form: Form, converse: Converse, ruler: Ruler, bad_rows: BadRows, counts: Counter[str]
+) -> list[_Fit]:
+    """Return the rows that have their form and fit, and count all others."""
+    found, first = [], ""
+    faults: Counter[str] = Counter()
+    special = re.compile("|".join(map(re.escape, ruler.special_tokens())) or r"(?!)")
+    for index in range(len(rows)):
+        row = rows[index]
+        try:
+            sample = form.read(row)
+        except RowFaultError as fault:
+            faults[fault.kind] += 1
+            first = first or f"{rows.where(index)}: {fault}"
+            continue
+        if any(special.search(text) for text in sample.texts()):
+            counts["special_tokens"] += 1
+            continue
+        messages = [*converse(row, sample)]
+        rank = _digest(json.dumps(messages).encode())
+        key = rank
+        if ruler.tokenizer is not None:
+            ids = render_prompt(ruler.tokenizer, messages)
+            if ruler.max_tokens is not None and len(ids) > ruler.max_tokens:
+                counts["too_long"] += 1
+                continue
+            key = _digest(" ".join(map(str, ids)).encode())
+        found.append(_Fit(index, rows.part_of(index), key, rank))
+    if faults and bad_rows == "raise":
+        others = sum(faults.values()) - 1
+        more = f"; {others} more of {len(rows)} rows are malformed ({_told(faults)})" if others else ""
+        raise EnvError(f"{first}{more}; mend the file, or leave such rows out with bad_rows: drop")
+    counts.update(faults)
+    counts["read"] += len(rows)
+    if not found:
+        raise EnvError(f"expected rows that can be used in {rows.name}, found none; {_told(counts)}")
+    return found
+
+
+def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], split: Split) -> list[_Fit]:
+    """Choose rows with different prompts, by their rank; each part of a mixture gives its share."""
+    known, panel = set(taken), list[_Fit]()
+    for number, share in enumerate(apportion(rows.weights, size)):
+        before = len(panel)
+        for fit in sorted((fit for fit in fits if fit.part == number), key=lambda fit: (fit.rank, fit.index)):
+            if len(panel) - before == share:
+                break
+            if fit.key not in known:
+                known.add(fit.key)
+                panel.append(fit)
+        if len(panel) - before < share:
+            raise EnvError(
+                f"expected {share} different prompts for the {split} in {rows.parts[number].name}, found "
+                f"{len(panel) - before}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+            )
+    return panel
+
+
+def _told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count) or "nothing read"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

@@ -1,0 +1,165 @@
+"""Where the episodes of a run come from: an environment, its seeds, and how it is talked to."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+
+from agilerl.envs.adapters import as_text_env
+from agilerl.envs.conversation import ChatFormat
+from agilerl.envs.core import Split
+from agilerl.envs.episodes import Episode, EpisodeLimits
+from agilerl.envs.text_env import TextEnv
+from agilerl.errors import ConfigError, EnvError
+from agilerl.streams import stream
+
+__all__ = ["EpisodeTask"]
+
+_SPLITS: tuple[Split, ...] = ("train", "exam", "test")
+
+
+class EpisodeTask:
+    """A multi-turn environment as something to train on: endless training seeds, fixed exam and test seeds.
+
+    Seeds of the three splits never coincide. Whether different seeds are different episodes is up to the environment:
+    one with few episodes shows the same ones in training and in the exam.
+    """
+
+    grader = "return"
+    """What the metrics call the reward: the sum over the turns of an episode."""
+
+    def __init__(
+        self,
+        env_factory: Callable[..., Any],
+        env_config: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        max_turns: int | None = None,
+        exam_episodes: int = 128,
+        test_episodes: int = 400,
+        seed: int = 42,
+        apply_chat_template: bool = True,
+        strict_chat_template_boundary: bool = True,
+        enable_sliding_window: bool = False,
+        step_timeout: float | None = 60.0,
+    ) -> None:
+        """Make one environment, to see that it can be made.
+
+        Args:
+            env_factory: returns a new environment: a TextEnv, or anything that ``as_text_env`` turns into one.
+            env_config: keyword arguments of ``env_factory``.
+            name: what to call it in logs; by default the name of the environment's class.
+            max_turns: most actions of an episode, at most the environment's own limit; None is that limit.
+            exam_episodes: episodes that fitness is measured on, 1 or more.
+            test_episodes: episodes of the final number, 0 or more.
+            seed: decides all seeds of episodes.
+            apply_chat_template: False writes observations as they are, each on lines of its own.
+            strict_chat_template_boundary: refuse a chat template that rewrites earlier turns (that cuts out thinking,
+                say); False follows it, with a training row of its own for each turn after a rewritten one.
+            enable_sliding_window: where the context is full, forget the oldest turns instead of cutting the episode.
+            step_timeout: seconds for one call of an environment; None waits forever.
+
+        Raises:
+            ConfigError: a setting out of range, or no environment that can be used.
+        """
+        for what, value, least in (
+            ("max_turns", max_turns, 1),
+            ("exam_episodes", exam_episodes, 1),
+            ("test_episodes", test_episodes, 0),
+            ("seed", seed, 0),
+        ):
+            optional = what == "max_turns" and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
+        if step_timeout is not None and not step_timeout > 0:
+            raise ConfigError(f"expected a number of seconds above 0 for step_timeout, found {step_timeout!r}")
+        if enable_sliding_window and not strict_chat_template_boundary:
+            raise ConfigError(
+                "enable_sliding_window=True and strict_chat_template_boundary=False both decide what a later turn sees "
+                "of the earlier ones; use one of them"
+            )
+        self.env_factory, self.env_config = env_factory, dict(env_config or {})
+        self.exam_prompts, self.test_prompts, self.seed = exam_episodes, test_episodes, seed
+        self.apply_chat_template, self.strict = apply_chat_template, strict_chat_template_boundary
+        self.sliding_window, self.step_timeout = enable_sliding_window, step_timeout
+        self._idle: list[TextEnv] = []
+        self._wanted_turns = max_turns
+        first = self._made()
+        self._idle.append(first)
+        self.name = name or type(first.unwrapped).__name__
+        self.max_turns = first.max_turns if max_turns is None else min(max_turns, first.max_turns)
+
+    def __repr__(self) -> str:
+        return f"EpisodeTask({self.name!r}, max_turns={self.max_turns}, seed={self.seed})"
+
+    def panel_size(self, split: Split) -> int:
+        """Return how many episodes ``exam`` or ``test`` has."""
+        return self.exam_prompts if split == "exam" else self.test_prompts
+
+    def episode_seed(self, split: Split, index: int) -> int:
+        """Return the seed of an episode: below 2**31, and another one in each split."""
+        if split not in _SPLITS:
+            raise EnvError(f"expected the split train, exam or test, found {split!r}")
+        if index < 0 or (split != "train" and index >= self.panel_size(split)):
+            raise EnvError(f"{self.name} has no episode {index} in its {split} split")
+        draw = int(stream(self.seed, f"episode/{split}", index).integers(2**31 // len(_SPLITS)))
+        return draw * len(_SPLITS) + _SPLITS.index(split)
+
+    def chat(self, tokenizer: Any) -> ChatFormat:
+        """Return how the environment is talked to with this tokenizer.
+
+        Raises:
+            ConfigError: a chat template that the environment cannot be used with: one without a system role where it
+                has a system prompt, one without tools where it has tools, or one that rewrites earlier turns.
+        """
+        env = self.take()
+        env.bind(tokenizer)
+        chat = ChatFormat(tokenizer, tools=env.tools, apply_chat_template=self.apply_chat_template)
+        self.give_back(env)
+        if chat.rewrites_history and self.strict and self.max_turns > 1:
+            raise ConfigError(
+                "the tokenizer's chat template changes earlier turns of the assistant once later ones follow, so a "
+                "transcript cannot just grow; follow it with strict_chat_template_boundary=False (one training row for "
+                "each turn after a change), or write turns without it: apply_chat_template=False"
+            )
+        return chat
+
+    def episode(self, chat: ChatFormat, context_length: int, reserve: int) -> Episode:
+        """Return an episode that has not begun, in an environment of its own until it is given back."""
+        env = self.take()
+        env.bind(chat.tokenizer)
+        limits = EpisodeLimits(
+            context_length,
+            self.max_turns,
+            reserve,
+            sliding_window=self.sliding_window,
+            forks=chat.rewrites_history and not self.strict,
+        )
+        return Episode(env, chat, limits)
+
+    def take(self) -> TextEnv:
+        """Return an environment that nobody uses, a new one if there is none."""
+        return self._idle.pop() if self._idle else self._made()
+
+    def give_back(self, env: TextEnv) -> None:
+        """Keep an environment for the next episode."""
+        self._idle.append(env)
+
+    def close(self) -> None:
+        """Close the environments that nobody uses."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _made(self) -> TextEnv:
+        try:
+            made = self.env_factory(**self.env_config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            name = getattr(self.env_factory, "__name__", repr(self.env_factory))
+            raise ConfigError(
+                f"{name} could not make an environment of {self.env_config or 'no settings'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        # Environments that are not gymnasium's may not say how long they last.
+        return as_text_env(made, None if isinstance(made, gymnasium.Env) else self._wanted_turns)

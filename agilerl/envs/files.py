@@ -1,0 +1,177 @@
+"""Files of rows: JSON lines, JSON, CSV and Parquet.
+
+Text files are read here and not by ``datasets``, which turns texts that look like dates into dates, gives a CSV row
+that is too long other columns, and does not say in which line a file is torn.
+"""
+
+import csv
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agilerl.errors import EnvError
+from agilerl.validation import shown
+
+__all__ = ["FORMATS", "Table", "read_file"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as they were read."""
+
+    rows: Any
+    """A sequence of dicts, or a Hugging Face ``Dataset``."""
+    columns: list[str]
+    """Names of the columns of any of the rows."""
+    lines: Sequence[int] = ()
+    """The line that each row begins in, counted from 1, for text files."""
+
+
+def read_file(path: Path) -> Table:
+    """Read a file by its ending.
+
+    Raises:
+        EnvError: no such file, an unknown ending, no UTF-8 text, a torn line, two columns of one name.
+    """
+    kind = path.suffix.lower()
+    try:
+        if path.is_dir() or not path.exists():
+            found = "a folder" if path.is_dir() else "nothing"
+            raise EnvError(f"expected a file of rows, found {found} at {shown(str(path))}")
+        if kind not in FORMATS:
+            raise EnvError(f"{path.name}: expected a file that ends with {', '.join(FORMATS)}, found {shown(kind)}")
+        return FORMATS[kind](path)
+    except OSError as error:
+        raise EnvError(f"{shown(str(path))} cannot be read: {error.strerror or error}") from error
+
+
+def _json_lines(path: Path) -> Table:
+    rows, lines = [], []
+    # Not splitlines(), which also breaks at characters that JSON allows inside a text.
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if line.strip():
+            where = f"line {number} of {path.name}"
+            rows.append(_object(_json(line, path, where, number), where))
+            lines.append(number)
+    return Table(rows, _columns(rows), lines)
+
+
+def _json_array(path: Path) -> Table:
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        return _json_lines(path)
+    found = _json(text, path, f"an object of {path.name}")
+    rows = [_object(row, f"row {number} of {path.name}") for number, row in enumerate(found)]
+    return Table(rows, _columns(rows))
+
+
+def _json(text: str, path: Path, where: str, line: int = 1) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+    except json.JSONDecodeError as error:
+        found = error.doc[error.pos : error.pos + 40].strip() or "the end"
+        raise EnvError(
+            f"line {line + error.lineno - 1} of {path.name} is no whole JSON value: {error.msg} at character "
+            f"{error.colno}, found {shown(found)}; is the file torn?"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise EnvError(f"{where} cannot be read as JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise EnvError(f"{where} has the column {shown(twice)} twice; take one out")
+    return made
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise EnvError(f'{where}: expected an object such as {{"question": ...}}, found {shown(value)}')
+    return value
+
+
+def _csv(path: Path, delimiter: str = ",") -> Table:
+    with _long_fields():
+        reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, [])
+            twice = [name for name in header if header.count(name) > 1]
+            if twice:
+                raise EnvError(f"{path.name} has the column {shown(twice[0])} twice; rename or remove one of them")
+            rows, lines, start = [], [], reader.line_num + 1
+            for values in reader:
+                if values and len(values) != len(header):
+                    raise EnvError(
+                        f"line {start} of {path.name}: expected {len(header)} values, one for each of {header}, found "
+                        f"{len(values)}; put texts that hold a {'comma' if delimiter == ',' else 'tab'} in quotes"
+                    )
+                if values:
+                    rows.append(dict(zip(header, values)))
+                    lines.append(start)
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise EnvError(f"line {reader.line_num} of {path.name} cannot be read as CSV: {error}") from error
+    return Table(rows, header, lines)
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Let a CSV value have more than the 128 KiB that the reader allows by default; the limit is the process's."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _parquet(path: Path) -> Table:
+    import datasets
+
+    showing = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            dataset = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+    except Exception as error:  # whatever a damaged file makes foreign code raise, the user gets its reason
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise EnvError(f"{path.name} cannot be read as Parquet: {reason[:300]}") from error
+    finally:
+        if showing:
+            datasets.enable_progress_bars()
+    return Table(dataset, list(dataset.column_names))
+
+
+def _text(path: Path) -> str:
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise EnvError(
+            f"line {line} of {path.name} is no UTF-8 text (byte {byte:#04x}); save the file as UTF-8"
+        ) from error
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+FORMATS: dict[str, Callable[[Path], Table]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_array,
+    ".csv": _csv,
+    ".tsv": lambda path: _csv(path, "\t"),
+    ".parquet": _parquet,
+}
+"""How a file is read, by its ending."""

@@ -1,0 +1,248 @@
+"""Multi-turn environments at the level of tokens, stepped by hand: the two classes that AgileRL documents."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agilerl.data import Completion, RolloutBatch, Trajectory, collate
+from agilerl.envs.conversation import ChatFormat
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.episodes import Episode
+from agilerl.envs.prompts import decode_completions
+from agilerl.envs.reasoning import Prompt
+from agilerl.errors import ConfigError, EnvError
+
+__all__ = ["SyncMultiTurnVecEnv", "TokenObservationWrapper"]
+
+_UNLIMITED = 1 << 30
+"""Context of a wrapper without ``max_model_len``."""
+
+
+class TokenObservationWrapper:
+    """One environment whose observations are prompts and whose actions are token ids.
+
+    What was generated stays as it was sampled; environment tokens are masked out of training. ``Population`` plays
+    whole populations in one batch and needs no wrapper; this one is for loops that step by themselves.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        tokenizer: Any,
+        max_turns: int,
+        pad_id: int | None = None,
+        apply_chat_template: bool = True,
+        max_model_len: int | None = None,
+        *,
+        max_output_tokens: int | None = None,
+        enable_sliding_window: bool = False,
+        strict_chat_template_boundary: bool = True,
+    ) -> None:
+        """Wrap an environment.
+
+        Args:
+            env: a TextEnv, or anything that ``as_text_env`` turns into one.
+            tokenizer: Hugging Face tokenizer with a pad token.
+            max_turns: most actions of an episode, 1 or more.
+            pad_id: token that fills completions up; by default the tokenizer's.
+            apply_chat_template: False writes observations as they are.
+            max_model_len: most tokens of prompt and completion together; None: no limit.
+            max_output_tokens: tokens that a prompt leaves for the completion.
+            enable_sliding_window: where the context is full, forget the oldest turns instead of cutting the episode.
+            strict_chat_template_boundary: refuse a chat template that rewrites earlier turns.
+
+        Raises:
+            ConfigError: a setting out of range, or a chat template that the environment cannot be used with.
+        """
+        self._task = EpisodeTask(
+            lambda: env,
+            max_turns=max_turns,
+            apply_chat_template=apply_chat_template,
+            strict_chat_template_boundary=strict_chat_template_boundary,
+            enable_sliding_window=enable_sliding_window,
+        )
+        self.tokenizer, self.max_turns = tokenizer, max_turns
+        self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
+        self._chat: ChatFormat = self._task.chat(tokenizer)
+        self._context = (max_model_len or _UNLIMITED, max_output_tokens or 1)
+        self._episode: Episode | None = None
+        self._drawn = 0
+
+    def reset(self, seed: int | None = None) -> tuple[Prompt, dict[str, Any]]:
+        """Begin the episode of a seed, by default another one each time; return the first prompt and info.
+
+        Raises:
+            EnvError: a prompt that is empty or over the budget, or an observation that is no text.
+        """
+        if self._episode is not None:
+            self._task.give_back(self._episode.env)
+        if seed is None:
+            seed, self._drawn = self._drawn, self._drawn + 1
+        self._episode = self._task.episode(self._chat, *self._context)
+        self._episode.begin(seed)
+        return self._prompt(self._episode), dict(self._episode.info)
+
+    def step(
+        self, completion_ids: Tensor, sampling_logps: Tensor | None = None
+    ) -> tuple[Prompt, float, bool, bool, dict[str, Any]]:
+        """Take a completion ``[1, P + L]``, prompt included; return the next prompt (empty at the end) and the rest.
+
+        ``sampling_logps`` [L] are the log-probs of the sampled tokens, for :meth:`get_episode_data`'s counterpart in a
+        batch. Padding behind the completion is ignored.
+
+        Raises:
+            EnvError: no episode is running, ids that do not begin with the prompt, or a broken environment.
+        """
+        episode = self._running()
+        prompt, ids = episode.prompt_ids, torch.as_tensor(completion_ids).reshape(-1).tolist()
+        if ids[: len(prompt)] != prompt:
+            raise EnvError(
+                f"expected ids that begin with the {len(prompt)} tokens of the prompt, found others; pass whole "
+                "sequences, prompt and completion"
+            )
+        said = self._without_padding(ids[len(prompt) :])
+        if not said:
+            raise EnvError("expected a completion of at least one token, found none")
+        logps = [0.0] * len(said) if sampling_logps is None else sampling_logps.reshape(-1).tolist()
+        if len(logps) != len(said):
+            raise EnvError(f"expected a log-prob for each of {len(said)} sampled tokens, found {len(logps)}")
+        ended = said[-1] == self.tokenizer.eos_token_id
+        (text,) = decode_completions(self.tokenizer, [said])
+        reward = episode.act(Completion(said, logps, "stop" if ended else "length"), text)
+        cut = episode.outcome.truncated is not None
+        info = {**episode.info, "truncated_by": episode.outcome.truncated} if cut else dict(episode.info)
+        return self._prompt(episode) if not episode.done else {}, reward, episode.done and not cut, cut, info
+
+    def get_episode_data(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the episode so far: ids ``[1, T]``, action mask and turn ids ``[1, T-1]``, turn rewards ``[1, K]``.
+
+        Raises:
+            EnvError: nothing has been played, or the context was rewritten on the way, so that there are several rows:
+                take :meth:`trajectories` then.
+        """
+        rows = self.trajectories()
+        if len(rows) != 1:
+            raise EnvError(
+                f"expected an episode of one training row, found {len(rows)}; take env.trajectories() and collate them"
+            )
+        batch = collate(rows, self.pad_id)
+        length = int(batch.lengths[0])
+        return batch.ids[:, :length], batch.action_mask[:, : length - 1], batch.turn_ids[:, : length - 1], batch.rewards
+
+    def trajectories(self, group: int = 0, number: int = 0) -> list[Trajectory]:
+        """Return the training rows of the episode so far, of a group and with a number of its own there."""
+        if self._episode is None:
+            raise EnvError("expected reset() first: no episode has begun")
+        return self._episode.trajectories(group, number)
+
+    def close(self) -> None:
+        """Close the environment."""
+        if self._episode is not None:
+            self._episode.env.close()
+        self._task.close()
+
+    def _running(self) -> Episode:
+        if self._episode is None or self._episode.done:
+            raise EnvError("expected reset() before step(): no episode is running")
+        return self._episode
+
+    def _prompt(self, episode: Episode) -> Prompt:
+        ids = torch.tensor([episode.prompt_ids], dtype=torch.int64)
+        text = self.tokenizer.decode(episode.prompt_ids, clean_up_tokenization_spaces=False)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": text}
+
+    def _without_padding(self, ids: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        if end in ids:
+            return ids[: ids.index(end) + 1]
+        while ids and ids[-1] == self.pad_id:
+            ids = ids[:-1]
+        return ids
+
+
+class SyncMultiTurnVecEnv:
+    """``batch_size`` episodes, each played ``group_size`` times from the same seed, all stepped together."""
+
+    def __init__(
+        self,
+        env_factory: Callable[..., TokenObservationWrapper],
+        batch_size: int,
+        group_size: int,
+        env_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make ``batch_size * group_size`` wrapped environments.
+
+        Raises:
+            ConfigError: a size below 1, or a factory that does not return a TokenObservationWrapper.
+        """
+        for name, size in (("batch_size", batch_size), ("group_size", group_size)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"expected a whole number of 1 or more as {name}, found {size!r}")
+        self.batch_size, self.group_size = batch_size, group_size
+        self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
+        if not all(isinstance(env, TokenObservationWrapper) for env in self.envs):
+            raise ConfigError(
+                f"expected env_factory to return a TokenObservationWrapper, found {type(self.envs[0]).__name__}"
+            )
+        self._prompts: list[Prompt] = []
+        self._drawn = 0
+
+    def reset(self, seed: int | None = None) -> list[Prompt]:
+        """Begin all episodes; those of a group share the seed ``seed + b``. By default new seeds each time."""
+        if seed is None:
+            seed, self._drawn = self._drawn, self._drawn + self.batch_size
+        self._prompts = [env.reset(seed + place // self.group_size)[0] for place, env in enumerate(self.envs)]
+        return list(self._prompts)
+
+    def step(
+        self, completion_ids: Sequence[Tensor], sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> list[Prompt] | None:
+        """Take one completion ``[1, P + L]`` for each episode that goes on, in order; return the next prompts.
+
+        None when all episodes are over. Raises EnvError when the number of completions differs.
+        """
+        going = [place for place, prompt in enumerate(self._prompts) if prompt]
+        if len(completion_ids) != len(going):
+            raise EnvError(
+                f"expected completions for the {len(going)} episodes that go on, found {len(completion_ids)}"
+            )
+        logps = [None] * len(going) if sampling_logps is None else list(sampling_logps)
+        for place, ids, own in zip(going, completion_ids, logps):
+            self._prompts[place] = self.envs[place].step(ids, own)[0]
+        return [prompt for prompt in self._prompts if prompt] or None
+
+    def get_trajectories(
+        self,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], int, list[Tensor | None] | None]:
+        """Return, episode by episode, ids, action masks, turn ids and turn rewards; the turns; the sampled log-probs.
+
+        The log-probs are None when the steps were given none.
+        """
+        data = [env.get_episode_data() for env in self.envs]
+        rows = [row for env in self.envs for row in env.trajectories()]
+        logps: list[Tensor | None] = [
+            torch.tensor([value for value, action in zip(t.logprobs, t.action_mask) if action]) for t in rows
+        ]
+        known = any(bool(x.any()) for x in logps if x is not None)
+        ids, masks, turn_ids, rewards = ([part[k] for part in data] for k in range(4))
+        return ids, masks, turn_ids, rewards, sum(r.shape[1] for r in rewards), logps if known else None
+
+    def batch(self) -> RolloutBatch:
+        """Return all episodes as one batch, which ``agent.learn`` takes; groups are those of one seed."""
+        rows = [
+            row
+            for place, env in enumerate(self.envs)
+            for row in env.trajectories(place // self.group_size, place % self.group_size)
+        ]
+        return collate(rows, self.envs[0].pad_id)
+
+    def returns(self) -> list[float]:
+        """Return the sum of each episode's rewards."""
+        return [env.trajectories()[0].episode_return for env in self.envs]
+
+    def close(self) -> None:
+        """Close all environments."""
+        for env in self.envs:
+            env.close()

@@ -1,0 +1,300 @@
+"""A single-turn task that may be solved with tools: call them for some turns, then answer."""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import gymnasium
+import numpy as np
+
+from agilerl.envs.adapters.base import AnyText
+from agilerl.envs.core import Row, Split, Task, score_completions
+from agilerl.envs.datasets import DatasetTask
+from agilerl.envs.prompts import render_text, text_ids
+from agilerl.envs.text_env import Observation, StepResult, TextEnv
+from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser
+from agilerl.envs.tools.parsers import PARSERS, TextTagParser, parser_for
+from agilerl.envs.tools.spaces import Conversation
+from agilerl.envs.tools.tool import Tool, ToolResult
+from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.validation import nearest, shown
+
+__all__ = ["Announcement", "ToolEnv"]
+
+Announcement = Literal["auto", "system", "none"]
+"""How the model learns of the tools: ``auto``: from the chat template if it shows tools, else from the system message;
+``system``: from the system message; ``none``: not at all, which only suits a model that knows them."""
+
+SPLITS: tuple[Split, ...] = ("train", "exam", "test")
+"""An episode's split is its seed modulo 3, as EpisodeTask numbers its seeds; what is left is the index of the row."""
+MOST_CALLS = 4
+"""Calls of one turn that are made; with the default timeouts a turn then stays below EpisodeTask's own."""
+_PROBE = "agilerl:result-of-a-tool"
+_ONE_THREAD = threading.Lock()
+"""Tasks and graders are written for one thread, and environments run in several."""
+
+
+class ToolEnv(TextEnv):
+    """A task whose questions the model may answer with the help of tools.
+
+    A completion that calls tools gets their results; one without a call is the final answer and is graded by the task.
+    All turns but the last have reward 0. If the last turn that is allowed calls a tool, no answer was given: the
+    episode is truncated with reward 0.
+
+    What goes wrong with a call (it cannot be read, an unknown tool, wrong arguments, an exception, a timeout) is told
+    to the model as the call's result. ``info`` counts over the episode: ``tool_calls``, ``tool_errors``,
+    ``tool_truncated`` and ``tool_errors/<kind>``; the last step adds ``success`` (the grade is 1 or more).
+
+    The row is chosen by the seed alone: ``seed % 3`` is the split (train, exam, test) and ``seed // 3`` the row,
+    modulo the size of exam and test. That is how EpisodeTask numbers its seeds, so an exam asks the exam's questions.
+    The task is asked for questions and grades by one thread at a time; tools are called by many.
+    """
+
+    def __init__(
+        self,
+        task: Task | Sequence[Row],
+        tools: Sequence[Callable[..., Any] | Tool],
+        *,
+        grader: Callable[..., Any] | None = None,
+        parser: ToolCallParser | str | None = None,
+        max_turns: int = 4,
+        system_prompt: str | None = None,
+        announce: Announcement = "auto",
+        timeout: float = 10.0,
+        max_result_chars: int = 2000,
+    ) -> None:
+        """Check everything that can be checked without a tokenizer.
+
+        Args:
+            task: a task, or rows with ``question`` and ``answer``, which are then all splits at once.
+            tools: functions (see :func:`tool_schema`) or tools, with names of their own; at least one.
+            grader: of the rows; as of ``DatasetTask``.
+            parser: a parser, or the name of a family (see :func:`parser_for`); None recognises the tokenizer's family.
+            max_turns: most completions of one episode, the answer included; 2 or more.
+            system_prompt: put before the question as a message of the system.
+            announce: how the model learns of the tools.
+            timeout: seconds for one call of a tool that is given as a function.
+            max_result_chars: longer results are cut, and say so; 20 or more.
+
+        Raises:
+            ConfigError: a setting out of range, two tools of one name, a function without a schema, rows without a
+                grader, or a task whose prompt ends with a prefill.
+        """
+        for what, value, least in (("max_turns", max_turns, 2), ("max_result_chars", max_result_chars, 20)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
+        if announce not in get_args(Announcement):
+            raise ConfigError(f"expected announce to be one of {', '.join(get_args(Announcement))}, found {announce!r}")
+        self.task = _as_task(task, grader)
+        self.max_turns, self.max_result_chars = max_turns, max_result_chars
+        self.observation_space, self.action_space = Conversation(), AnyText()
+        self._tools = _by_name([t if isinstance(t, Tool) else Tool(t, timeout=timeout) for t in tools])
+        self._announce, self._instructions = announce, system_prompt
+        self._parser: ToolCallParser | None = None
+        self._wanted = parser
+        if parser == TextTagParser.family:
+            self._parser = TextTagParser()
+        elif isinstance(parser, str) and parser not in PARSERS:
+            raise ConfigError(f"unknown family of tool calls {parser!r}; {nearest(parser, PARSERS)}")
+        elif parser is not None and not isinstance(parser, str):
+            self._parser = parser
+        self._tokenizer: Any = None
+        self._in_template = self._tool_role = False
+        self._forbidden: re.Pattern[str] | None = None
+        self._row: Row = {}
+        self._counts: Counter[str] = Counter()
+        self._turn = 0
+        self._running = False
+        self._seed = -1
+
+    def __repr__(self) -> str:
+        return f"ToolEnv({self.task.name!r}, tools={list(self._tools)}, max_turns={self.max_turns})"
+
+    def bind(self, tokenizer: Any) -> None:
+        """Learn from the tokenizer how tools are called, announced and answered.
+
+        Raises:
+            ConfigError: no family of tool calls fits the tokenizer, or not the one that was named.
+        """
+        if tokenizer is self._tokenizer:
+            return
+        if self._wanted is None or (isinstance(self._wanted, str) and self._wanted != TextTagParser.family):
+            self._parser = parser_for(tokenizer, self._wanted)
+        self._tokenizer = tokenizer
+        schemas = [tool.schema for tool in self._tools.values()]
+        self._in_template = self._announce == "auto" and _shows_tools(tokenizer, schemas)
+        self.tools = schemas if self._in_template else ()
+        self._tool_role = _shows_results(tokenizer)
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        spellings = sorted({*special, *(self._parser.tags if self._parser else ())}, key=len, reverse=True)
+        self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Ask the question of ``seed``; without one that of the seed after the last (0 at first).
+
+        Raises:
+            EnvError: a seed that is no whole number of 0 or more, or a split without rows.
+        """
+        seed = self._seed + 1 if seed is None else seed
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+            raise EnvError(f"expected a whole number of 0 or more as the seed of ToolEnv, found {seed!r}")
+        gymnasium.Env.reset(self, seed=int(seed))  # its generator, which no episode draws from
+        index, place = divmod(int(seed), len(SPLITS))
+        split = SPLITS[place]
+        if split != "train":
+            size = self.task.panel_size(split)
+            if size == 0:
+                raise EnvError(f"seed {seed} asks for a question of the {split} split, but {self.task.name} has none")
+            index %= size
+        with _ONE_THREAD:
+            self._row = self.task.row(split, index)
+        self._seed, self._turn, self._running = int(seed), 0, True
+        self._counts = Counter()
+        return self._opening(), {"split": split, "index": index}
+
+    def step(self, action: str) -> StepResult:
+        """Take an action given as text alone: its tags count as the tokens that the tokenizer makes of them."""
+        return self.step_ids(action, [] if self._tokenizer is None else text_ids(self._tokenizer, action))
+
+    def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
+        """Call the tools that the completion calls, or grade it as the answer.
+
+        Raises:
+            EnvError: the episode has not begun or is over, or calls need a tokenizer to be read and none is bound.
+            RewardError: the task could not grade the answer.
+        """
+        if not self._running:
+            raise EnvError("expected reset() before step(): the episode of ToolEnv has not begun, or is over")
+        if self._parser is None:
+            raise EnvError("expected bind(tokenizer) before step(): calls are read from the tokenizer's special tokens")
+        self._turn += 1
+        calls = self._parser.parse(token_ids, action)
+        if not calls:
+            return self._graded(action)
+        if self._turn >= self.max_turns:
+            self._running = False
+            return "", 0.0, False, True, {**self._info(), "success": False}
+        results = [self._called(call, place) for place, call in enumerate(calls)]
+        return self._answered(calls, results), 0.0, False, False, self._info()
+
+    # -- what the model sees --------------------------------------------------------------------------------------
+
+    def _opening(self) -> Observation:
+        messages = [dict(message) for message in self.task.messages(self._row)]
+        system = [self._instructions] if self._instructions else []
+        if not self._in_template and self._announce != "none":
+            system.append(self._announcement())
+        if messages[0]["role"] == "system":
+            system.append(messages.pop(0)["content"])
+        if system:
+            messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
+        return messages[0]["content"] if [m["role"] for m in messages] == ["user"] else messages
+
+    def _announcement(self) -> str:
+        lines = [f"{tool.signature} - {tool.schema['function']['description']}" for tool in self._tools.values()]
+        how = f"{self._parser.instruction}. " if self._parser else ""
+        return f"You may call these tools. {how}An answer without a call is final.\n" + "\n".join(lines)
+
+    def _answered(self, calls: Sequence[ToolCall | MalformedCall], results: Sequence[str]) -> Observation:
+        names = [call.name if isinstance(call, ToolCall) else "unknown" for call in calls]
+        if not self._tool_role:
+            return results[0] if len(results) == 1 else "\n".join(f"{n}: {r}" for n, r in zip(names, results))
+        ids = [call.call_id if isinstance(call, ToolCall) else None for call in calls]
+        return [
+            # Mistral's templates want an id of nine characters for each result.
+            {"role": "tool", "name": name, "content": text, "tool_call_id": call_id or f"call{place:05d}"}
+            for place, (name, text, call_id) in enumerate(zip(names, results, ids))
+        ]
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+
+    def _called(self, call: ToolCall | MalformedCall, place: int) -> str:
+        result = self._result(call, place)
+        self._counts["tool_calls"] += 1
+        if result.error is not None:
+            self._counts["tool_errors"] += 1
+            self._counts[f"tool_errors/{result.error}"] += 1
+        return self._fit(result.text)
+
+    def _result(self, call: ToolCall | MalformedCall, place: int) -> ToolResult:
+        if place >= MOST_CALLS:
+            return ToolResult(f"Error: at most {MOST_CALLS} calls are made in one turn; this one was not", "too_many")
+        if isinstance(call, MalformedCall):
+            return ToolResult(f"Error: {call.problem}", "malformed")
+        if call.name not in self._tools:
+            hint = nearest(call.name, self._tools)
+            return ToolResult(f"Error: unknown tool {shown(call.name)}; {hint}", "unknown_tool")
+        return self._tools[call.name].call(call.arguments)
+
+    def _fit(self, text: str) -> str:
+        """Cut a result that is too long, and spell out what would be tokens with a meaning of their own."""
+        if len(text) > self.max_result_chars:
+            self._counts["tool_truncated"] += 1
+            text = f"{text[: self.max_result_chars]}... [cut: {len(text) - self.max_result_chars} more characters]"
+        # Otherwise a result could end the turn of the environment, or speak for the assistant.
+        return self._forbidden.sub(_spelt_out, text) if self._forbidden else text
+
+    def _graded(self, action: str) -> StepResult:
+        self._running = False
+        with _ONE_THREAD:
+            grade = score_completions(self.task, [self._row], [action])[0]
+        if grade is None:
+            raise RewardError(f"{self.task.name} gave no grade to the answer {shown(action)}")
+        return "", grade, True, False, {**self._info(), "success": grade >= 1.0}
+
+    def _info(self) -> dict[str, Any]:
+        return {"tool_calls": 0, "tool_errors": 0, "tool_truncated": 0, **self._counts}
+
+
+def _as_task(task: Task | Sequence[Row], grader: Callable[..., Any] | None) -> Task:
+    if isinstance(task, Task):
+        if grader is not None:
+            raise ConfigError(f"expected a grader for rows only: the task {task.name} grades its own answers")
+    elif grader is None:
+        raise ConfigError("expected a grader for a list of rows, found none; pass grader=f(completion, answer)")
+    else:
+        task = DatasetTask(task, task, task, reward_fn=grader)
+    with _ONE_THREAD:
+        opening = task.messages(task.row("train", 0))
+    if opening[-1]["role"] == "assistant":
+        raise ConfigError(f"expected questions that end with the user's message, found a prefill in {task.name}")
+    return task
+
+
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    found = {tool.name: tool for tool in tools}
+    if not tools or len(found) < len(tools):
+        names = ", ".join(tool.name for tool in tools)
+        raise ConfigError(f"expected at least one tool, and tools with names of their own, found: {names or 'none'}")
+    return found
+
+
+def _spelt_out(found: re.Match[str]) -> str:
+    return f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " "
+
+
+def _shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the chat template tells the model about tools."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    question = [{"role": "user", "content": "x"}]
+    try:
+        return render_text(tokenizer, question, tools=schemas) != render_text(tokenizer, question)
+    except ConfigError:
+        return False
+
+
+def _shows_results(tokenizer: Any) -> bool:
+    """Return whether the chat template takes messages of the role tool after a turn, and shows them."""
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    result = {"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": "call00000"}
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    try:
+        return _PROBE in render_text(tokenizer, [*turn, result, {**result, "tool_call_id": "call00001"}])
+    except ConfigError:
+        return False

@@ -1,0 +1,61 @@
+"""Environments with tools that are ready to use, registered with gymnasium."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.tools.calculator import calculator
+from agilerl.envs.tools.corpus import LocalSearch
+from agilerl.envs.tools.env import ToolEnv
+from agilerl.envs.tools.facts import facts_task, made_up_towns
+from agilerl.envs.tools.python import PythonTool
+
+__all__ = ["calculator_env", "python_env", "search_env"]
+
+FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
+
+
+def calculator_env(task: str = "chain_sum", params: Mapping[str, Any] | None = None, **settings: Any) -> ToolEnv:
+    """Return questions of arithmetic and a calculator: ``agilerl/Calculator-v0``.
+
+    Args:
+        task: a reasoning_gym dataset, such as chain_sum, products or basic_arithmetic.
+        params: its parameters.
+        settings: of :class:`ToolEnv`.
+    """
+    told = {"system_prompt": f"Solve the problem. The calculator is more reliable than you are. {FORM}"}
+    return ToolEnv(ReasoningGymTask(task, params), [calculator], **{**told, **settings})
+
+
+def python_env(
+    task: str = "count_primes",
+    params: Mapping[str, Any] | None = None,
+    *,
+    program_timeout: float = 5.0,
+    **settings: Any,
+) -> ToolEnv:
+    """Return questions for which a short program is the way, and a sandboxed Python: ``agilerl/Python-v0``.
+
+    Args:
+        task: a reasoning_gym dataset, such as count_primes, prime_factorization or base_conversion.
+        params: its parameters.
+        program_timeout: seconds for one program.
+        settings: of :class:`ToolEnv`.
+    """
+    told = {"system_prompt": f"Solve the problem; a short Python program helps. {FORM}"}
+    return ToolEnv(ReasoningGymTask(task, params), [PythonTool(timeout=program_timeout)], **{**told, **settings})
+
+
+def search_env(towns: int = 200, *, seed: int = 42, topk: int = 3, **settings: Any) -> ToolEnv:
+    """Return questions about towns that do not exist, and a search over what is known of them: ``agilerl/Search-v0``.
+
+    Args:
+        towns: size of the corpus.
+        seed: decides corpus and order of the questions.
+        topk: most passages of one search.
+        settings: of :class:`ToolEnv`.
+    """
+    known = made_up_towns(towns, seed)
+    told = {"system_prompt": f"Answer the question about a town; search for it, you cannot know it. {FORM}"}
+    search = LocalSearch([town.passage() for town in known], topk=topk).search
+    return ToolEnv(facts_task(known, seed), [search], **{**told, **settings})

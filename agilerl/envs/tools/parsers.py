@@ -1,0 +1,288 @@
+"""Calls by the special tokens of the model families, on token ids: a tag that is typed as prose is no call.
+
+The formats are those of the families' own chat templates: Hermes and Qwen 2.5/3 (also the XML form of Qwen3-Coder),
+Llama 3.1 and later, Mistral from its third tokenizer on.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser, call_of, json_call, json_values
+from agilerl.errors import ConfigError
+from agilerl.validation import nearest
+
+__all__ = ["HermesParser", "LlamaParser", "MistralParser", "QwenCoderParser", "TextTagParser", "parser_for"]
+
+Calls = list[ToolCall | MalformedCall]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN = "<|python_tag|>", "<|eom_id|>", "<|eot_id|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+def parser_for(tokenizer: Any, family: str | None = None) -> ToolCallParser:
+    """Return the parser of a tokenizer's model family, recognised by the special tokens in its vocabulary.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        family: ``hermes`` (Qwen 2.5 and 3 too), ``qwen_coder``, ``llama``, ``mistral``, or ``text``, which is never
+            chosen by itself; None to recognise it.
+
+    Raises:
+        ConfigError: an unknown family, one whose tokens the tokenizer does not have, or no family that fits.
+    """
+    if family is not None:
+        if family not in PARSERS:
+            raise ConfigError(f"unknown family of tool calls {family!r}; {nearest(family, PARSERS)}")
+        return PARSERS[family](tokenizer)
+    for name, tokens in REQUIRED.items():
+        if all(token in tokenizer.get_added_vocab() for token in tokens):
+            written_in_xml = "<function=" in str(getattr(tokenizer, "chat_template", None))
+            return PARSERS["qwen_coder" if name == "hermes" and written_in_xml else name](tokenizer)
+    raise ConfigError(
+        f"expected a tokenizer with the special tokens of a family that calls tools "
+        f"({', '.join(tokens[0] for tokens in REQUIRED.values())}), found none of them in {type(tokenizer).__name__}; "
+        "take a model that was trained to call tools, give a ToolCallParser of your own, or ask for the weaker "
+        'family="text", which takes tags from the text'
+    )
+
+
+class HermesParser:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, both tags one token each; after thinking only."""
+
+    family = "hermes"
+    tags: tuple[str, ...] = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
+    instruction = f'To call a tool, write {OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}'
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._open, self._close = _token_ids(tokenizer, REQUIRED["hermes"], self.family)
+        self._think = _optional_ids(tokenizer, "<think>", "</think>")
+
+    def parse(self, token_ids: Sequence[int], text: str) -> Calls:
+        """Return what stands between each pair of tag tokens."""
+        ids = _after_thinking(token_ids, *self._think)
+        found: Calls = []
+        start: int | None = None
+        for place, token in enumerate(ids):
+            if token == self._open:
+                if start is not None:
+                    found.append(self._unclosed())
+                start = place + 1
+            elif token == self._close and start is not None:
+                found.append(self.read(_decoded(self._tokenizer, ids[start:place])))
+                start = None
+        return found if start is None else [*found, self._unclosed()]
+
+    def read(self, content: str) -> ToolCall | MalformedCall:
+        """Return the call that is written between two tags."""
+        return json_call(content)
+
+    @staticmethod
+    def _unclosed() -> MalformedCall:
+        return MalformedCall(f"expected {CLOSE} after the call that {OPEN} begins, found none")
+
+
+class QwenCoderParser(HermesParser):
+    """``<function=name><parameter=key>value</parameter></function>`` between Hermes' tags; values are text."""
+
+    family = "qwen_coder"
+    instruction = f"To call a tool, write {OPEN}<function=...><parameter=...>value</parameter></function>{CLOSE}"
+    _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
+    _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+    def read(self, content: str) -> ToolCall | MalformedCall:
+        """Return the call; the newlines next to a value's tags do not belong to it."""
+        found = self._FUNCTION.fullmatch(content)
+        if found is None:
+            return MalformedCall(
+                f"expected <function=name><parameter=key>value</parameter></function>, found {content.strip()[:80]!r}"
+            )
+        return ToolCall(found[1], dict(self._PARAMETER.findall(found[2])))
+
+
+class LlamaParser:
+    """``<|python_tag|>`` and a call, or a completion that is nothing but JSON calls and ends its turn.
+
+    A call is ``{"name": ..., "parameters": {...}}``, or ``name.call(key="value")`` behind the tag; several are
+    separated by semicolons or newlines. The bare form has no token of its own, so it counts only as the whole of a
+    completion that an end token (``<|eom_id|>``, ``<|eot_id|>``) closes: JSON inside prose is no call.
+    """
+
+    family = "llama"
+    tags: tuple[str, ...] = (PYTHON_TAG,)
+    instruction = 'To call a tool, write {"name": "...", "parameters": {...}} and nothing else'
+    _BARE = re.compile(r'\s*\{\s*"name"\s*:.*"parameters"\s*:', re.DOTALL)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        (self._tag,) = _token_ids(tokenizer, REQUIRED["llama"], self.family)
+        self._ends = set(_optional_ids(tokenizer, END_OF_MESSAGE, END_OF_TURN)) - {None}
+
+    def parse(self, token_ids: Sequence[int], text: str) -> Calls:
+        """Return the calls behind the tag, else those of a bare completion."""
+        ids = list(token_ids)
+        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        inside = ids[:end]
+        if self._tag in inside:
+            # What stands before the tag is said to the user; each further tag begins calls again.
+            parts = list(_split(inside, self._tag))[1:]
+            return [call for part in parts for call in self._calls(_decoded(self._tokenizer, part))]
+        bare = _decoded(self._tokenizer, inside)
+        if end is not None and self._BARE.match(bare):
+            return self._calls(bare)
+        return []
+
+    def _calls(self, content: str) -> Calls:
+        dotted = _python_call(content)
+        if dotted is not None:
+            return [dotted]
+        try:
+            return [call_of(value, keys=("parameters", "arguments")) for value in json_values(content)] or [
+                MalformedCall(f"expected a call behind {PYTHON_TAG}, found nothing")
+            ]
+        except ValueError as error:
+            found = content.strip()[:80]
+            problem = f'expected {{"name": "...", "parameters": {{...}}}}, found {found!r}, which is no JSON: {error}'
+            return [MalformedCall(problem)]
+
+
+class MistralParser:
+    """``[TOOL_CALLS]`` and a JSON list (v3 to v7), or ``[TOOL_CALLS]name[ARGS]{...}`` for each call (v11 and later)."""
+
+    family = "mistral"
+    tags: tuple[str, ...] = (TOOL_CALLS, "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+    instruction = f'To call tools, write {TOOL_CALLS}[{{"name": "...", "arguments": {{...}}}}]'
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        (self._calls,) = _token_ids(tokenizer, REQUIRED["mistral"], self.family)
+        self._args, self._call_id = _optional_ids(tokenizer, ARGS, CALL_ID)
+        self._think = _optional_ids(tokenizer, "[THINK]", "[/THINK]")
+        self._ends = {tokenizer.eos_token_id}
+
+    def parse(self, token_ids: Sequence[int], text: str) -> Calls:
+        """Return the calls of every segment that the token begins."""
+        ids = _after_thinking(token_ids, *self._think)
+        end = next((place for place, token in enumerate(ids) if token in self._ends), None)
+        return [call for part in list(_split(ids[:end], self._calls))[1:] for call in self._segment(part)]
+
+    def _segment(self, ids: list[int]) -> Calls:
+        if self._args in ids:
+            place = ids.index(self._args)
+            named = list(_split(ids[:place], self._call_id))
+            name = _decoded(self._tokenizer, named[0]).strip()
+            call_id = _decoded(self._tokenizer, named[1]).strip() if len(named) > 1 else None
+            return [self._named(name, _decoded(self._tokenizer, ids[place + 1 :]), call_id)]
+        content = _decoded(self._tokenizer, ids)
+        try:
+            values = json.loads(content)
+        except (ValueError, RecursionError):
+            return [json_call(content)]
+        return [call_of(value) for value in (values if isinstance(values, list) and values else [values])]
+
+    @staticmethod
+    def _named(name: str, content: str, call_id: str | None) -> ToolCall | MalformedCall:
+        try:
+            arguments = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            return MalformedCall(f"expected the arguments of {name!r} as a JSON object, found no JSON: {error}")
+        if not name or not isinstance(arguments, dict):
+            return MalformedCall(f"expected {TOOL_CALLS}name{ARGS}{{...}}, found {name!r} and {content.strip()[:80]!r}")
+        return ToolCall(name, arguments, call_id)
+
+
+class TextTagParser:
+    """Hermes' form found in the text. Weaker: a tag that is quoted or explained counts as a call too.
+
+    For models without special tokens for calls, such as the embedded one. The tags may be any two texts.
+    """
+
+    family = "text"
+    tags: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: Any = None, *, begin: str = OPEN, end: str = CLOSE) -> None:
+        if not begin or not end:
+            raise ConfigError(f"expected two tags that are not empty, found {begin!r} and {end!r}")
+        self.instruction = f'To call a tool, write {begin}{{"name": "...", "arguments": {{...}}}}{end}'
+        self._begin, self._end = begin, end
+
+    def parse(self, token_ids: Sequence[int], text: str) -> Calls:
+        """Return what stands between each pair of tags."""
+        found: Calls = []
+        for part in text.split(self._begin)[1:]:
+            content, closed, _ = part.partition(self._end)
+            problem = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
+            found.append(self.read(content) if closed else problem)
+        return found
+
+    def read(self, content: str) -> ToolCall | MalformedCall:
+        """Return the call between two tags; override it for another form than JSON."""
+        return json_call(content)
+
+
+REQUIRED = {"hermes": (OPEN, CLOSE), "mistral": (TOOL_CALLS,), "llama": (PYTHON_TAG,)}
+"""The tokens by which a family is recognised, in this order: Hermes' models on Llama have Llama's tokens too."""
+PARSERS: dict[str, Callable[[Any], ToolCallParser]] = {
+    "hermes": HermesParser,
+    "qwen_coder": QwenCoderParser,
+    "llama": LlamaParser,
+    "mistral": MistralParser,
+    "text": TextTagParser,
+}
+
+
+def _token_ids(tokenizer: Any, tokens: Sequence[str], family: str) -> list[int]:
+    added = tokenizer.get_added_vocab()
+    missing = [token for token in tokens if token not in added]
+    if missing:
+        raise ConfigError(
+            f"expected the special tokens of {family}, found a tokenizer without {' and '.join(missing)}; "
+            'name another family, or "text"'
+        )
+    return [int(added[token]) for token in tokens]
+
+
+def _optional_ids(tokenizer: Any, *tokens: str) -> tuple[int | None, ...]:
+    added = tokenizer.get_added_vocab()
+    return tuple(added.get(token) for token in tokens)
+
+
+def _after_thinking(ids: Sequence[int], begin: int | None, end: int | None) -> list[int]:
+    """Leave out what is thought: a call that is only considered is none."""
+    ids = list(ids)
+    if end in ids:
+        ids = ids[len(ids) - ids[::-1].index(end) :]
+    return ids[: ids.index(begin)] if begin in ids else ids  # thinking that never ended
+
+
+def _split(ids: Sequence[int], token: int | None) -> Iterator[list[int]]:
+    part: list[int] = []
+    for found in ids:
+        if found == token:
+            yield part
+            part = []
+        else:
+            part.append(found)
+    yield part
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    # Special tokens are dropped: an end token behind the call is no part of it.
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _python_call(content: str) -> ToolCall | None:
+    """Read ``name.call(key="value")``, the form of Llama's built-in tools; None for anything else."""
+    if not re.match(r"\s*[A-Za-z_]\w*\.call\(", content):
+        return None
+    try:
+        match ast.parse(content.strip(), mode="eval"):
+            case ast.Expression(ast.Call(ast.Attribute(ast.Name(name), "call"), [], keywords)):
+                return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords})
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        pass
+    return None

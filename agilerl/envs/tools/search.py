@@ -1,0 +1,126 @@
+"""Search over HTTP, with the names and the text protocol that AgileRL documents."""
+
+import os
+import re
+import weakref
+from functools import cached_property
+from typing import Any
+
+import httpx2
+
+from agilerl.errors import ConfigError, EnvError
+from agilerl.validation import shown
+
+__all__ = ["SearchTool"]
+
+URL_VARIABLE = "SEARCH_URL"
+QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+RECONNECTS = 2
+
+
+class SearchTool:
+    """A search engine that answers ``GET search_url?q=...&format=json`` with ``{"results": [{"content": ...}]}``.
+
+    That is the interface of SearXNG and of GEM's search server. Give ``SearchTool(...).search`` to a ToolEnv; or use
+    ``execute_action``, which reads ``<search>query</search>`` from a text and answers with
+    ``<information>...</information>``, as environments do that handle tools by text.
+    """
+
+    tool_type = "search"
+
+    def __init__(
+        self, num_workers: int = 1, search_url: str | None = None, topk: int = 3, timeout: float = 5.0
+    ) -> None:
+        """Set the address; nothing is requested yet.
+
+        Args:
+            num_workers: most requests at the same time, 1 or more.
+            search_url: http or https; by default the environment variable SEARCH_URL, read at the first search.
+            topk: most results of one search, 1 or more.
+            timeout: seconds to connect, and between two parts of an answer.
+
+        Raises:
+            ConfigError: a setting out of range.
+        """
+        for what, value in (("num_workers", num_workers), ("topk", topk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"expected an integer of 1 or more for {what} of SearchTool, found {value!r}")
+        if not timeout > 0:
+            raise ConfigError(f"expected a timeout of more than 0 seconds for SearchTool, found {timeout!r}")
+        self.num_workers, self.search_url, self.topk, self.timeout = num_workers, search_url, topk, timeout
+        if search_url is not None:
+            _checked_url(search_url)
+
+    def search(self, query: str) -> str:
+        """Search and return the texts that fit best.
+
+        Args:
+            query: a few words.
+        """
+        found = self._results(query)
+        return "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
+
+    def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
+        """Search for what stands between the first ``<search>`` and ``</search>`` of a text.
+
+        Returns:
+            Whether there was a query; whether something went wrong (no query counts); the observation, empty without a
+            query; and the text up to the end of the query.
+        """
+        query = QUERY.search(action)
+        if query is None:
+            return False, True, "", ""
+        try:
+            text, failed = self.search(query[1].strip()), False
+        except EnvError as error:
+            text, failed = f"[SearchTool Error: {error}]", True
+        return True, failed, f"\n\n<information>{text}</information>\n\n", action[: query.end()]
+
+    def instruction_string(self) -> str:
+        """Return how a model is told of the text protocol."""
+        return (
+            "A search engine is at hand. To look something up, write <search>your query</search>; what it finds comes "
+            "back between <information> and </information>. Search as often as you need, think between searches if "
+            "that helps, and finish with <answer>your answer</answer>."
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    @cached_property
+    def _client(self) -> httpx2.Client:
+        client = httpx2.Client(
+            # Waiting for one of num_workers connections is no failure of the server.
+            timeout=httpx2.Timeout(self.timeout, pool=None),
+            transport=httpx2.HTTPTransport(retries=RECONNECTS, limits=httpx2.Limits(max_connections=self.num_workers)),
+            follow_redirects=True,
+        )
+        weakref.finalize(self, client.close)  # an environment does not close the functions it was given
+        return client
+
+    def _results(self, query: str) -> list[str]:
+        """Ask the server; raises EnvError with what went wrong."""
+        url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
+        try:
+            answer = self._client.get(httpx2.URL(url).copy_merge_params({"q": query, "format": "json"}))
+            answer.raise_for_status()
+            found: Any = answer.json()
+        except httpx2.HTTPStatusError as error:
+            raise EnvError(f"the search server answered with status {error.response.status_code}") from error
+        except httpx2.HTTPError as error:
+            raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
+        except (ValueError, RecursionError) as error:
+            raise EnvError("expected JSON from the search server, found something else") from error
+        if not isinstance(found, dict) or not isinstance(found.get("results"), list):
+            raise EnvError(f'expected {{"results": [{{"content": ...}}]}} from the search server, found {shown(found)}')
+        return [str(result.get("content", "")) for result in found["results"][: self.topk] if isinstance(result, dict)]
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"expected the address of a search server (http:// or https://) as search_url or in the environment "
+            f"variable {URL_VARIABLE}, found {url!r}"
+        )
+    return url

@@ -1,0 +1,124 @@
+"""Several graders as one: a weighted sum that keeps every part for the logs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agilerl.errors import ConfigError
+from agilerl.rewards.base import BaseGrader, close, setup
+from agilerl.rewards.grader import Grader, grader_name
+from agilerl.rewards.grades import Grade, Grades, grade
+
+__all__ = ["CombinedGrader", "weighted"]
+
+Part = Grader | tuple[Grader, float]
+
+
+class CombinedGrader(BaseGrader):
+    """The sum of its graders' scores, each times its weight (1.0 unless given).
+
+    A grader that returns None does not apply, and the sum is over those that do; where none applies there is no grade.
+    Where one *fails* there is no grade either: a sum without it would count the failure as a score of 0.
+    A grader of weight 0 is logged and no more. ``setup`` and ``close`` reach every grader in it.
+
+    ``weights`` holds the weights by name. Nothing is derived from them in advance: change them at any time.
+    """
+
+    name = "combined"
+
+    def __init__(self, graders: Sequence[Part] | Mapping[str, Part], *, name: str = "combined") -> None:
+        """Combine graders.
+
+        Args:
+            graders: graders or pairs ``(grader, weight)``; a mapping gives them other names than their own.
+            name: what messages and metrics call the whole.
+
+        Raises:
+            ConfigError: no grader, two of one name, something that cannot be called, or a weight that is no number.
+        """
+        named = list(graders.items()) if isinstance(graders, Mapping) else [(None, part) for part in graders]
+        if not named:
+            raise ConfigError("expected at least one grader in a CombinedGrader, found none")
+        self.name = name
+        self.graders: dict[str, Grader] = {}
+        self.weights: dict[str, float] = {}
+        for given, part in named:
+            grader, weight = part if isinstance(part, tuple) else (part, 1.0)
+            if not callable(grader):
+                raise ConfigError(f"expected graders, or pairs (grader, weight), in a CombinedGrader, found {part!r}")
+            own = grader_name(grader) if given is None else given
+            if own in self.graders:
+                raise ConfigError(f"two graders are called {own!r}; name them: CombinedGrader({{'first': ..., ...}})")
+            self.graders[own], self.weights[own] = grader, weight
+        check_weights(self.weights, self.graders)
+
+    def __repr__(self) -> str:
+        return f"CombinedGrader({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
+        """Return the rewards alone, as any grader does."""
+        rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
+        return self.grade(completions, rows, prompts).rewards
+
+    def grade(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        prompts: Sequence[str] | None = None,
+    ) -> Grades:
+        """Return rewards, scores by grader and failures by grader.
+
+        The scores of a combination inside this one are there too, as ``<its name>/<grader>``.
+
+        Raises:
+            ConfigError: ``weights`` are not one finite number for each grader.
+            RewardError: a grader failed on every completion, or broke its protocol.
+        """
+        check_weights(self.weights, self.graders)
+        self.setup()
+        scores: dict[str, list[Grade]] = {}
+        failures: dict[str, list[int]] = {}
+        for name, grader in self.graders.items():
+            part = grade(grader, completions, rows, prompts)
+            scores[name] = part.rewards
+            inner = part.failures.values()
+            failures[name] = sorted({place for places in inner for place in places})
+            if len(part.scores) > 1:
+                scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
+                failures |= {f"{name}/{inside}": places for inside, places in part.failures.items()}
+        grades = Grades([None] * len(completions), scores, failures)
+        return Grades(weighted(grades, self.weights), scores, failures)
+
+    def open(self) -> None:
+        """Set every grader up."""
+        for grader in self.graders.values():
+            setup(grader)
+
+    def release(self) -> None:
+        """Close every grader."""
+        for grader in self.graders.values():
+            close(grader)
+
+
+def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
+    """Return the weighted sums of the scores that ``weights`` names, [N].
+
+    None where one of these graders failed, or none of them applies; those of weight 0 count for neither.
+    """
+    weights = {name: weight for name, weight in weights.items() if weight != 0}
+    failed = {place for name in weights for place in grades.failures[name]}
+    rewards: list[Grade] = []
+    for place in range(len(grades.rewards)):
+        scores = {name: grades.scores[name][place] for name in weights}
+        applying = [weights[name] * score for name, score in scores.items() if score is not None]
+        rewards.append(sum(applying) if applying and place not in failed else None)
+    return rewards
+
+
+def check_weights(weights: Mapping[str, float], graders: Mapping[str, Grader]) -> None:
+    """Raise ConfigError unless there is one finite weight for each grader."""
+    if set(weights) != set(graders):
+        raise ConfigError(f"expected weights for {', '.join(graders)}, found {', '.join(map(str, weights)) or 'none'}")
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ConfigError(f"expected a finite number as the weight of {name}, found {weight!r}")

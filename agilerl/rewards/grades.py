@@ -1,0 +1,83 @@
+"""What graders said about a batch of completions, kept apart by grader."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from agilerl.errors import RewardError
+from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
+
+__all__ = ["Composite", "Grade", "Grades", "grade", "grades_of"]
+
+Grade = float | None
+
+
+@dataclass(frozen=True)
+class Grades:
+    """Rewards of N completions, and the scores of each grader that they were made of."""
+
+    rewards: list[Grade]
+    """[N]; what training sees. None: no grade, which is masked out and never counts as 0."""
+    scores: dict[str, list[Grade]] = field(default_factory=dict)
+    """By grader, [N], before any weight; None where it did not apply or failed."""
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    """By grader, the places where it failed: raised, ran out of time, or returned something that is no score."""
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """How often each grader failed."""
+        return {name: len(places) for name, places in self.failures.items()}
+
+    def scores_at(self, place: int) -> dict[str, Grade]:
+        """Return what each grader said about one completion."""
+        return {name: column[place] for name, column in self.scores.items()}
+
+    def failed_at(self, place: int) -> tuple[str, ...]:
+        """Return the graders that failed on one completion."""
+        return tuple(name for name, places in self.failures.items() if place in places)
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A grader that keeps several scores apart."""
+
+    def grade(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        prompts: Sequence[str] | None = None,
+    ) -> Grades:
+        """Return rewards with the scores that they were made of."""
+
+
+def grade(
+    grader: Grader,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str] | None = None,
+) -> Grades:
+    """Score ``completions`` with any grader; a completion on which it fails gets None and is counted.
+
+    Arguments are those of ``call_grader``. A ``CombinedGrader`` gives a column for each grader in it.
+
+    Raises:
+        RewardError: the grader failed on every completion, so it is the grader that is at fault; or it broke its
+            protocol (see ``attempt_grader``).
+    """
+    if isinstance(grader, Composite):
+        return grader.grade(completions, rows, prompts)
+    return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
+
+
+def grades_of(name: str, outcomes: Sequence[Outcome]) -> Grades:
+    """Return the outcomes of one grader as grades.
+
+    Raises:
+        RewardError: there is no outcome but failures.
+    """
+    failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
+    if failures and len(failures) == len(outcomes):
+        count = f"{name} failed on all {len(outcomes)} completions; the first time: " if len(outcomes) > 1 else ""
+        raise RewardError(f"{count}{failures[0]}") from failures[0]
+    scores = [None if isinstance(outcome, RewardError) else outcome for outcome in outcomes]
+    return Grades(list(scores), {name: scores}, {name: list(failures)})

@@ -1,0 +1,234 @@
+"""Graders that many runs need: right answers, format, length, repetition.
+
+Each is an object that is called like a function; ``LIBRARY`` has them by the names that manifests use. Scores are in
+[0, 1] unless said otherwise. Lengths are in tokens and read the column ``completion_ids``, which rollouts provide: the
+generated ids, the end token included.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import regex
+
+from agilerl.errors import ConfigError, RewardError
+from agilerl.rewards.functions import exact_match, extract_answer
+from agilerl.rewards.grader import Grader
+from agilerl.rewards.isolated import IsolatedGrader
+from agilerl.rewards.judge import JudgeGrader
+from agilerl.rewards.reward_model import RewardModelGrader
+from agilerl.rewards.sandbox import SandboxGrader
+
+__all__ = [
+    "LIBRARY",
+    "Accuracy",
+    "FormatTags",
+    "JsonValid",
+    "Overlong",
+    "Regex",
+    "Repetition",
+    "TokenLength",
+    "library_grader",
+]
+
+
+class Accuracy(IsolatedGrader):
+    """1.0 if the answer equals the column ``answer`` as mathematics (``1/2``, ``0.5``, ``\\frac12``), else 0.0.
+
+    See ``math_accuracy``; None where ``answer`` is no mathematics. It runs in a process of its own, because a text as
+    short as ``44**19**35`` keeps an algebra system busy for ever: out of time there is no score, counted as a failure.
+    """
+
+    def __init__(self, *, timeout: float = 5.0, workers: int = 1) -> None:
+        """Take the seconds for one completion and the number of processes.
+
+        Raises:
+            ConfigError: math-verify is not installed.
+        """
+        if find_spec("math_verify") is None:
+            raise ConfigError("accuracy needs math-verify, which is not installed; run: pip install 'agilerl[math]'")
+        function = "agilerl.rewards.mathematics:math_accuracy"
+        super().__init__(function, timeout=timeout, workers=workers, name="accuracy")
+
+
+@dataclass(frozen=True)
+class FormatTags:
+    """1.0 if the completion is the given tags in this order, each opened and closed once; else 0.0.
+
+    Outside the tags there is white space only. With ``partial`` the score is the share of the 2 * T tags that are
+    there exactly once, in any order.
+    """
+
+    tags: Sequence[str] = ("think", "answer")
+    partial: bool = False
+    name: ClassVar[str] = "format_tags"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tags, str) or not self.tags or not all(isinstance(tag, str) and tag for tag in self.tags):
+            raise ConfigError(f"format_tags: expected a list of one or more tag names, found {self.tags!r}")
+
+    def __call__(self, completion: str) -> float:
+        """Return whether the completion keeps the form."""
+        marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
+        once = [completion.count(mark) == 1 for mark in marks]
+        if self.partial:
+            return sum(once) / len(once)
+        if not all(once):
+            return 0.0
+        places = [completion.index(mark) for mark in marks]
+        # What is before, between and after the pairs; inside a pair anything may be.
+        ends = [0, *(place + len(mark) for place, mark in zip(places[1::2], marks[1::2]))]
+        outside = [completion[end:start] for end, start in zip(ends, [*places[::2], len(completion)])]
+        return float(places == sorted(places) and not any(text.strip() for text in outside))
+
+
+@dataclass(frozen=True)
+class TokenLength:
+    """-|tokens - target| / target, at least -1: 0 for exactly ``target`` tokens. Range [-1, 0]."""
+
+    target: int
+    name: ClassVar[str] = "length"
+
+    def __post_init__(self) -> None:
+        if self.target < 1:
+            raise ConfigError(f"length: expected a target of 1 or more tokens, found {self.target}")
+
+    def __call__(self, completion_ids: Sequence[int]) -> float:
+        """Return minus the relative distance from the target."""
+        return -min(1.0, abs(len(completion_ids) - self.target) / self.target)
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """Soft punishment of long completions, in [-1, 0]; eq. 13 of DAPO (https://arxiv.org/abs/2503.14476).
+
+    0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
+    """
+
+    max_tokens: int
+    cache_tokens: int
+    name: ClassVar[str] = "overlong"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache_tokens <= self.max_tokens:
+            raise ConfigError(
+                f"overlong: expected cache_tokens from 1 to max_tokens, found {self.cache_tokens} and {self.max_tokens}"
+            )
+
+    def __call__(self, completion_ids: Sequence[int]) -> float:
+        """Return the punishment for a completion of these tokens."""
+        over = len(completion_ids) - (self.max_tokens - self.cache_tokens)
+        return -min(1.0, max(0, over) / self.cache_tokens)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Minus the share of n-grams of words that occurred before, in [-1, 0]: 0 where none is repeated.
+
+    Words are what white space separates, in lower case; fewer than ``n`` of them give 0. After
+    https://arxiv.org/abs/2502.03373.
+    """
+
+    n: int = 3
+    name: ClassVar[str] = "repetition"
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ConfigError(f"repetition: expected n of 1 or more, found {self.n}")
+
+    def __call__(self, completion: str) -> float:
+        """Return minus the share of repeated n-grams."""
+        words = completion.lower().split()
+        grams = list(zip(*(words[start:] for start in range(self.n))))
+        return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
+
+
+@dataclass(frozen=True)
+class Regex:
+    """1.0 if ``pattern`` is found in the completion, else 0.0; with ``full`` it must match all of it.
+
+    The syntax is that of the package regex, which contains Python's. A search that takes more than ``timeout`` seconds
+    (backtracking) is given up: no score, counted as a failure.
+    """
+
+    pattern: str
+    full: bool = False
+    timeout: float = 1.0
+    name: ClassVar[str] = "regex"
+
+    def __post_init__(self) -> None:
+        try:
+            regex.compile(self.pattern)
+        except regex.error as error:
+            raise ConfigError(f"regex: {self.pattern!r} is no regular expression: {error}") from error
+
+    def __call__(self, completion: str) -> float:
+        """Return whether the pattern is found; raises RewardError when that takes too long."""
+        search = regex.fullmatch if self.full else regex.search
+        try:
+            return float(search(self.pattern, completion, timeout=self.timeout) is not None)
+        except TimeoutError as error:
+            raise RewardError(f"{self.pattern!r} took more than {self.timeout:g} s") from error
+
+
+@dataclass(frozen=True)
+class JsonValid:
+    """1.0 if the answer is JSON (and, with ``required``, an object with these keys), else 0.0.
+
+    The answer is what stands between answer tags, else the whole completion. ``NaN`` and ``Infinity`` are not JSON.
+    """
+
+    required: Sequence[str] = ()
+    name: ClassVar[str] = "json_valid"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.required, str) or not all(isinstance(key, str) for key in self.required):
+            raise ConfigError(f"json_valid: expected a list of keys as required, found {self.required!r}")
+
+    def __call__(self, completion: str) -> float:
+        """Return whether the answer is JSON."""
+        try:
+            value = json.loads(extract_answer(completion), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            return 0.0
+        return float(not self.required or (isinstance(value, dict) and set(self.required) <= set(value)))
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _exact() -> Grader:
+    return exact_match
+
+
+LIBRARY: Mapping[str, Callable[..., Grader]] = {
+    "accuracy": Accuracy,
+    "exact_match": _exact,
+    "format_tags": FormatTags,
+    "json_valid": JsonValid,
+    "judge": JudgeGrader,
+    "length": TokenLength,
+    "overlong": Overlong,
+    "regex": Regex,
+    "repetition": Repetition,
+    "reward_model": RewardModelGrader,
+    "sandbox": SandboxGrader,
+}
+"""What makes each grader of the package, by the name that manifests use."""
+
+
+def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader:
+    """Return the grader of the package that is called ``name``, made with ``params``.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not take these parameters.
+    """
+    if name not in LIBRARY:
+        raise ConfigError(f"expected one of the graders {', '.join(LIBRARY)}, found {name!r}")
+    try:
+        return LIBRARY[name](**(params or {}))
+    except TypeError as error:
+        raise ConfigError(f"the grader {name} does not take the parameters {dict(params or {})}: {error}") from error

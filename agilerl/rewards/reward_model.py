@@ -1,0 +1,126 @@
+"""A reward model as the grader: a transformer with one number at its end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from agilerl.errors import ConfigError, RewardError
+from agilerl.rewards.base import BaseGrader
+
+__all__ = ["RewardModelGrader"]
+
+
+class RewardModelGrader(BaseGrader):
+    """Score completions by a sequence-classification model; its raw logit is the score, of any size and sign.
+
+    The prompt as a message of the user and the completion as one of the assistant go through the chat template of the
+    model's own tokenizer; without a template they are joined as they are. Only safetensors are read, and no code of
+    the model's repository is run. Batches are padded, which changes a score by rounding alone.
+    """
+
+    name = "reward_model"
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        revision: str | None = None,
+        label: int | None = None,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        name: str = "reward_model",
+    ) -> None:
+        """Name the model; it is loaded when the grader is set up or first used.
+
+        Args:
+            model: local folder or name on the Hugging Face hub.
+            revision: branch, tag or commit on the hub.
+            label: which of several outputs is the score; None for a model with one.
+            batch_size: completions at a time, 1 or more.
+            max_length: most tokens of prompt and completion; a longer one has no score and is counted as a failure,
+                since a cut text is another text. None: what the model's positions allow.
+            device: where it runs, such as ``cpu`` or ``cuda``.
+            dtype: ``float32``, ``bfloat16`` or ``float16``.
+            name: what messages and metrics call it.
+        """
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"RewardModelGrader: expected dtype float32, bfloat16 or float16, found {dtype!r}")
+        if batch_size < 1:
+            raise ConfigError(f"RewardModelGrader: expected a batch_size of 1 or more, found {batch_size}")
+        self.model, self.revision, self.label, self.batch_size = model, revision, label, batch_size
+        self.max_length, self.device, self.dtype, self.name = max_length, device, dtype, name
+
+    def __repr__(self) -> str:
+        return f"RewardModelGrader({self.model!r}, device={self.device!r}, dtype={self.dtype!r})"
+
+    def open(self) -> None:
+        """Load tokenizer and model.
+
+        Raises:
+            ConfigError: they cannot be loaded, or the model has several outputs and ``label`` is not one of them.
+        """
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer  # takes seconds to import
+
+        known = {"revision": self.revision, "trust_remote_code": False}
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **known)
+            self._model = AutoModelForSequenceClassification.from_pretrained(
+                self.model, dtype=getattr(torch, self.dtype), use_safetensors=True, **known
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot load the reward model {self.model}: {error}") from error
+        outputs = self._model.config.num_labels
+        if not (outputs == 1 if self.label is None else 0 <= self.label < outputs):
+            raise ConfigError(f"{self.model} has {outputs} outputs: set label to one of 0 to {outputs - 1}")
+        self._model.to(self.device).eval().requires_grad_(False)
+        if self._model.config.pad_token_id is None:
+            self._model.config.pad_token_id = self._tokenizer.pad_token_id
+
+    def release(self) -> None:
+        """Let the model go."""
+        del self._model, self._tokenizer
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | Exception]:
+        """Return the model's score of each completion as an answer to its prompt."""
+        self.setup()
+        rows = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions)]
+        limit = self.max_length or getattr(self._model.config, "max_position_embeddings", None)
+        scores: list[float | Exception] = [
+            RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows
+        ]
+        fitting = sorted(
+            (n for n, row in enumerate(rows) if not limit or len(row) <= limit), key=lambda n: len(rows[n])
+        )
+        # Without a pad token the model could not tell where a padded text ends.
+        size = 1 if self._model.config.pad_token_id is None else self.batch_size
+        for start in range(0, len(fitting), size):
+            places = fitting[start : start + size]
+            for place, score in zip(places, self._scores([rows[n] for n in places])):
+                scores[place] = score
+        return scores
+
+    def _ids(self, prompt: str, completion: str) -> list[int]:
+        text, templated = prompt + completion, self._tokenizer.chat_template is not None
+        if templated:
+            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        # A template writes the special tokens itself.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        return ids
+
+    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        import torch
+
+        width = max(len(row) for row in rows)
+        pad = self._model.config.pad_token_id or 0
+        ids = torch.full((len(rows), width), pad)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.tensor(row)
+            mask[place, : len(row)] = 1
+        with torch.inference_mode():
+            logits: Any = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+        values: list[float] = logits[:, self.label or 0].float().cpu().tolist()
+        return values

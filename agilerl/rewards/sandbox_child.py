@@ -1,0 +1,207 @@
+"""The process between a grader and code that nobody has read; started by ``run_python`` as a script of its own.
+
+It gives up root, moves into namespaces of its own where the kernel lets it, starts the program under its limits, and
+ends whatever the program started. It imports nothing of the package, which therefore never forks a threaded process.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+NEWUSER, NEWPID, NEWNET, NEWIPC, NEWNS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+PARENT_DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
+NOBODY = 65534
+TASKS = 32
+"""Most processes and threads of a program, its first one included."""
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Run the program that the arguments describe and report how it ended."""
+    order = json.loads(sys.argv[1])
+    report = int(sys.argv[2])
+    os.set_inheritable(report, False)
+    program = Path(order["program"])
+    source = program.read_bytes()
+    leave_root(program.parent)
+    isolation = enter_namespaces(program.parent, int(order["disk_bytes"]))
+    if sys.platform == "linux":  # only now: a new user namespace takes this back
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if "files" in isolation:
+        program.write_bytes(source)
+    os.chdir(program.parent)
+    init = start_init(report) if "processes" in isolation else None
+    if init is None and sys.platform == "linux":
+        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    child = os.fork()
+    if child == 0:
+        start_program(order, report, own_count="processes" in isolation)
+    status = wait(child, order["timeout"])
+    end_all(child, init)
+    outcome = {"returncode": status, "timed_out": status is None, "isolation": isolation}
+    os.write(report, json.dumps(outcome).encode())
+
+
+def leave_root(folder: Path) -> None:
+    """As root become nobody, unless nobody cannot read the interpreter, or there is no nobody (in some containers)."""
+    if os.geteuid() != 0:
+        return
+    try:
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
+    except OSError:
+        return
+    needed = ((sys.executable, os.R_OK), (os.__file__, os.R_OK), (folder.parent, os.X_OK))
+    enough = all(os.access(path, mode, effective_ids=True) for path, mode in needed)
+    os.seteuid(0)
+    os.setegid(0)
+    if enough:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # a change of user takes /proc/self away, which the user map is written to
+
+
+def enter_namespaces(folder: Path, disk_bytes: int) -> list[str]:
+    """Leave the machine's processes, network and files behind; return those of the three that worked."""
+    user, group = os.geteuid(), os.getegid()
+    if sys.platform != "linux" or LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC | NEWNS) != 0:
+        return []
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")
+    except OSError:
+        return ["processes", "network"]
+    return ["processes", "network", *(["files"] if read_only_files(folder, disk_bytes) else [])]
+
+
+def read_only_files(folder: Path, disk_bytes: int) -> bool:
+    """Make every file system read-only and lay an empty one in memory over ``folder``."""
+    attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
+    options = f"size={disk_bytes},mode=700".encode()
+    return bool(
+        LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), 32) == 0
+        and LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0
+    )
+
+
+def start_init(report: int) -> int:
+    """Start the first process of the new namespace: when it dies, the kernel kills all others there."""
+    init = os.fork()
+    if init:
+        return init
+    LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    os.close(report)
+    os.closerange(0, 3)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then buries orphans by itself
+    while True:
+        signal.pause()
+
+
+def start_program(order: dict[str, Any], report: int, *, own_count: bool) -> None:
+    """In the child: take the limits on and become the program."""
+    os.close(report)
+    os.setsid()
+    tasks = TASKS if own_count else TASKS + tasks_of_user()
+    limits = {
+        resource.RLIMIT_CPU: order["cpu_seconds"],
+        resource.RLIMIT_AS: int(order["memory_bytes"]),
+        resource.RLIMIT_FSIZE: int(order["disk_bytes"]),
+        resource.RLIMIT_NPROC: tasks,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, value in limits.items():
+        _, most = resource.getrlimit(limit)
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(limit, (value, value))
+    if sys.platform == "linux":
+        LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    os.execv(sys.executable, [sys.executable, "-I", order["program"]])
+
+
+def tasks_of_user() -> int:
+    """Count the threads of this user on the whole machine, which the limit on processes counts too."""
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid == os.geteuid():
+                count += len(list((folder / "task").iterdir()))
+        except OSError:  # it has ended meanwhile
+            continue
+    return count
+
+
+def wait(child: int, timeout: float) -> int | None:
+    """Return the exit status (negative: the signal), or None if the program is still running after ``timeout``."""
+
+    def give_up(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, give_up)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, timeout)
+        _, status = os.waitpid(child, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except TimeoutError:
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def end_all(child: int, init: int | None) -> None:
+    """Kill the program's session and every process that descends from it."""
+    if init is not None:
+        os.kill(init, signal.SIGKILL)
+        # It ends when everything in the namespace has ended and the program has been waited for.
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+    else:
+        kill_group(child)
+        # Each round may make orphans of grandchildren, which this process inherits and finds in the next.
+        while descendants := children():
+            for pid in descendants:
+                kill_group(pid)
+                kill(pid)
+            os.waitpid(-1, 0)
+
+
+def children() -> list[int]:
+    """Return the processes whose parent this one is; as a subreaper it inherits every orphan below it."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group that ``pid`` leads, if it leads one."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def kill(pid: int) -> None:
+    """Kill one process, if it is still there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+if __name__ == "__main__":
+    main()

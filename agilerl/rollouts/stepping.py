@@ -1,0 +1,75 @@
+"""Call many environments at once, and wait for none of them forever."""
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+__all__ = ["call_all"]
+
+_WORKERS = 8
+_POLL = 0.05
+"""Seconds between two looks at the clock while calls are running."""
+
+
+def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> list[Exception | None]:
+    """Make all calls and return what each raised, None where it returned.
+
+    Args:
+        calls: functions without arguments that do not share state.
+        timeout: seconds for each call, from its own start; None makes them one after the other, in this thread. A call
+            that takes longer counts as a TimeoutError: its thread is left behind and whatever it does later is lost.
+    """
+    if timeout is None:
+        return [_caught(call) for call in calls]
+    batch = _Batch(calls)
+    for _ in range(min(_WORKERS, len(calls))):
+        batch.start_worker()
+    return batch.results(timeout)
+
+
+def _caught(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+class _Batch:
+    """Calls, the threads that work on them, and what has come of each."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self.calls = calls
+        self.waiting: SimpleQueue[int] = SimpleQueue()
+        for number in range(len(calls)):
+            self.waiting.put(number)
+        self.started: dict[int, float] = {}
+        self.done: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
+
+    def start_worker(self) -> None:
+        # A daemon: a call that never returns must not keep the process from ending.
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                number = self.waiting.get_nowait()
+            except Empty:
+                return
+            self.started[number] = monotonic()
+            self.done.put((number, _caught(self.calls[number])))
+
+    def results(self, timeout: float) -> list[Exception | None]:
+        found: dict[int, Exception | None] = {}
+        while len(found) < len(self.calls):
+            try:
+                number, error = self.done.get(timeout=min(_POLL, timeout))
+                found.setdefault(number, error)
+            except Empty:
+                now = monotonic()
+                for number, start in list(self.started.items()):
+                    if number not in found and now - start > timeout:
+                        found[number] = TimeoutError(f"no answer within {timeout:g} seconds")
+                        self.start_worker()  # in place of the one that hangs
+        return [found[number] for number in range(len(self.calls))]

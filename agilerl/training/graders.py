@@ -1,0 +1,111 @@
+"""The keys ``graders`` and ``fitness_grader`` of a manifest as the graders of a task."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from agilerl.envs.core import Task
+from agilerl.envs.graded import GradedTask, TaskGrader
+from agilerl.errors import ConfigError
+from agilerl.rewards.combine import CombinedGrader
+from agilerl.rewards.grader import Grader
+from agilerl.rewards.library import LIBRARY, library_grader
+from agilerl.training.environment_config import EnvironmentConfig, GraderConfig
+from agilerl.validation import nearest, shown
+
+__all__ = ["graded", "own_weights", "uses_own_reward"]
+
+OWN = "task"
+"""What manifests call the task's own reward."""
+
+
+def graded(config: EnvironmentConfig, task: Task) -> Task:
+    """Return ``task`` with the graders of the manifest, set up, or as it is where there are none.
+
+    Raises:
+        ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; two of one name; a
+            fitness grader that is none of them.
+    """
+    if config.graders is None:
+        return task
+    named: dict[str, tuple[Grader, float]] = {}
+    for number, entry in enumerate(config.graders):
+        where, name = f"environment.graders.{number}", entry.label or entry.name
+        if name in named:
+            raise ConfigError(f"{where}: two graders are called {name!r}; give one of them another label")
+        named[name] = (_grader(where, entry, task), entry.weight)
+    made = GradedTask(task, CombinedGrader(named), _fitness(config.fitness_grader, named, task))
+    made.prepare()
+    return made
+
+
+def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None) -> bool:
+    """Whether the task's own reward is asked for anything."""
+    return graders is None or fitness == OWN or any(entry.name == OWN for entry in graders)
+
+
+def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:
+    """Return ``algorithm.reward_weights``: what is given, and for a gene without a start the weight of its grader.
+
+    Raises:
+        ConfigError: a part that the reward does not have; a gene, but no fitness grader.
+    """
+    weights = {entry.label or entry.name: entry.weight for entry in config.graders or ()}
+    evolving = [name.partition(".")[2] for name in genes if name.startswith("reward_weights.")]
+    where = {f"algorithm.reward_weights.{name}": name for name in given}
+    where |= {f"mutation.rl_hp_selection.reward_weights.{name}": name for name in evolving}
+    for key, name in where.items():
+        if not weights:
+            raise ConfigError(f"{key}: the reward is not made of parts; name them in environment.graders")
+        if name not in weights:
+            raise ConfigError(f"{key}: environment.graders has no {shown(name)}; {nearest(str(name), weights)}")
+    if evolving and config.fitness_grader is None:
+        raise ConfigError(
+            f"mutation.rl_hp_selection.reward_weights.{evolving[0]}: a weight that evolves needs "
+            "environment.fitness_grader, which stays what it is: without one, agents win by weighting what is easy; "
+            f"give one of {', '.join(dict.fromkeys([OWN, *weights]))}"
+        )
+    return {**{name: weights[name] for name in evolving}, **given}
+
+
+def _fitness(name: str | None, named: dict[str, tuple[Grader, float]], task: Task) -> Grader | None:
+    if name is None:
+        return None
+    if name in named:
+        return named[name][0]
+    if name == OWN:
+        return TaskGrader(task)
+    raise ConfigError(f"environment.fitness_grader={shown(name)} is unknown; {nearest(name, [OWN, *named])}")
+
+
+def _grader(where: str, entry: GraderConfig, task: Task) -> Grader:
+    if entry.name == OWN:
+        if entry.params:
+            raise ConfigError(f"{where}: the task's own reward has no parameters, found {shown(entry.params)}")
+        return TaskGrader(task)
+    if ":" in entry.name or entry.name.endswith(".py"):
+        raise ConfigError(
+            f"{where}.name={shown(entry.name)} names code, and a manifest does not run code; train with it from "
+            "Python: Population(agents, GradedTask(task, my_function))"
+        )
+    if entry.name not in LIBRARY:
+        raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
+    if entry.name == "judge":
+        _check_judge(where, entry)
+    try:
+        return library_grader(entry.name, entry.params)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_judge(where: str, entry: GraderConfig) -> None:
+    """Raise ConfigError where somebody else's manifest would send a secret away, or write outside."""
+    params = entry.params
+    if "base_url" in params and params.get("api_key_env", "OPENAI_API_KEY") is not None:
+        raise ConfigError(
+            f"{where}: a manifest cannot send the API key of an environment variable to an address that it names "
+            "itself; set api_key_env to null, or make the JudgeGrader in Python"
+        )
+    cache = PurePath(str(params.get("cache") or "."))
+    if cache.is_absolute() or ".." in cache.parts:
+        raise ConfigError(f"{where}: expected a cache below the working directory, found {shown(str(cache))}")

@@ -1,0 +1,96 @@
+"""How far a run has come: counters and results that a checkpoint keeps beside the agents."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from agilerl.algorithms.state import AgentState
+from agilerl.hpo.fitness import Fitness
+from agilerl.training.config import RunConfig
+
+__all__ = ["Progress"]
+
+
+@dataclass
+class Progress:
+    """Counters and results of a run."""
+
+    iteration: int = 0
+    """Rollouts and updates of every agent so far."""
+    generation: int = 0
+    step: int = 0
+    """Iterations of the present generation."""
+    samples: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: {"generated": 0, "trained": 0, "evaluated": 0})
+    best: float = float("-inf")
+    """Best exam so far."""
+    elite: AgentState | None = None
+    """The agent that sat it."""
+    elite_iteration: int | None = None
+    fitness: dict[int, Fitness] = field(default_factory=dict)
+    """Last exam of every agent that ever lived."""
+    exam: dict[int, Fitness] | None = None
+    """The last exam, as long as nobody has learned or changed since."""
+    base: Fitness | None = None
+    """Test of the base model."""
+    median: tuple[int, Fitness] | None = None
+    """Index and test of the median agent of the first generation."""
+    seconds_before: float = 0.0
+    """Wall seconds of the processes that worked on this run before."""
+    started: float = field(default_factory=perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds spent on the run."""
+        return self.seconds_before + perf_counter() - self.started
+
+    def spent(self, config: RunConfig) -> float:
+        """Return the largest share of any budget that is used up."""
+        t = config.training
+        shares = [self.samples / t.max_steps]
+        if t.max_tokens is not None:
+            shares.append(sum(self.tokens.values()) / t.max_tokens)
+        if t.max_seconds is not None:
+            shares.append(self.seconds / t.max_seconds)
+        return max(shares)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the elite's weights and the clock as plain data."""
+        return {
+            "iteration": self.iteration,
+            "generation": self.generation,
+            "step": self.step,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "best": self.best,
+            "elite_iteration": self.elite_iteration,
+            "fitness": {str(index): _plain(f) for index, f in self.fitness.items()},
+            "exam": None if self.exam is None else {str(index): _plain(f) for index, f in self.exam.items()},
+            "base": None if self.base is None else _plain(self.base),
+            "median": None if self.median is None else {"index": self.median[0], "fitness": _plain(self.median[1])},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], elite: AgentState | None, *, seconds: float) -> "Progress":
+        """Return what :meth:`to_dict` gave; the clock goes on from ``seconds``."""
+        exam, base, median = values["exam"], values["base"], values["median"]
+        return cls(
+            **{name: values[name] for name in ("iteration", "generation", "step", "samples", "best")},
+            tokens=dict(values["tokens"]),
+            elite=elite,
+            elite_iteration=values["elite_iteration"],
+            fitness={int(index): _fitness(f) for index, f in values["fitness"].items()},
+            exam=None if exam is None else {int(index): _fitness(f) for index, f in exam.items()},
+            base=None if base is None else _fitness(base),
+            median=None if median is None else (median["index"], _fitness(median["fitness"])),
+            seconds_before=seconds,
+        )
+
+
+def _plain(fitness: Fitness) -> dict[str, Any]:
+    return {"mean": fitness.mean, "stderr": fitness.stderr, "n": fitness.n, "scores": list(fitness.scores)}
+
+
+def _fitness(values: Mapping[str, Any]) -> Fitness:
+    return Fitness(values["mean"], values["stderr"], values["n"], tuple(values["scores"]))

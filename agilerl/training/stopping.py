@@ -1,0 +1,65 @@
+"""SIGTERM and Ctrl-C: the first asks a run to stop where it can be continued, the second leaves at once."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Interrupted", "StopRequest", "stop_on_signals"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):  # noqa: N818  (no error: the run can be continued)
+    """A run has stopped because somebody asked it to; it can be continued from its last checkpoint."""
+
+    def __init__(self, code: int, root: Path) -> None:
+        super().__init__(f"stopped; go on with: agilerl resume {root}")
+        self.code, self.root = code, root
+
+
+class StopRequest:
+    """Whether somebody has asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        """The signal that asked."""
+
+    @property
+    def code(self) -> int:
+        """Exit code of a process that stopped because of the signal: 130 or 143."""
+        return 128 + (self.signal or signal.SIGINT)
+
+
+@contextmanager
+def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside, the first SIGTERM or SIGINT sets the request and is ``told`` in a sentence; the next does what it did.
+
+    A SIGINT that the process ignores, as those started in the background by a shell do, stays ignored. Outside the main
+    thread nothing is caught: signals do not arrive there.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def stop(number: int, _: FrameType | None) -> None:
+        request.signal = number
+        for caught in _SIGNALS:
+            signal.signal(caught, before[caught])
+        told(
+            f"{signal.Signals(number).name}: stopping after this iteration, with a checkpoint; a second signal leaves "
+            "at once"
+        )
+
+    for number in _SIGNALS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield request
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, before[number])

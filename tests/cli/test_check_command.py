@@ -1,0 +1,111 @@
+"""``agilerl check``: sentences, exit codes and JSON."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.outcome import Outcome
+from tests.cli.test_command_line import imported
+
+Agilerl = Callable[..., Outcome]
+
+MINE = """
+import random
+
+
+class Mine:
+    max_turns = 2
+
+    def __init__(self, most=9, words=()):
+        self.most, self.words = most, words
+
+    def reset(self, seed=None):
+        self.turn, self.draws = 0, random.Random(seed)
+        return str(self.draws.randint(1, self.most)), {}
+
+    def step(self, action):
+        self.turn += 1
+        return str(self.draws.randint(1, self.most)), 0.5, self.turn == self.max_turns, False, {}
+
+
+class Bad(Mine):
+    def reset(self, seed=None):
+        return str(random.randint(1, 10 ** 9)), {}
+
+    def step(self, action):
+        return "1", float("nan"), True, False, {}
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path) -> None:
+    (tmp_path / "my_checked_env.py").write_text(MINE, encoding="utf-8")
+
+
+def test_a_sound_environment(agilerl: Agilerl) -> None:
+    outcome = agilerl("check", "my_checked_env:Mine", "most=5", "words=[a, b]", "--tokenizer", "embedded")
+    assert (outcome.code, outcome.output, outcome.errors) == (0, "my_checked_env:Mine: nothing wrong\n", "")
+    assert agilerl("check", "agilerl/GuessTheNumber-v0", "max_number=5").code == 0
+
+
+def test_errors_are_sentences_and_exit_code_1(agilerl: Agilerl) -> None:
+    outcome = agilerl("check", "my_checked_env:Bad")
+    assert outcome.code == 1
+    assert outcome.output.startswith("error: expected the reward of step to be a finite float, found nan [reward]\n")
+    assert outcome.output.endswith("my_checked_env:Bad: 1 error\n")
+    found = json.loads(agilerl("check", "my_checked_env:Bad", "--json").output)
+    assert found["ok"] is False
+    assert [finding["code"] for finding in found["findings"]] == ["reward"]
+
+
+def test_warnings_alone_are_exit_code_0(agilerl: Agilerl) -> None:
+    outcome = agilerl("check", "my_checked_env:Mine", "most=1")
+    assert outcome.code == 0
+    assert "[same-episodes]" in outcome.output
+    assert outcome.output.endswith(": 1 warning\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["my_checked_env:Nobody"], "expected Nobody in the module my_checked_env, found Mine, Bad"),
+        (["my_checked_env:Mine", "least=1"], "cannot be made with least=1: TypeError"),
+        (["my_checked_env:Mine", "most"], "expected key=value as a setting of the environment, found 'most'"),
+        (["my_checked_env:Mine", "most=["], "expected a YAML value for most"),
+        (["nothing_of_that_name:Env"], "No module named 'nothing_of_that_name'"),
+        (["absent.yaml"], "absent.yaml"),
+        (["m.yaml", "--tokenizer", "embedded"], "--tokenizer is for environments"),
+    ],
+)
+def test_what_cannot_be_read_is_exit_code_2(arguments: list[str], words: str, agilerl: Agilerl) -> None:
+    outcome = agilerl("check", *arguments)
+    assert (outcome.code, outcome.output) == (2, "")
+    assert outcome.errors.startswith("error: ")
+    assert outcome.errors.count("\n") == 1
+    assert words in outcome.errors
+
+
+@pytest.mark.model
+def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path) -> None:
+    manifest = tmp_path / "run.yaml"
+    manifest.write_text("training: {pop_size: 2}\n", encoding="utf-8")
+    assert agilerl("check", "run.yaml").output == "run.yaml: nothing wrong\n"
+    assert json.loads(agilerl("check", "run.yaml", "--json").output) == {
+        "target": "run.yaml",
+        "ok": True,
+        "findings": [],
+    }
+    manifest.write_text("training: {popsize: 2}\n", encoding="utf-8")
+    checked, dry = agilerl("check", "run.yaml"), agilerl("train", "run.yaml", "--dry-run")
+    assert (checked.code, checked.errors) == (2, dry.errors)
+    wrong = agilerl("check", "run.yaml", "training.pop_size=-1")
+    assert wrong.code == 2
+
+
+def test_help_is_quick_and_says_that_code_is_run(agilerl: Agilerl, tmp_path: Path) -> None:
+    code, packages = imported("check", "--help", cwd=tmp_path)
+    assert code == 0
+    assert packages.isdisjoint({"torch", "transformers", "gymnasium", "textarena", "gem", "openenv"})
+    assert "runs the code in it" in " ".join(agilerl("check", "--help").output.split())

@@ -1,0 +1,356 @@
+"""Datasets divided into training, exam and test: no leakage, exact counts, the same rows every time."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agilerl.envs.datasets import CuratedTask
+from agilerl.envs.preference import PreferenceTask
+from agilerl.envs.prompts import render_prompt
+from agilerl.envs.sft import SFTTask
+from agilerl.envs.sources import mix
+from agilerl.errors import ConfigError, EnvError
+from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym
+from tests.envs.conftest import TEMPLATE, make_tokenizer
+
+ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(40)]
+SPLITS = ("train", "exam", "test")
+LEFT_OUT = ("missing", "not_text", "empty", "alike", "special_tokens", "too_long", "leaking", "unused")
+
+TRIMMING = make_tokenizer(TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | trim }}"))
+"""Renders prompts alike that differ in outer spaces."""
+
+
+def sides(task: CuratedTask) -> dict[str, list[dict[str, Any]]]:
+    sizes = {"train": task.train_size, "exam": task.exam_prompts, "test": task.test_prompts}
+    return {split: [task.row(split, i) for i in range(sizes[split])] for split in SPLITS}
+
+
+def adds_up(counts: Mapping[str, int]) -> bool:
+    return counts["read"] == sum(counts[name] for name in (*SPLITS, *LEFT_OUT))
+
+
+def made(rows: Any = ROWS, *, fit: Any = None, most: int | None = None, **options: Any) -> CuratedTask:
+    task = CuratedTask(rows, **{"exam_prompts": 4, "test_prompts": 6, **options})
+    if fit is not None:
+        task.fit(fit, most)
+    return task
+
+
+# -- division ----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.sampled_from(["a", " a", "b", "b ", "c", "d", " e ", "e", "f", "g", "h"]), min_size=8, max_size=40),
+    st.integers(1, 2),
+    st.integers(0, 2),
+)
+def test_no_rendered_prompt_is_on_two_sides(questions: list[str], exam: int, test: int) -> None:
+    rows = [{"question": question, "answer": str(i)} for i, question in enumerate(questions)]
+    if len({question.strip() for question in questions}) <= exam + test:
+        with pytest.raises(EnvError, match=r"different prompts for|rows to train on"):
+            made(rows, exam_prompts=exam, test_prompts=test, fit=TRIMMING)
+        return
+    try:
+        task = made(rows, exam_prompts=exam, test_prompts=test, fit=TRIMMING)
+    except EnvError:
+        pytest.fail("there are enough prompts")
+    found = sides(task)
+    prompts = {
+        split: [tuple(render_prompt(TRIMMING, task.messages(row))) for row in rows] for split, rows in found.items()
+    }
+    assert not set(prompts["train"]) & (set(prompts["exam"]) | set(prompts["test"]))
+    assert not set(prompts["exam"]) & set(prompts["test"])
+    assert (
+        (len(set(prompts["exam"])), len(set(prompts["test"])))
+        == (exam, test)
+        == (len(found["exam"]), task.test_prompts)
+    )
+    assert adds_up(task.counts)
+    assert task.counts["repeated"] == len(prompts["train"]) - len(set(prompts["train"]))
+    assert sum(map(len, found.values())) + task.counts["leaking"] == len(rows)
+
+
+def test_before_fitting_prompts_are_compared_as_conversations() -> None:
+    rows = [*ROWS, *({**row, "question": f" {row['question']}"} for row in ROWS)]
+    task = made(rows)
+    assert task.counts["leaking"] == 0
+    task.fit(TRIMMING, None)
+    assert task.counts["leaking"] == 10
+    assert task.counts["repeated"] == 30
+    assert adds_up(task.counts)
+
+
+def test_panels_depend_neither_on_the_order_of_rows_nor_on_the_seed() -> None:
+    task = made()
+    panels = {split: {row["question"] for row in rows} for split, rows in sides(task).items() if split != "train"}
+    for other in (made(ROWS[::-1]), made(seed=7), made(Dataset.from_list(ROWS))):
+        found = sides(other)
+        assert {split: {row["question"] for row in found[split]} for split in panels} == panels
+    larger = sides(made(exam_prompts=9))
+    assert {row["question"] for row in larger["test"]} == panels["test"]
+    assert {row["question"] for row in larger["exam"]} > panels["exam"]
+    fewer = made([row for row in ROWS if row["question"] != "39+1="])
+    assert len({row["question"] for row in sides(fewer)["test"]} & panels["test"]) >= 5
+
+
+def test_training_rows_are_all_that_is_left_in_an_order_of_the_seed() -> None:
+    task = made()
+    epochs = [[task.row("train", 30 * epoch + i)["question"] for i in range(30)] for epoch in range(3)]
+    held_out = {row["question"] for split in ("exam", "test") for row in sides(task)[split]}
+    assert len(held_out) == 10
+    assert {frozenset(epoch) for epoch in epochs} == {frozenset(row["question"] for row in ROWS) - held_out}
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = made()
+    assert again.row("train", 77)["question"] == epochs[2][17]
+    assert made(seed=1).row("train", 0)["question"] != epochs[0][0]
+
+
+def test_datasets_of_their_own_lose_nothing_to_training() -> None:
+    exam, test = ROWS[:8], ROWS[4:14]
+    task = made(ROWS, exam=exam, test=test)
+    found = sides(task)
+    held_out = {row["question"] for row in ROWS[:14]}
+    assert {row["question"] for row in found["train"]} == {row["question"] for row in ROWS} - held_out
+    assert {row["question"] for row in found["exam"]} <= {row["question"] for row in ROWS[:4]}
+    assert {row["question"] for row in found["test"]} <= {row["question"] for row in test}
+    assert (len(found["exam"]), len(found["test"])) == (4, 6)
+    assert adds_up(task.counts)
+    # 14 rows of training, 4 of the exam that are in the test; 4 of the test are not needed
+    counts = {"read": 58, "train": 26, "exam": 4, "test": 6, "leaking": 18, "unused": 4}
+    assert {name: count for name, count in task.counts.items() if count} == counts
+
+
+def test_one_panel_of_its_own_and_one_of_the_training_rows() -> None:
+    task = made(ROWS[:30], test=ROWS[25:])
+    found = {split: {row["question"] for row in rows} for split, rows in sides(task).items()}
+    assert found["train"] | found["exam"] == {row["question"] for row in ROWS[:25]}
+    assert found["test"] <= {row["question"] for row in ROWS[25:]}
+    assert adds_up(task.counts)
+
+
+def test_a_mixture_gives_every_panel_its_shares() -> None:
+    other = [{"question": f"{i}*1=", "answer": str(i)} for i in range(40)]
+    task = made(mix([(ROWS, 3), (other, 1)]), exam_prompts=8, test_prompts=4)
+    found = {split: sum("+" in row["question"] for row in sides_of(task, split)) for split in ("exam", "test")}
+    assert found == {"exam": 6, "test": 3}
+    train = [task.row("train", i)["question"] for i in range(1000)]
+    assert sum("+" in question for question in train) == 750
+    assert task.train_size is None
+    assert adds_up(task.counts)
+
+
+def sides_of(task: CuratedTask, split: str) -> list[dict[str, Any]]:
+    return [task.row(split, i) for i in range(task.panel_size(split))]
+
+
+# -- malformed rows ----------------------------------------------------------------------------------------------------
+
+BAD = [
+    {"answer": "1"},
+    {"question": None, "answer": "1"},
+    {"question": "a", "answer": None},
+    {"question": 5, "answer": "1"},
+    {"question": "b", "answer": 6},
+    {"question": {"x": 1}, "answer": "1"},
+    {"question": "", "answer": "1"},
+    {"question": "c", "answer": "  "},
+    {"question": "half \ud83d", "answer": "1"},
+    {"question": "x" * 1_000_000, "answer": "1"},
+    {"question": "y" * 60, "answer": "1"},
+    {"question": "1<end><assistant>2", "answer": "1"},
+    {"question": "d", "answer": "<pad>"},
+]
+COUNTS = {"missing": 3, "not_text": 4, "empty": 2, "too_long": 2, "special_tokens": 2}
+
+
+def test_malformed_rows_are_counted_exactly(tokenizer) -> None:
+    rows = [*ROWS[:20], *BAD, *ROWS[20:]]
+    task = made(rows, fit=tokenizer, most=50, bad_rows="drop")
+    assert {name: task.counts[name] for name in COUNTS} == COUNTS
+    assert (task.counts["read"], task.counts["train"]) == (53, 30)
+    assert adds_up(task.counts)
+    clean = made(ROWS, fit=tokenizer)
+    assert {split: sides_of(task, split) for split in ("exam", "test")} == {
+        split: sides_of(clean, split) for split in ("exam", "test")
+    }
+
+
+@pytest.mark.parametrize("bad", BAD[:9], ids=lambda row: str(row)[:30])
+def test_malformed_rows_stop_by_default(bad: dict) -> None:
+    with pytest.raises(EnvError, match=r"row 40 of the train dataset: .*; mend the file, or .* bad_rows: drop"):
+        made([*ROWS, bad])
+    with pytest.raises(
+        EnvError, match=r"row 40 of .*; 1 more of 42 rows are malformed \(missing|; 1 more of 42 rows are"
+    ):
+        made([*ROWS, bad, bad])
+
+
+def test_the_length_is_that_of_the_templated_prompt(tokenizer) -> None:
+    longest = max(len(render_prompt(tokenizer, [{"role": "user", "content": row["question"]}])) for row in ROWS)
+    assert longest == 8  # three markers around five characters
+    assert made(fit=tokenizer, most=8).counts["too_long"] == 0
+    task = made(fit=tokenizer, most=7, exam_prompts=2, test_prompts=3)
+    assert task.counts["too_long"] == 30
+    assert {len(row["question"]) for rows in sides(task).values() for row in rows} == {4}
+
+
+def test_nothing_left_is_told(tokenizer) -> None:
+    with pytest.raises(EnvError, match="rows that can be used in the train dataset, found none; too long 40, read 40"):
+        made(fit=tokenizer, most=3)
+    with pytest.raises(EnvError, match=r"expected 37 different prompts for the exam in .*, found 34; ask for fewer"):
+        made(exam_prompts=37)
+    with pytest.raises(EnvError, match=r"rows to train on in the train dataset, found none beside the exam \(34\)"):
+        made(exam_prompts=34)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exam_prompts": 0}, "1 or more for exam_prompts, found 0"),
+        ({"test_prompts": -1}, "0 or more for test_prompts, found -1"),
+        ({"bad_rows": "ignore"}, "bad_rows to be raise or drop, found 'ignore'"),
+        ({"purpose": "dpo"}, "purpose to be one of reasoning, sft, preference, found 'dpo'"),
+        ({"grader": 3}, "expected a function as reward_fn, found 3"),
+    ],
+)
+def test_bad_settings(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(**options)
+
+
+def test_datasets_of_different_forms_are_refused() -> None:
+    with pytest.raises(EnvError, match=r"one form, found question and answer in the train .* and prompt and answer in"):
+        made(ROWS, exam=[{"prompt": "1", "answer": "2"}])
+    with pytest.raises(EnvError, match="rename columns so that they agree"):
+        made(mix([(ROWS, 1), ([{"prompt": "1", "answer": "2"}], 1)]))
+
+
+# -- what tasks and environments make of the forms --------------------------------------------------------------------
+
+TALK = [
+    {"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}], "level": i}
+    for i in range(20)
+]
+
+
+def test_columns_and_prompts_reach_the_grader() -> None:
+    seen = {}
+
+    def by_level(prompts, completions, level, answer):
+        seen.update(prompts=prompts, level=level, answer=answer)
+        return [float(lv == 0) for lv in level]
+
+    task = made([{**row, "prompt": row["question"]} for row in ROWS], columns={"task": "question"}, grader=by_level)
+    rows = sides_of(task, "exam")
+    assert task.rewards(["x"] * 4, rows) == [float(row["level"] == 0) for row in rows]
+    assert seen["prompts"] == [row["task"] for row in rows] == [row["prompt"] for row in rows]
+    assert seen["level"] == [row["level"] for row in rows]
+    assert task.grader == "by_level"
+
+
+def test_without_answers_another_grader_is_needed() -> None:
+    prompts = [{"prompt": row["question"]} for row in ROWS]
+    with pytest.raises(EnvError, match="expected the column answer or completion or chosen in the train dataset"):
+        made(prompts)
+    task = made(prompts, grader=lambda completion: float(len(completion)))
+    row = task.row("train", 0)
+    assert (row["question"], row["answer"]) == (row["prompt"], None)
+    assert task.reward("12345", row) == 5.0
+
+
+def test_answers_of_any_type_are_for_own_graders() -> None:
+    numbers = [{**row, "answer": i} for i, row in enumerate(ROWS)]
+    task = made(numbers, grader=lambda completion, answer: float(int(completion) == answer))
+    row = task.row("exam", 0)
+    assert task.reward(str(row["answer"]), row) == 1.0
+    with pytest.raises(EnvError, match="row 0 of the train dataset: expected text in the column answer, found 0"):
+        made(numbers)
+
+
+def test_conversations_are_put_as_they_are(tokenizer) -> None:
+    task = made(TALK, fit=tokenizer)
+    row = task.row("exam", 0)
+    assert task.messages(row) == row["messages"][:1]
+    assert (row["question"], row["answer"]) == (row["messages"][0]["content"], row["messages"][1]["content"])
+    assert task.reward(row["answer"], row) == 1.0
+    with pytest.raises(ConfigError, match=r"holds conversations, .* leave conversation_template out"):
+        made(TALK, conversation_template=[{"role": "user", "content": "{question}"}])
+
+
+def test_a_template_is_filled_with_the_prompt_of_any_name() -> None:
+    template = [{"role": "system", "content": "Level {level}"}, {"role": "user", "content": "{question}!"}]
+    task = made(ROWS, columns={"prompt": "question"}, conversation_template=template)
+    row = task.row("train", 0)
+    assert [m["content"] for m in task.messages(row)] == [f"Level {row['level']}", f"{row['prompt']}!"]
+
+
+def test_demonstrations_and_pairs_come_from_rows(tokenizer) -> None:
+    def told(examples):
+        return [tokenizer.decode(example.ids) for example in examples]
+
+    thought = [
+        {"prompt": row["question"], "completion": f"so {row['answer']}", "answer": row["answer"]} for row in ROWS
+    ]
+    task = SFTTask(made(thought, purpose="sft"))
+    task.fit(tokenizer, None)
+    row = task.row("train", 0)
+    assert told(task.examples(tokenizer, row)) == [f"<user>{row['prompt']}<end><assistant>so {row['answer']}<end>"]
+    assert task.reward(row["answer"], row) == 1.0
+    assert (task.train_size, task.counts["train"], task.exam_prompts) == (30, 30, 4)
+    talk = SFTTask(made(TALK, purpose="sft"))
+    row = talk.row("train", 0)
+    assert told(talk.examples(tokenizer, row)) == [f"<user>{row['question']}<end><assistant>{row['answer']}<end>"]
+    for pairs in (
+        [{"prompt": row["question"], "chosen": row["answer"], "rejected": "?"} for row in ROWS],
+        [{"chosen": f"{row['question']} {row['answer']}", "rejected": f"{row['question']} ?"} for row in ROWS],
+        [
+            {"chosen": m["messages"], "rejected": [m["messages"][0], {"role": "assistant", "content": "?"}]}
+            for m in TALK
+        ],
+    ):
+        task = PreferenceTask(made(pairs, purpose="preference"))
+        row = task.row("train", 0)
+        chosen, rejected = (text.split("<assistant>") for text in told(task.examples(tokenizer, row)))
+        assert chosen[0] == rejected[0] == f"<user>{row['question']}<end>"
+        assert chosen[1] == f"{row['answer']}<end>"
+        assert rejected[1].strip() == "?<end>"
+
+
+def test_environments_take_files_and_mixtures(tokenizer, tmp_path) -> None:
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{i}+2=,{i + 2}\n" for i in range(8)))
+    mixture = mix([(tmp_path / "rows.parquet", 1), (tmp_path / "rows.csv", 1)])
+    env = ReasoningGym(mixture, str(tmp_path / "rows.csv"), tokenizer, lambda completion: 1.0, None)
+    questions = [prompt["question"] for _ in range(125) for prompt in env.reset()]
+    assert sum(question.endswith("+2=") for question in questions) == 500
+    with env.eval_mode():
+        assert [prompt["question"] for prompt in env.reset()] == [f"{i}+2=" for i in range(8)]
+    talk = SFTGym(TALK, mixture, tokenizer, data_batch_size_per_gpu=2)
+    assert len(talk.reset()) == 2
+    with talk.eval_mode():
+        assert len(talk) == 48
+        assert len(talk.reset()) == 2
+    pairs = [{"chosen": "ask: yes", "rejected": "ask: no"}]
+    batch = PreferenceGym(pairs, pairs, tokenizer, data_batch_size_per_gpu=1).reset()
+    assert [tokenizer.decode(ids[:n]) for ids, n in zip(batch.ids, batch.lengths)] == [
+        "<user>ask:<end><assistant> yes<end>",
+        "<user>ask:<end><assistant> no<end>",
+    ]
+
+
+def test_an_environment_leaves_out_what_does_not_fit(tokenizer) -> None:
+    rows = [*ROWS, {"question": "x" * 60, "answer": "1"}]
+    task = made(rows)
+    env = ReasoningGym.from_task(task, tokenizer, 30, max_context_length=20)
+    assert task.counts["too_long"] == 1
+    assert len({prompt["question"] for prompt in env.reset()}) == 30
+
+
+def test_environments_check_all_rows_at_the_start(tokenizer) -> None:
+    with pytest.raises(EnvError, match=r"row 40 of the test dataset: .* in the column answer, found 5"):
+        SFTGym(ROWS, [*ROWS, {"question": "a", "answer": 5}], tokenizer)

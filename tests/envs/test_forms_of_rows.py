@@ -1,0 +1,153 @@
+"""The forms of rows: what each says, which columns are read, and what is wrong with a row."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agilerl.envs.forms import Form, RowFaultError, form_of
+from agilerl.errors import EnvError
+
+ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1"}]
+SAY = [{"role": "assistant", "content": "2"}]
+NO = [{"role": "assistant", "content": "3"}]
+
+READ = {
+    "question and answer": ("reasoning", "text", {"question": "1+1", "answer": "2"}, ("1+1", "2", None)),
+    "question alone": ("reasoning", "no", {"question": "1+1", "level": 3}, ("1+1", None, None)),
+    "an answer of any type": ("reasoning", "any", {"question": "1+1", "answer": 2}, ("1+1", None, None)),
+    "prompt": ("reasoning", "no", {"prompt": "1+1"}, ("1+1", None, None)),
+    "prompt of messages": ("reasoning", "text", {"prompt": ASK, "answer": "2"}, (ASK, "2", None)),
+    "completion as answer": ("reasoning", "text", {"prompt": ASK, "completion": SAY}, (ASK, "2", None)),
+    "messages for rewards": ("reasoning", "text", {"messages": ASK + SAY}, (ASK, "2", None)),
+    "messages without answer": ("reasoning", "no", {"messages": ASK}, (ASK, None, None)),
+    "pairs for rewards": (
+        "reasoning",
+        "text",
+        {"prompt": "1+1", "chosen": "2", "rejected": "3"},
+        ("1+1", "2", None),
+    ),
+    "whole pairs for rewards": (
+        "reasoning",
+        "text",
+        {"chosen": ASK + SAY, "rejected": ASK + NO},
+        (ASK, "2", None),
+    ),
+    "completion": ("sft", "no", {"prompt": "1+1", "completion": "2"}, ("1+1", "2", None)),
+    "completion before answer": (
+        "sft",
+        "no",
+        {"prompt": "1", "completion": "so 2", "answer": "2"},
+        ("1", "so 2", None),
+    ),
+    "messages before prompt": ("sft", "no", {"prompt": "1+1", "messages": ASK + SAY}, (ASK, "2", None)),
+    "question for imitation": ("sft", "no", {"question": "1+1", "answer": "2"}, ("1+1", "2", None)),
+    "pair": ("preference", "no", {"prompt": "1+1", "chosen": "2", "rejected": "3"}, ("1+1", "2", "3")),
+    "pair of messages": ("preference", "no", {"prompt": ASK, "chosen": SAY, "rejected": NO}, (ASK, "2", "3")),
+    "pair that repeats": (
+        "preference",
+        "no",
+        {"prompt": ASK, "chosen": ASK + SAY, "rejected": ASK + NO},
+        (ASK, "2", "3"),
+    ),
+    "pair with a question": (
+        "preference",
+        "no",
+        {"question": "1+1", "chosen": "2", "rejected": "3"},
+        ("1+1", "2", "3"),
+    ),
+    "implicit prompt": ("preference", "no", {"chosen": ASK + SAY, "rejected": ASK + NO}, (ASK, "2", "3")),
+    "implicit text": (
+        "preference",
+        "no",
+        {"chosen": "Q: 1+1\n\nA: 22", "rejected": "Q: 1+1\n\nA: 23"},
+        ("Q: 1+1\n\nA:", " 22", " 23"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_form_is_read_as_it_is(name: str) -> None:
+    purpose, needs, row, expected = READ[name]
+    sample = form_of(list(row), purpose, "the dataset", needs=needs).read(row)
+    assert (sample.prompt, sample.response, sample.rejected) == expected
+
+
+def test_the_question_of_a_conversation_is_its_last_message() -> None:
+    assert form_of(["messages"], "reasoning", "x").read({"messages": ASK + SAY}).question == "1+1"
+
+
+WORDS = st.lists(st.sampled_from(["ab", "a", "b", " ", "\n", "no", "x"]), max_size=8).map("".join)
+
+
+@given(WORDS, WORDS, WORDS)
+def test_texts_with_a_common_beginning_are_divided_without_loss(shared: str, chosen: str, rejected: str) -> None:
+    row = {"chosen": shared + chosen, "rejected": shared + rejected}
+    try:
+        sample = Form(None, "chosen", pairs=True).read(row)
+    except RowFaultError:
+        return
+    assert sample.prompt + sample.response == row["chosen"]
+    assert sample.prompt + sample.rejected == row["rejected"]
+    assert sample.prompt.strip()
+    assert sample.response[0].isspace()  # no word is divided
+    assert sample.response.strip() != sample.rejected.strip() or sample.response != sample.rejected
+
+
+@pytest.mark.parametrize(
+    ("purpose", "needs", "columns", "message"),
+    [
+        ("reasoning", "no", ["Question", "answer"], "column question or prompt or messages in x, found .* 'Question'"),
+        ("reasoning", "text", ["question", "solution"], "column answer or completion or chosen in x, found question"),
+        ("sft", "no", ["text"], "column messages or prompt or question in x, found text; rename a column with columns"),
+        ("sft", "no", ["prompt", "text"], "column completion or answer or chosen in x"),
+        ("preference", "no", ["prompt", "chosen"], "column rejected in x, found chosen, prompt"),
+        ("preference", "no", ["prompt", "Chosen", "rejected"], "column chosen in x, .* did you mean 'Chosen'?"),
+    ],
+)
+def test_a_missing_column_is_told_with_the_nearest(purpose: str, needs: str, columns: list[str], message: str) -> None:
+    with pytest.raises(EnvError, match=message):
+        form_of(columns, purpose, "x", needs=needs)
+
+
+QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form("prompt", "chosen", pairs=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "kind", "message"),
+    [
+        (QA, {"answer": "2"}, "missing", "text in the column question, found no such column"),
+        (QA, {"question": None, "answer": "2"}, "missing", "question, found None"),
+        (QA, {"question": "1", "answer": None}, "missing", "answer, found None"),
+        (QA, {"question": 5, "answer": "2"}, "not_text", "question, found 5"),
+        (QA, {"question": "1", "answer": 2.5}, "not_text", "answer, found 2.5"),
+        (QA, {"question": ["1"], "answer": "2"}, "not_text", r"question, found \['1'\]"),
+        (QA, {"question": " \n", "answer": "2"}, "empty", r"question, found ' \\n'"),
+        (QA, {"question": "1", "answer": ""}, "empty", "answer, found ''"),
+        (QA, {"question": [], "answer": "2"}, "empty", "messages in the column question, found an empty list"),
+        (QA, {"question": "a\ud800", "answer": "2"}, "not_text", "half of a character"),
+        (Form("question", "answer", "any"), {"question": "1", "answer": None}, "missing", "answer, found None"),
+        (
+            Form("question", grades_text=True),
+            {"question": "1", "answer": 5},
+            "not_text",
+            "text in the column answer, found 5",
+        ),
+        (TALK, {"messages": "hello"}, "not_text", "in the column messages, found 'hello'"),
+        (TALK, {"messages": [{"role": "user"}]}, "not_text", "in the column messages"),
+        (TALK, {"messages": [{"role": "user", "content": None}]}, "not_text", "as the content of each message"),
+        (TALK, {"messages": ASK}, "missing", "ends with the assistant"),
+        (TALK, {"messages": SAY}, "missing", "a message before the assistant's"),
+        (TALK, {"messages": [*ASK, {"role": "assistant", "content": ""}]}, "empty", "in the last message"),
+        (TALK, {"messages": [*ASK, {**SAY[0], "tool_calls": [{}]}]}, "not_text", "found tool calls"),
+        (PAIR, {"prompt": "1", "chosen": "2", "rejected": "2"}, "alike", "chosen and rejected to differ, found '2'"),
+        (PAIR, {"prompt": "1", "chosen": ASK, "rejected": "2"}, "not_text", "one message of the assistant in"),
+        (Form(None, "chosen", pairs=True), {"chosen": ASK + SAY, "rejected": ASK + SAY}, "alike", "to differ"),
+        (Form(None, "chosen", pairs=True), {"chosen": "a b", "rejected": "a b"}, "alike", "to differ"),
+        (Form(None, "chosen", pairs=True), {"chosen": "a b", "rejected": "a "}, "empty", "after the shared beginning"),
+        (Form(None, "chosen", pairs=True), {"chosen": ASK, "rejected": [ASK[0], ASK[0]]}, "missing", "the assistant"),
+    ],
+)
+def test_what_is_wrong_with_a_row(form: Form, row: dict, kind: str, message: str) -> None:
+    with pytest.raises(RowFaultError, match=message) as caught:
+        form.read(row)
+    assert caught.value.kind == kind

@@ -1,0 +1,125 @@
+"""Graders that misbehave cost one score each; nothing hangs, nothing stays behind."""
+
+import json
+import os
+import time
+
+import psutil
+import pytest
+
+from agilerl.errors import ConfigError, RewardError
+from agilerl.rewards import Accuracy, CombinedGrader, IsolatedGrader, call_grader, grade
+from agilerl.rewards.grader import attempt_grader
+from tests.rewards.hostile import ACTS, batch, hostile
+
+TIMEOUT = 0.5
+ROW = {"question": "3+4", "answer": "7"}
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize("act", [name for name in ACTS if name != "none"])
+def test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing(act):
+    with IsolatedGrader(hostile, timeout=TIMEOUT, memory_bytes=2**30) as grader:
+        start = time.monotonic()
+        grades = grade(grader, ["7", act, "8", "none"], [ROW] * 4)
+        assert time.monotonic() - start < TIMEOUT + 1.0
+        assert grades.rewards == [1.0, None, 0.0, None]
+        assert grades.failures == {"hostile": [1]}
+        assert len(descendants()) == 1
+    assert descendants() == []
+
+
+SAID = {
+    "raises": "raised ZeroDivisionError: no luck",
+    "hangs": "nothing within 0.5 s",
+    "allocates": "MemoryError",
+    "leaves": "ended with status 0",
+    "nan": "finite number or None, found nan",
+    "text": "found '0.5' of type str",
+}
+
+
+def test_failures_say_what_happened():
+    with IsolatedGrader(hostile, timeout=TIMEOUT, memory_bytes=2**30) as grader:
+        for act, words in SAID.items():
+            with pytest.raises(RewardError, match=words):
+                call_grader(grader, [act], [ROW])
+
+
+def test_a_batch_signature_works_and_workers_share_the_load():
+    texts = ["7", "sleeps", "sleeps", "8"]
+    with IsolatedGrader(batch, timeout=5, workers=2) as grader:
+        start = time.monotonic()
+        assert call_grader(grader, texts, [ROW] * 4) == [1.0, 0.0, 0.0, 0.0]
+        assert time.monotonic() - start < 0.55
+        assert len(descendants()) == 2
+
+
+def test_it_runs_elsewhere_and_prints_do_not_disturb():
+    with IsolatedGrader("tests.rewards.hostile:process") as grader:
+        (pid,) = call_grader(grader, ["x"], [ROW])
+        assert pid != os.getpid()
+        assert call_grader(grader, ["x"], [ROW]) == [pid], "one process serves all"
+
+
+def test_failures_of_a_part_mask_the_sum():
+    with CombinedGrader([IsolatedGrader(hostile, timeout=TIMEOUT), (length, 0.1)]) as grader:
+        grades = grade(grader, ["7", "raises"], [ROW] * 2)
+        assert grades.rewards == [pytest.approx(1.1), None]
+        assert grades.scores == {"hostile": [1.0, None], "length": [1.0, 6.0]}
+    assert descendants() == []
+
+
+def length(completion: str) -> float:
+    return float(len(completion))
+
+
+def test_columns_travel_as_json():
+    with IsolatedGrader(hostile) as grader:
+        assert call_grader(grader, ["7"], [{**ROW, "metadata": {"levels": (1, 2), "text": "é"}}]) == [1.0]
+        (outcome,) = attempt_grader(grader, ["7"], [{**ROW, "image": object()}])
+        assert "can be written as JSON" in str(outcome)
+
+
+def test_only_functions_that_can_be_imported():
+    def local(completion):
+        return 1.0
+
+    for grader in (lambda completion: 1.0, local, json.JSONDecoder()):
+        with pytest.raises(ConfigError, match="import by name"):
+            IsolatedGrader(grader)
+    with pytest.raises(ConfigError, match="timeout above 0 and 1 or more workers"):
+        IsolatedGrader(hostile, timeout=0)
+    with pytest.raises(RewardError, match=r"cannot load the grader no\.such:thing"):
+        IsolatedGrader("no.such:thing").setup()
+
+
+def test_accuracy_is_mathematics_with_a_limit():
+    answers = [
+        (r"so it is $\frac{1}{2}$", "0.5", 1.0),
+        (r"\boxed{(1, 2)}", "(1,2)", 1.0),
+        ("<answer>14/2</answer>", "7", 1.0),
+        ("The answer is 7.", "7", 1.0),
+        ("The answer is 8.", "7", 0.0),
+        ("$1 + x^2$", "x^2+1", 1.0),
+        ("no idea", "7", 0.0),
+        ("", "7", 0.0),
+        ("blue", "blue", 1.0),
+        ("7", "", None),
+    ]
+    with Accuracy() as grader:
+        completions, golds, scores = zip(*answers)
+        assert call_grader(grader, completions, [{"answer": gold} for gold in golds]) == list(scores)
+
+
+def test_accuracy_of_a_text_that_keeps_algebra_busy_for_ever_is_none():
+    with Accuracy(timeout=1.0) as grader:
+        call_grader(grader, ["7"], [ROW])
+        start = time.monotonic()
+        grades = grade(grader, ["7", "44**19**35"], [ROW] * 2)
+        assert time.monotonic() - start < 1.0 + 1.0
+    assert grades.rewards == [1.0, None]
+    assert grades.errors == {"accuracy": 1}
