@@ -39,8 +39,8 @@ lint: $(READY) ## Style and format
 types: $(READY) ## Types of the package
 	$(BIN)/mypy
 
-unit: $(READY) ## pytest; ARGS='tests/hpo -k tournament' narrows it
-	$(BIN)/pytest $(ARGS)
+unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament' narrows it
+	$(BIN)/pytest --numprocesses auto --dist loadfile $(ARGS)
 
 format: $(READY) ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix .

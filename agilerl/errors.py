@@ -17,9 +17,17 @@ class RewardError(AgileRLError):
     """A reward function raised, or returned something that is not a finite number."""
 
 
+class RewardTimeoutError(RewardError):
+    """A reward function did not answer in time."""
+
+
 class CheckpointError(AgileRLError):
     """A checkpoint or run directory is missing, damaged, in use, or does not fit."""
 
 
 class EngineError(AgileRLError):
     """A rollout engine cannot do what was asked of it."""
+
+
+class MemoryExhaustedError(EngineError):
+    """Memory does not hold the least that can be computed at once."""

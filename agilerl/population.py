@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -16,35 +17,20 @@ from agilerl.envs.core import Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, trajectories
 from agilerl.envs.graded import all_weights, check_evolving_weights
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, zero_variance_groups
-from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.guard import collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
 from agilerl.rollouts import SamplingSettings
-from agilerl.rollouts.collect import CollectTimes, grader_metrics
+from agilerl.rollouts.collect import CollectReport, grader_metrics
 from agilerl.rollouts.episodes import episode_metrics
+from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
+from agilerl.rollouts.rollout import Rollout
 from agilerl.rollouts.sources import Ask, EpisodeSource, Panel, QuestionSource, Source
 
 __all__ = ["Evolution", "Population", "Rollout"]
-
-
-@dataclass
-class Rollout:
-    """One batch of trajectories of every agent."""
-
-    trajectories: dict[int, list[Trajectory]]
-    """All that was sampled, by agent index, groups in prompt order."""
-    times: CollectTimes
-    dropped: dict[int, set[int]] = field(default_factory=dict)
-    """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
-    skipped: dict[int, int] = field(default_factory=dict)
-    """By agent index: training rows that are too long, in whose place another one stands."""
-
-    def batch(self, index: int) -> list[Trajectory]:
-        """Return the trajectories that an agent trains on."""
-        dropped = self.dropped.get(index, ())
-        return [t for t in self.trajectories[index] if t.group not in dropped]
 
 
 @dataclass
@@ -56,6 +42,8 @@ class Evolution:
     """One for each agent of the new population."""
     inherited: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Gene values each child was born with, before its own mutation."""
+    sick: dict[int, str] = field(default_factory=dict)
+    """Agents that could be neither elite nor parent, and why."""
 
 
 class Population:
@@ -63,6 +51,7 @@ class Population:
 
     ``prompts_per_step`` is the number of prompts (or seeds of episodes) of one training batch of each agent. Every
     agent reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
+    ``max_error_rate`` is the share of completions (or episodes) that may fail to be graded before a rollout raises.
     """
 
     def __init__(
@@ -73,6 +62,7 @@ class Population:
         tokenizer: Any = None,
         prompts_per_step: int = 8,
         eval_max_new_tokens: int | None = None,
+        max_error_rate: float = 0.5,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -88,7 +78,7 @@ class Population:
         self.tokenizer = tokenizer if tokenizer is not None else self.runtime.tokenizer
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
-        self.prompts_per_step = prompts_per_step
+        self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
         # Fixed here once: an exam must not change because a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
@@ -121,9 +111,11 @@ class Population:
 
         Agents with dynamic sampling replace groups whose completions all earned the same: they sample as many further
         prompts of their stream, all of them in one more decode batch, until none is missing or their rounds are over.
+
+        Raises RewardError, or EnvError for episodes, where more than ``max_error_rate`` of all samples failed.
         """
         rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
-        rollout = Rollout({a.index: [] for a in self.agents}, CollectTimes())
+        rollout = Rollout({a.index: [] for a in self.agents}, CollectReport())
         rollout.dropped = {index: set() for index, most in rounds.items() if most > 1}
         sampled = dict.fromkeys(rounds, 0)
         missing = dict.fromkeys(rounds, self.prompts_per_step)
@@ -132,20 +124,22 @@ class Population:
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
-            groups, times = self.source.collect(self.runtime.engine, asks)
-            rollout.times.rollout += times.rollout
-            rollout.times.reward += times.reward
+            groups, report = self.source.collect(self.runtime.engine, asks)
+            owners = [a.index for a in asking for _ in range(missing[a.index])]
+            rollout.note(report, owners, [ask.samples for ask in asks])
             for agent in asking:
                 own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
                 rollout.trajectories[agent.index] += [t for group in own for t in group]
                 sampled[agent.index] += len(own)
-                flat = {group[0].group for group in own if _teaches_nothing(group)}
+                flat = {group[0].group for group in own if group and _teaches_nothing(group)}
                 if agent.index in rollout.dropped:
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
+        rollout.check(self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
         for agent in self.agents:
             positions = range(agent.position, agent.position + sampled[agent.index])
             rollout.skipped[agent.index] = self.source.skipped(positions, agent.context_length)
+            rollout.levels[agent.index] = self.source.levels(positions)
             agent.position += sampled[agent.index]
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
@@ -181,7 +175,7 @@ class Population:
         The counterpart of :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
         """
         start, known = perf_counter(), dict[int, list[Trajectory]]()
-        rollout = Rollout({}, CollectTimes())
+        rollout = Rollout({}, CollectReport())
         for agent in self.agents:
             drawn = rollout.trajectories[agent.index] = []
             for number in range(self.prompts_per_step):
@@ -191,6 +185,7 @@ class Population:
                 drawn += [replace(t, group=number) for t in known[position]]
             positions = range(agent.position, agent.position + self.prompts_per_step)
             rollout.skipped[agent.index] = self.source.skipped(positions, self.context_length)
+            rollout.levels[agent.index] = self.source.levels(positions)
             agent.position += self.prompts_per_step
         rollout.times.rollout = perf_counter() - start
         return rollout
@@ -206,11 +201,13 @@ class Population:
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
-        Where groups were dropped, rewards and lengths are still those of all that was sampled.
+        An agent of which no sample could be graded, or that memory had no room for, learns nothing, and its ``outcome``
+        says why. Where groups were dropped, rewards and lengths are still those of all that was sampled.
         """
         pads = [agent.pad_token_id for agent in self.agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(self.agents, pads)]
-        metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches)))
+        outcomes = [rollout.outcome(agent.index) for agent in self.agents]
+        metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches, outcomes)))
         for agent in self.agents:
             if isinstance(agent, DataAlgorithm):
                 metrics[agent.index] = agent.report(metrics[agent.index])
@@ -228,6 +225,9 @@ class Population:
         for index, skipped in rollout.skipped.items():
             if skipped:
                 metrics[index]["prompts_skipped"] = float(skipped)
+        for index, levels in rollout.levels.items():
+            if levels:
+                metrics[index]["curriculum/level"] = fmean(levels)
         for index, sampled_rows in rollout.trajectories.items():
             values, parts = metrics[index], grader_metrics(sampled_rows)
             values |= episode_metrics(sampled_rows) | parts
@@ -242,21 +242,26 @@ class Population:
 
         ``split`` is ``exam`` (selection) or ``test`` (the numbers that are reported). An agent whose completion could
         not be computed or graded gets a NaN score there, hence a fitness that ranks last. The mean of an exam joins
-        ``agent.fitness``; a test leaves no trace.
+        ``agent.fitness`` (NaN where the agent is sick); a test leaves no trace.
+
+        Raises RewardError, or EnvError for episodes, where nobody's could be graded; but where only some ``agents`` are
+        examined, it may be their own fault.
         """
         chosen = self.agents if agents is None else list(agents)
-        scores = self._examine(split, [(a.slot, a) for a in chosen])
+        scores = self._examine(split, [(a.slot, a) for a in chosen], everybody=agents is None)
         results = {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
         if split == "exam":
             for agent in chosen:
-                agent.fitness.append(results[agent.index].mean)
+                agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
         return results
 
     def evaluate_base(self, split: Split = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
-        return Fitness.from_scores(self._examine(split, [(None, None)])[0])
+        return Fitness.from_scores(self._examine(split, [(None, None)], everybody=True)[0])
 
-    def _examine(self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]]) -> list[list[float]]:
+    def _examine(
+        self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, everybody: bool
+    ) -> list[list[float]]:
         size = self.task.panel_size(split)
         limit, reserve = self.context_length, self.eval_max_new_tokens or 1
         asks = [
@@ -264,8 +269,8 @@ class Population:
             for slot, _ in who
             for number in range(size)
         ]
-        groups, _ = self.source.collect(self.runtime.engine, asks)
-        lost = _lost_episodes(groups, size)
+        groups, report = self.source.collect(self.runtime.engine, asks)
+        lost = self._check_exam(report.failures, len(who), size) if everybody else set[int]()
         scores = []
         for k, (_, agent) in enumerate(who):
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
@@ -275,6 +280,16 @@ class Population:
             if agent is not None and split == "exam":
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
+
+    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int) -> set[int]:
+        """Return the places of an exam that count for nobody; raises where nobody's could be graded."""
+        errors = [failure for failure in failures if failure.kind != "oom"]
+        if isinstance(self.task, EpisodeTask):
+            own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
+            return lost_places(own, size)
+        if len(errors) == examined * size:
+            check_error_rate(len(errors), errors, 0.0, episodes=False)
+        return set()
 
     def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
         room = self.runtime.base.context_length - prompt_length
@@ -301,12 +316,17 @@ class Population:
         *,
         generation: int,
         seed: int,
+        collapse_guard: bool = True,
     ) -> Evolution:
         """Select, clone and mutate: first a plan from numbers alone, then its application.
 
-        Children are copied from their parents as they were examined; the elite is not touched.
+        Children are copied from their parents as they were examined; the elite is not touched. A sick agent is neither
+        elite nor parent, and its place goes to a mutated clone of the elite; with ``collapse_guard`` a collapsed agent
+        counts as one.
         """
-        plan = selection.plan(fitness, generation, seed, self.next_index)
+        sick = self.sick(fitness, collapse_guard=collapse_guard)
+        plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index)
+        plan = replaced_by_elite(plan, list(fitness), sick)
         _, agents = apply_plan(plan, self.agents)
         alive = {id(agent) for agent in agents}
         for agent in self.agents:
@@ -319,7 +339,18 @@ class Population:
         planned = mutations.plan([Member.of(a) for a in agents], plan.elite, generation, seed, plan.mutants)
         for agent, mutation in zip(agents, planned):
             agent.apply_mutation(mutation)
-        return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births})
+        return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
+
+    def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
+        """Return who is neither elite nor parent at a selection by this fitness, whatever it says, and why."""
+        sick = {agent.index: agent.sick for agent in self.agents if agent.sick}
+        elite = ranking(quarantined(fitness, sick))[0]
+        if not collapse_guard or elite in sick:
+            return sick
+        weights = _own_weights(self.agent(elite))
+        sound = [agent for agent in self.agents if agent.index not in sick]
+        vitals = {a.index: a.present_vitals(with_rewards=_own_weights(a) == weights) for a in sound}
+        return sick | collapsed(vitals, elite)
 
     def _settle(self, agents: Sequence[LLMAlgorithm]) -> None:
         """Move children into the slots of the dead, so that the population stays side by side in the bank."""
@@ -328,23 +359,6 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
-
-
-def _lost_episodes(groups: Sequence[Sequence[Trajectory]], size: int) -> set[int]:
-    """Return the places of an exam where somebody's environment failed: they count for nobody.
-
-    Raises EnvError when they are more than half of it.
-    """
-    failures = [
-        (place % size, t.outcome.error)
-        for place, group in enumerate(groups)
-        for t in group
-        if t.outcome is not None and t.outcome.error is not None
-    ]
-    lost = {place for place, _ in failures}
-    if len(lost) > size / 2:
-        raise EnvError(f"the environment failed in {len(lost)} of {size} exam episodes; the first: {failures[0][1]}")
-    return lost
 
 
 def _check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:

@@ -4,17 +4,19 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agilerl.data import RolloutBatch
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.models import adapters
 from agilerl.models.base import BaseModel, from_model, load_base, load_tokenizer, lora_layers
 from agilerl.models.heads import token_values
 from agilerl.models.lora import attach, detach
+from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
@@ -74,7 +76,9 @@ class Runtime:
             device=str(base.device),
         )
         attach(base.model, self.store)
-        self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows)
+        self.limits = MemoryLimits()
+        """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
+        self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)
         _RUNTIMES[id(base.model)] = self
         self._finalizer = weakref.finalize(self, detach, base.model, self.store)
 
@@ -161,22 +165,38 @@ class Runtime:
         return outputs
 
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
-        """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off)."""
+        """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).
+
+        Where memory runs out, the rows of a forward are halved; raises MemoryExhaustedError where it does not hold one.
+        """
         return self._fixed(AgentRows(slot, batch, temperature), micro_rows)
 
     def fixed_values(self, slot: int, batch: RolloutBatch, micro_rows: int) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
         return self._fixed(AgentRows(slot, batch, 1.0, values=True), micro_rows)
 
+    def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
+        """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
+        return self._fixed(AgentRows(slot, batch, temperature), micro_rows, entropy=True)
+
     @torch.no_grad()
-    def _fixed(self, rows: AgentRows, micro_rows: int) -> Tensor:
+    def _fixed(self, rows: AgentRows, micro_rows: int, *, entropy: bool = False) -> Tensor:
+        count, length = rows.batch.ids.shape
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
-        for start in range(0, len(rows.batch), micro_rows):
-            part = replace(rows, batch=rows.batch.select(slice(start, start + micro_rows)))
-            (output,) = self.forward([part])
-            found = output.values if rows.values else output.logp
+        start = 0
+        while start < count:
+            end = min(start + self.limits.rows(micro_rows, length), count)
+            part = replace(rows, batch=rows.batch.select(slice(start, end)))
+            outputs = attempt(partial(self.forward, [part], entropy=entropy))
+            if outputs is None:
+                if end - start == 1:
+                    raise MemoryExhaustedError(f"memory does not hold a forward pass over one row of {length} tokens")
+                self.limits.train_tokens = (end - start) * length // 2
+                continue
+            found = outputs[0].values if rows.values else outputs[0].entropy if entropy else outputs[0].logp
             assert found is not None
-            result[start : start + micro_rows, : found.shape[1]] = found.float()
+            result[start:end, : found.shape[1]] = found.float()
+            start = end
         return result
 
 

@@ -16,6 +16,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _LONGEST = 100
 _MOST_NAMES = 12
+_MOST_FINDINGS = 20
 
 
 def shown(value: Any) -> str:
@@ -52,7 +53,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
     """Turn a validation error into sentences that name the key and, for an unknown one, the nearest known key."""
     found: dict[str, str] = {}
     wrong_type: set[str] = set()
-    for item in error.errors():
+    for item in error.errors()[:_MOST_FINDINGS]:
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
@@ -69,7 +70,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         if key not in found or (key in wrong_type and not is_type):
             found[key] = text
             wrong_type = wrong_type | {key} if is_type else wrong_type - {key}
-    return "; ".join(dict.fromkeys(found.values()))
+    return "; ".join(dict.fromkeys(found.values())) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
 
 
 def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list[str], type[BaseModel]]:

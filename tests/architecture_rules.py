@@ -40,9 +40,21 @@ OPTIONAL = (
     *("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
     *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s"),
 )
-UNSAFE_IMPORTS = ("pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
-UNSAFE_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load")
-UNSAFE_KEYWORDS = ("trust_remote_code", "allow_pickle")
+UNSAFE_IMPORTS = (
+    *("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"),
+    *("torch.hub", "torch.package", "multiprocessing.connection"),
+)
+UNSAFE_NAMES = (
+    *("eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "builtins.compile"),
+    *("torch.load", "torch.jit.load", "torch.hub.load", "numpy.load", "pandas.read_pickle"),
+    *("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all"),
+    *("yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.CLoader"),
+    *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
+)
+"""What runs code that it is given, or may; also where it is not called but handed on."""
+UNSAFE_KEYWORDS = {"trust_remote_code": "False", "allow_pickle": "False", "shell": "False", "weights_only": "True"}
+"""Arguments that have one safe value."""
+DYNAMIC_IMPORTS = ("import_module", "exec_module", "load_module", "source_to_code", "run_module", "run_path")
 TORCH_DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "multinomial", "bernoulli", "normal")
 INPLACE_DRAWS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 GENERATORS = ("Generator", "Philox", "SeedSequence", "BitGenerator", "Random")
@@ -180,12 +192,27 @@ def unsafe(module: Module) -> Iterator[str]:
     for found in module.imports:
         if any(part_of(found.target, name) for name in UNSAFE_IMPORTS):
             yield f"{module.name}: imports {found.target} (line {found.line})"
-    for name, call in module.calls():
-        if name in UNSAFE_CALLS:
-            yield f"{module.name}: {name} (line {call.lineno})"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and module.dotted(node) in UNSAFE_NAMES:
+            yield f"{module.name}: {module.dotted(node)} (line {node.lineno})"
+    for _, call in module.calls():
         for keyword in call.keywords:
-            if keyword.arg in UNSAFE_KEYWORDS and ast.unparse(keyword.value) != "False":
+            safe = UNSAFE_KEYWORDS.get(keyword.arg or "")
+            if safe is not None and ast.unparse(keyword.value) != safe:
                 yield f"{module.name}: {keyword.arg} (line {call.lineno})"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Dict):  # for f(**{...})
+            for key, value in zip(node.keys, node.values):
+                name = key.value if isinstance(key, ast.Constant) else None
+                if UNSAFE_KEYWORDS.get(str(name), ast.unparse(value)) != ast.unparse(value):
+                    yield f"{module.name}: {name} (line {node.lineno})"
+
+
+def dynamic_imports(module: Module) -> Iterator[str]:
+    """Modules by a name that is not in the source; each place is an exception with a reason."""
+    for name, _ in module.calls():
+        if name.rpartition(".")[2] in DYNAMIC_IMPORTS:
+            yield f"{module.name}: {name.rpartition('.')[2]}"
 
 
 def global_rng(module: Module) -> Iterator[str]:
@@ -219,6 +246,7 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
         function_length,
         positional,
         unsafe,
+        dynamic_imports,
         global_rng,
         hidden_machinery,
     )

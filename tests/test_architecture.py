@@ -37,6 +37,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.envs.global_generators: numpy.random.get_state",
         "agilerl.envs.global_generators: numpy.random.set_state",
     ),
+    "dynamic_imports": (
+        "agilerl: import_module",  # names of the package itself, imported when they are asked for
+        "agilerl.envs.adapters.kinds: import_module",  # module:Class, typed on the command line or in Python
+        "agilerl.rewards.worker: import_module",  # the grader that IsolatedGrader was given, in a process of its own
+        # --allow-code, and nothing else:
+        "agilerl.training.own_code: import_module",
+        "agilerl.training.own_code: exec_module",
+        "agilerl.training.own_code: source_to_code",
+    ),
 }
 
 
@@ -129,6 +138,27 @@ BROKEN = [
     ("unsafe", "agilerl.x", "from torch import load\nload('a')"),
     ("unsafe", "agilerl.x", "import yaml\nyaml.load(text)"),
     ("unsafe", "agilerl.x", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+    ("unsafe", "agilerl.x", "AutoModel.from_pretrained(name, **{'trust_remote_code': True})"),
+    ("unsafe", "agilerl.x", "AutoModel.from_pretrained(name, trust_remote_code=setting)"),
+    ("unsafe", "agilerl.x", "import marshal"),
+    ("unsafe", "agilerl.x", "import shelve as s"),
+    ("unsafe", "agilerl.x", "from torch import hub\nhub.load('a', 'b')"),
+    ("unsafe", "agilerl.x", "import runpy"),
+    ("unsafe", "agilerl.x", "compile(text, 'x', 'exec')"),
+    ("unsafe", "agilerl.x", "__import__(name)"),
+    ("unsafe", "agilerl.x", "list(map(eval, texts))"),
+    ("unsafe", "agilerl.x", "import builtins\nrun = builtins.exec"),
+    ("unsafe", "agilerl.x", "import os\nos.system('ls')"),
+    ("unsafe", "agilerl.x", "from os import popen\npopen('ls')"),
+    ("unsafe", "agilerl.x", "import subprocess\nsubprocess.run('ls', shell=True)"),
+    ("unsafe", "agilerl.x", "from yaml import full_load as read\nread(text)"),
+    ("unsafe", "agilerl.x", "import yaml\nclass L(yaml.Loader): ..."),
+    ("unsafe", "agilerl.x", "import yaml\nyaml.load_all(text, Loader=yaml.SafeLoader)"),
+    ("unsafe", "agilerl.x", "import numpy as np\nnp.load(path)"),
+    ("unsafe", "agilerl.x", "read(path, allow_pickle=True)"),
+    ("unsafe", "agilerl.x", "read(path, weights_only=False)"),
+    ("dynamic_imports", "agilerl.x", "from importlib import import_module as load\nload(name)"),
+    ("dynamic_imports", "agilerl.x", "spec.loader.exec_module(module)"),
     ("global_rng", "agilerl.x", "import torch\ntorch.manual_seed(1)"),
     ("global_rng", "agilerl.x", "import torch\ntorch.cuda.manual_seed_all(1)"),
     ("global_rng", "agilerl.x", "import numpy as np\nnp.random.rand()"),
@@ -154,6 +184,12 @@ KEPT = [
     ("function_length", "agilerl.x", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1)),
     ("positional", "agilerl.x", "class A:\n    def f(self, a, b, c, d, e, f, *, g, h): ..."),
     ("unsafe", "agilerl.x", "import yaml\nyaml.safe_load(text)\nmodel.eval()\nf(trust_remote_code=False)"),
+    (
+        "unsafe",
+        "agilerl.x",
+        "import re\nre.compile('a')\nimport subprocess\nsubprocess.run(['ls'])\nf(allow_pickle=False)",
+    ),
+    ("dynamic_imports", "agilerl.x", "import json\nfrom agilerl import runs"),
     ("global_rng", "agilerl.x", "import numpy as np, torch\nnp.random.Generator(b)\ntorch.randn(3, generator=g)"),
     ("global_rng", "agilerl.x", "from random import Random\nRandom(1).choice(x)\nrng.random()"),
 ]

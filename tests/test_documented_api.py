@@ -206,8 +206,9 @@ def test_every_default_that_is_another_one_is_in_the_docs() -> None:
 MACHINERY = {
     *{"lr", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "max_model_len", "seed"},
     *{"group_size", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_output_tokens"},
+    "reward_weights",
 }
-"""Settings of optimizers and sampling, which no loss reads."""
+"""Settings of optimizers, sampling and grading, which no loss reads."""
 
 
 def test_every_setting_of_a_loss_is_in_its_docs() -> None:

@@ -192,7 +192,9 @@ class DPO(DataAlgorithm):
         if _OVER_PAIRS & set(self.config.losses):
             return self.window_rows
         given = self.config.micro_batch_size_per_gpu
-        return 2 * given if given is not None else max(2, super().micro_rows(batch) // 2 * 2)
+        if given is None:
+            return max(2, super().micro_rows(batch) // 2 * 2)
+        return max(2, self.runtime.limits.rows(2 * given, batch.ids.shape[1]) // 2 * 2)
 
     def _check_pairs(self, batch: RolloutBatch) -> None:
         groups = batch.groups

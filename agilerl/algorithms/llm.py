@@ -15,6 +15,7 @@ from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import examine
 from agilerl.algorithms.experiences import ActionResult, action_result
+from agilerl.algorithms.health import Health
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
 from agilerl.algorithms.primitives import TrainingPrimitives
@@ -46,7 +47,7 @@ from agilerl.runtime import Runtime
 __all__ = ["LLMAlgorithm"]
 
 
-class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurface, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -101,6 +102,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, Evolv
         """Tokens spent by this agent and its ancestors."""
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
+        self.begin_health()
         self.critic_slot: int | None = None
         """Slot of the critic, for algorithms that have one."""
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
@@ -193,11 +195,13 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, Evolv
     def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
 
+        NaN does where the agent is ``sick``, whatever its rewards: selection then replaces it.
+
         For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) of seeds that training
         does not count up to.
         """
         scores = examine(self, env, loop)
-        self.fitness.append(float(scores.mean()))
+        self.fitness.append(float("nan") if self.sick else float(scores.mean()))
         return scores
 
     # -- learning -------------------------------------------------------------------------------------------------
@@ -220,8 +224,12 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, Evolv
         return self.config.mini_batch_size or self.config.batch_size
 
     def micro_rows(self, batch: RolloutBatch) -> int:
-        """Trajectories of one forward pass: the user's number, or what about 4,096 padded tokens hold."""
-        return self.config.micro_batch_size_per_gpu or max(1, MICRO_TOKENS // batch.ids.shape[1])
+        """Trajectories of one forward pass: the user's number, or what about 4,096 padded tokens hold.
+
+        Less where memory turned out not to hold them.
+        """
+        length = batch.ids.shape[1]
+        return self.runtime.limits.rows(self.config.micro_batch_size_per_gpu or max(1, MICRO_TOKENS // length), length)
 
     @property
     def current_lr(self) -> float:
@@ -251,6 +259,11 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, Evolv
 
     # -- mutation -------------------------------------------------------------------------------------------------
 
+    def apply_mutation(self, mutation: Mutation) -> None:
+        """Carry out a planned mutation; it ends every selection, also where it changes nothing."""
+        super().apply_mutation(mutation)
+        self.after_selection()
+
     def _mutate_adapter(self, mutation: Mutation) -> str:
         if mutation.kind == "parameters":
             share = float(mutation.details["sd"])
@@ -274,7 +287,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, DocumentedSurface, Evolv
     @classmethod
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
         """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
-        check_algorithm(state, cls.__name__)
+        check_algorithm(state, cls.__name__, cls.Config.model_fields)
         check_restored(state.own_loss, loss)
         agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
         restore(agent, state, with_optimizer=True)

@@ -212,7 +212,7 @@ def compute_loss(agent: "LLMAlgorithm", own: LossFunction | None, inputs: LossIn
     value, named = result if pair else (result, {})
     _check_scalar(value, loss_name(loss))
     assert isinstance(value, Tensor)
-    if not isinstance(loss, _Tangents):
+    if loss is not tangent_loss:
         _record(inputs, value, named, metrics)
     return value.to(inputs.logp)
 
@@ -231,19 +231,9 @@ def loss_denominator(agent: "LLMAlgorithm", own: LossFunction | None, mask: Tens
     return normaliser(mask, loss.aggregation, max_length=longest)
 
 
-@dataclass(frozen=True)
-class _Tangents:
-    tangents: Tensor
-
-    def __call__(self, inputs: LossInputs) -> Tensor:
-        # Its gradient with respect to logp is the tangents themselves.
-        own = torch.where(inputs.mask, self.tangents.to(inputs.logp), 0.0)
-        return (inputs.logp * own[:, : inputs.logp.shape[1]]).sum()
-
-
-def tangent_loss(tangents: Tensor) -> LossFunction:
-    """Return the loss function whose gradient with respect to the log-probs is ``tangents`` ``[b, L]``."""
-    return _Tangents(tangents)
+def tangent_loss(inputs: LossInputs) -> Tensor:
+    """Return the loss whose gradient with respect to the log-probs is what stands in place of the advantages."""
+    return (inputs.logp * torch.where(inputs.mask, inputs.advantages.to(inputs.logp), 0.0)).sum()
 
 
 def _arguments(loss: LossFunction, agent: "LLMAlgorithm") -> dict[str, object]:

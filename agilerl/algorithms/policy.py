@@ -22,7 +22,6 @@ from agilerl.functional import (
     masked_sum,
     zero_variance_groups,
 )
-from agilerl.runtime import AgentRows
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
@@ -235,17 +234,9 @@ def reference_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
     return known.logprobs(batch, agent.reference_slot, agent.reference_key, rows, _temperature(agent))
 
 
-@torch.no_grad()
 def behaviour_entropy(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
     """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
-    result = torch.zeros(batch.action_mask.shape, dtype=torch.float32)
-    rows = agent.micro_rows(batch)
-    for start in range(0, len(batch), rows):
-        part = AgentRows(agent.slot, batch.select(slice(start, start + rows)), _temperature(agent))
-        (output,) = agent.runtime.forward([part], entropy=True)
-        assert output.entropy is not None
-        result[start : start + rows, : output.entropy.shape[1]] = output.entropy.cpu()
-    return result
+    return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_rows(batch)).cpu()
 
 
 def per_turn_sums(values: Tensor, turn_ids: Tensor, turns: int) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 
 from agilerl.algorithms.experiences import to_batch
@@ -72,7 +71,8 @@ class TrainingPrimitives:
                 agent.accumulate(experience.select(rows), my_loss, denominator=whole)
             agent.optim_step()
 
-        Without ``denominator`` the batch is the whole step. Raises ConfigError for what is no loss function.
+        Without ``denominator`` the batch is the whole step. Raises ConfigError for what is no loss function, and
+        MemoryExhaustedError, nothing having been added, where memory does not hold the least part of the batch.
         """
         agent = cast("LLMAlgorithm", self)
         experience = batch if isinstance(batch, Experience) else agent.prepare(batch)
@@ -98,11 +98,7 @@ class TrainingPrimitives:
                 f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
                 f"agent.logprobs(batch), found {found}"
             )
-        tangents, size = dloss_dlogp.detach(), agent.micro_rows(rows)
-        for start in range(0, len(rows), size):
-            piece = torch.arange(start, min(start + size, len(rows)))
-            part = Experience(rows.select(piece), torch.zeros(len(piece), expected[1]))
-            accumulate_batch(agent, part, tangent_loss(tangents[piece.to(tangents.device)]), 1.0)
+        accumulate_batch(agent, Experience(rows, dloss_dlogp.detach()), tangent_loss, 1.0)
         self._count(rows)
 
     def optim_step(self) -> dict[str, float]:

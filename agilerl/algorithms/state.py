@@ -1,23 +1,24 @@
 """An agent as plain data: what clone, save, load and migration have in common, and its form on disk."""
 
 import copy
-import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agilerl.algorithms.agent_json import like, read_agent_json
 from agilerl.algorithms.losses import loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
 from agilerl.models.slots import AdapterStore, LinearShape
+from agilerl.runs import strict_json
 from agilerl.runtime import Runtime
+from agilerl.validation import shown
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
@@ -45,6 +46,10 @@ _COUNTERS = (
     "updates",
     "rollouts",
     "skipped_steps",
+    "bad_steps",
+    "sick",
+    "outcomes",
+    "vitals",
     "reference_tracker",
     "tokens",
     "fitness",
@@ -152,20 +157,24 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
     }
 
 
-def check_algorithm(state: AgentState, name: str) -> None:
-    """Raise CheckpointError where the state is that of an agent of another algorithm."""
+def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[str]) -> None:
+    """Raise CheckpointError where the state is of another algorithm, or sets what is none of its hyperparameters."""
     if state.algorithm != name:
         raise CheckpointError(
             f"expected the checkpoint of a {name} agent, found {state.algorithm}'s; build it with "
             f"{state.algorithm}, or take its weights alone: {name}(...).load_checkpoint(path)"
         )
+    unknown = sorted(set(state.config) - set(hyperparameters))
+    if unknown:
+        raise CheckpointError(f"the checkpoint of a {name} agent sets {shown(unknown[0])}, no hyperparameter of {name}")
 
 
 def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
     for name in _COUNTERS:
         if name in state.counters:
-            setattr(agent, name, copy.deepcopy(state.counters[name]))
+            value = like(state.counters[name], getattr(agent, name, None), name)
+            setattr(agent, name, copy.deepcopy(value))
     load_weights(agent, state, with_optimizer=with_optimizer)
 
 
@@ -193,8 +202,9 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
     store.load_adapter(slot, critic.adapter)
     store.clear_moments(slot)
     head = torch.zeros_like(store.read_head(slot))
-    if critic.head.shape != head[0].shape:
-        raise CheckpointError(f"expected a value head of {head.shape[1]} numbers, found {critic.head.numel()}")
+    for found in (critic.head, *critic.head_moments.values()):
+        if found.shape != head[0].shape:
+            raise CheckpointError(f"expected a value head of {head.shape[1]} numbers, found {found.numel()}")
     head[0] = critic.head
     if with_optimizer and critic.moments:
         store.write(slot, critic.moments)
@@ -205,10 +215,7 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
 
 def base_name(folder: Path) -> str:
     """Return the name of the base model that a checkpoint belongs to; raises CheckpointError when there is none."""
-    try:
-        return str(json.loads((folder / "agent.json").read_text())["base"])
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing or damaged") from error
+    return str(read_agent_json(folder / "agent.json")["base"])
 
 
 def write_state(
@@ -225,19 +232,18 @@ def write_state(
     if critic is not None:
         adapters.write_adapter(folder / "critic", layers, critic.adapter, lora_config, source)
         head = critic.head.cpu()
-        tensors = {"weight": head[None, :-1].contiguous(), "bias": head[-1:].contiguous()}
-        save_file(tensors, folder / "critic" / _HEAD_FILE, metadata={"format": "pt"})
+        adapters.write_tensors(folder / "critic" / _HEAD_FILE, {"weight": head[None, :-1], "bias": head[-1:]})
     if save_optimizer:
         tensors = _flat_moments(state.moments, layers)
         if critic is not None:
             own = {**_flat_moments(critic.moments, layers), **{f"{n}.head": t for n, t in critic.head_moments.items()}}
             own["steps"] = torch.tensor(critic.optimizer_steps, dtype=torch.float64)
-            tensors |= {f"critic.{name}": tensor.contiguous().cpu() for name, tensor in own.items()}
-        save_file(tensors, folder / "optimizer.safetensors")
+            tensors |= {f"critic.{name}": tensor for name, tensor in own.items()}
+        adapters.write_tensors(folder / "optimizer.safetensors", tensors)
     plain = {f.name: getattr(state, f.name) for f in fields(state)}
     for name in ("adapter", "moments", "reference", "critic"):
         del plain[name]
-    (folder / "agent.json").write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
+    (folder / "agent.json").write_text(strict_json.dumps(plain, indent=1) + "\n")
 
 
 def _of_rank(rank: int, lora_config: Any) -> Any:
@@ -249,7 +255,7 @@ def _of_rank(rank: int, lora_config: Any) -> Any:
 
 def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) -> dict[str, Tensor]:
     return {
-        f"{moment}.{layer.name}.{side}": tensor.contiguous().cpu()
+        f"{moment}.{layer.name}.{side}": tensor
         for moment, factors in moments.items()
         for layer, pair in zip(layers, factors)
         for side, tensor in zip("AB", pair)
@@ -272,14 +278,12 @@ def read_state(folder: Path, layers: tuple[LinearShape, ...]) -> AgentState:
 
     Raises CheckpointError when a file is missing, damaged or made for other layers.
     """
-    try:
-        plain = json.loads((folder / "agent.json").read_text())
-        state = AgentState(**plain, adapter=[])
-    except FileNotFoundError as error:
-        raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing") from error
-    except (json.JSONDecodeError, TypeError, OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / 'agent.json'} is damaged: {error}") from error
-    state.adapter, _ = adapters.read_adapter(folder / "actor", layers)
+    if not (folder / "agent.json").exists():
+        raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing")
+    state = AgentState(**read_agent_json(folder / "agent.json"), adapter=[])
+    state.adapter, lora = adapters.read_adapter(folder / "actor", layers)
+    if state.lora["r"] != lora.r:
+        raise CheckpointError(f"{folder}: agent.json has rank {state.lora['r']}, the adapter rank {lora.r}")
     if (folder / "reference").is_dir():
         state.reference, _ = adapters.read_adapter(folder / "reference", layers)
     if (folder / "critic").is_dir():
@@ -292,7 +296,7 @@ def read_state(folder: Path, layers: tuple[LinearShape, ...]) -> AgentState:
 
 
 def _read_head(path: Path) -> Tensor:
-    tensors = _tensors(path)
+    tensors = adapters.read_tensors(path)
     try:
         head = torch.cat([tensors["weight"].reshape(-1), tensors["bias"].reshape(-1)])
     except KeyError as error:
@@ -303,29 +307,26 @@ def _read_head(path: Path) -> Tensor:
 
 
 def _read_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState) -> None:
-    tensors = _tensors(path)
-    try:
-        state.moments = _read_moments(tensors, layers)
-        if state.critic is not None:
-            state.critic.moments = _read_moments(tensors, layers, "critic.")
-            state.critic.head_moments = {moment: tensors[f"critic.{moment}.head"] for moment in _MOMENTS}
-            state.critic.optimizer_steps = float(tensors["critic.steps"])
-    except KeyError as error:
-        raise CheckpointError(f"{path} does not fit this agent: {error.args[0]} is missing") from error
+    tensors = adapters.read_tensors(path)
 
+    def tensor(name: str, shape: Sequence[int]) -> Tensor:
+        found = tensors.get(name)
+        if found is None or found.shape != shape:
+            wrong = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(shape)}"
+            raise CheckpointError(f"{path} does not fit this agent: {name} {wrong}")
+        if torch.isnan(found).any():
+            raise CheckpointError(f"{path}: {name} holds NaN")
+        return found
 
-def _read_moments(tensors: dict[str, Tensor], layers: tuple[LinearShape, ...], prefix: str = "") -> dict[str, Factors]:
-    def pair(moment: str, layer: LinearShape) -> tuple[Tensor, Tensor]:
-        return tensors[f"{prefix}{moment}.{layer.name}.A"], tensors[f"{prefix}{moment}.{layer.name}.B"]
+    def moments(adapter: Factors, prefix: str = "") -> dict[str, Factors]:
+        named = [(layer.name, *pair) for layer, pair in zip(layers, adapter)]
+        return {
+            m: [(tensor(f"{prefix}{m}.{n}.A", a.shape), tensor(f"{prefix}{m}.{n}.B", b.shape)) for n, a, b in named]
+            for m in _MOMENTS
+        }
 
-    return {moment: [pair(moment, layer) for layer in layers] for moment in _MOMENTS}
-
-
-def _tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    return tensors
+    state.moments = moments(state.adapter)
+    if state.critic is not None:
+        state.critic.moments = moments(state.critic.adapter, "critic.")
+        state.critic.head_moments = {m: tensors.get(f"critic.{m}.head", torch.zeros(0)) for m in _MOMENTS}
+        state.critic.optimizer_steps = float(tensor("critic.steps", ()))

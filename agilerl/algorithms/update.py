@@ -6,6 +6,7 @@ is nothing but a sequence of the two, and so is whatever a user builds of ``agen
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 from agilerl.algorithms.losses import LossFunction, compute_loss, loss_denominator
 from agilerl.algorithms.policy import record_batch, record_idle
 from agilerl.data import LossInputs, RolloutBatch
+from agilerl.errors import MemoryExhaustedError
 from agilerl.functional import MetricReducer
+from agilerl.models.memory import attempt
 from agilerl.models.optim import adamw_step
 from agilerl.models.slots import AdapterStore
+from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 if TYPE_CHECKING:
@@ -81,19 +85,38 @@ class Piece:
     experience: Experience
     rows: Tensor
     denominator: float
+    loss: LossFunction | None = None
+    """Used in place of the agent's own; None: the agent's."""
+    metrics: MetricReducer = field(default_factory=MetricReducer)
+    """Of this micro-batch alone, until all of them have been computed."""
+    is_finite: bool = True
+    """Whether its loss was."""
+
+
+@dataclass
+class Share:
+    """Rows of one agent that go into one optimizer step together."""
+
+    agent: "LLMAlgorithm"
+    experience: Experience
+    rows: Tensor
+    denominator: float
     metrics: MetricReducer
     loss: LossFunction | None = None
     """Used in place of the agent's own; None: the agent's."""
 
+    def cut(self) -> tuple[list[Piece], int]:
+        """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
 
-@dataclass
-class _Window:
-    """One optimizer step of one agent."""
-
-    denominator: float
-    micro_batches: list[Tensor]
-    idle_tokens: int
-    """Action tokens of the rows that need no computation."""
+        Idle rows are idle under the algorithm's own objective only; another loss sees every row.
+        """
+        own = self.loss if self.loss is not None else self.agent.loss
+        idle = self.experience.idle if own is None else None
+        busy = self.rows if idle is None else self.rows[~idle[self.rows]]
+        batch = self.experience.batch
+        skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
+        parts = torch.split(busy, self.agent.micro_rows(batch)) if len(busy) else ()
+        return [Piece(self.agent, self.experience, rows, self.denominator, self.loss) for rows in parts], skipped
 
 
 @dataclass
@@ -103,29 +126,19 @@ class _Update:
     agent: "LLMAlgorithm"
     experience: Experience
     metrics: MetricReducer = field(default_factory=MetricReducer)
-    windows: list[_Window] = field(default_factory=list)
+    outcome: Outcome = "ok"
+    windows: list[Share] = field(default_factory=list)
+    """One for each optimizer step."""
 
     def __post_init__(self) -> None:
         agent, batch = self.agent, self.experience.batch
+        self.skipped_before = agent.skipped_steps
         if not len(batch):
             return
         for epoch in range(agent.config.update_epochs):
             for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
                 denominator = loss_denominator(agent, None, batch.action_mask[rows])
-                self.windows.append(_Window(denominator, *_cut(agent, self.experience, rows, own=agent.loss)))
-
-
-def _cut(
-    agent: "LLMAlgorithm", experience: Experience, rows: Tensor, *, own: LossFunction | None
-) -> tuple[list[Tensor], int]:
-    """Cut rows into micro-batches without those that need no computation, whose action tokens are counted.
-
-    Idle rows are idle under the algorithm's own objective only; another loss sees every row.
-    """
-    idle = experience.idle if own is None else None
-    busy = rows if idle is None else rows[~idle[rows]]
-    skipped = 0 if idle is None else int(experience.batch.action_mask[rows[idle[rows]]].sum())
-    return list(torch.split(busy, agent.micro_rows(experience.batch))) if len(busy) else [], skipped
+                self.windows.append(Share(agent, self.experience, rows, denominator, self.metrics))
 
 
 def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
@@ -135,32 +148,44 @@ def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
     return (units[:, None] * unit + torch.arange(unit)).flatten()
 
 
-def learn_together(agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]) -> list[dict[str, float]]:
+def learn_together(
+    agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch], sampled: Sequence[Outcome] | None = None
+) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
     Agents need not agree on anything: an agent with fewer optimizer steps simply drops out of the later rounds. What
     an agent computes depends on its own rows alone, so the result is the one it would have reached on its own.
+    ``sampled`` is what came of sampling the batches; an agent whose is not ok learns nothing. What came of the whole
+    is in ``agent.outcome``.
     """
     runtime = agents[0].runtime
-    updates = [_Update(agent, agent.prepare(batch)) for agent, batch in zip(agents, batches)]
+    found: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
+    updates = [_begin(*own) for own in zip(agents, batches, found)]
     for update, batch in zip(updates, batches):
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
             update.metrics.add(name, value)
     clear_gradients(agents)
     for step in range(max((len(u.windows) for u in updates), default=0)):
-        active = [u for u in updates if step < len(u.windows)]
-        accumulate_all(runtime, [_pieces(u, u.windows[step]) for u in active])
-        optim_step([u.agent for u in active], [u.metrics for u in active])
+        active = [u for u in updates if step < len(u.windows) and u.outcome == "ok"]
+        unfit = accumulate_all(runtime, [u.windows[step] for u in active])
+        for update in active:
+            if update.agent in unfit:
+                update.outcome = "oom"
+        active = [u for u in active if u.outcome == "ok"]
+        if active:
+            optim_step([u.agent for u in active], [u.metrics for u in active])
     return [_finish(u) for u in updates]
 
 
-def _pieces(update: _Update, window: _Window) -> list[Piece]:
-    record_idle(window.idle_tokens, update.metrics)
-    return [
-        Piece(update.agent, update.experience, rows, window.denominator, update.metrics)
-        for rows in window.micro_batches
-    ]
+def _begin(agent: "LLMAlgorithm", batch: RolloutBatch, outcome: Outcome) -> _Update:
+    nothing = batch.select(slice(0, 0))
+    if outcome != "ok":
+        return _Update(agent, agent.prepare(nothing), outcome=outcome)
+    try:
+        return _Update(agent, agent.prepare(batch))
+    except MemoryExhaustedError:
+        return _Update(agent, agent.prepare(nothing), outcome="oom")
 
 
 def accumulate_batch(
@@ -168,24 +193,67 @@ def accumulate_batch(
 ) -> MetricReducer:
     """Add the gradient of one agent's rows, as a part of an optimizer step; returns the metrics of these rows.
 
-    Without a ``denominator`` the rows are the whole step.
+    Without a ``denominator`` the rows are the whole step. Raises MemoryExhaustedError, the pending gradient being what
+    it was, where memory does not hold the least of it.
     """
     metrics = MetricReducer()
     if denominator is None:
         denominator = loss_denominator(agent, loss, experience.batch.action_mask)
-    own = loss if loss is not None else agent.loss
-    micro_batches, idle_tokens = _cut(agent, experience, torch.arange(len(experience)), own=own)
-    record_idle(idle_tokens, metrics)
-    pieces = [Piece(agent, experience, rows, denominator, metrics, loss) for rows in micro_batches]
-    accumulate_all(agent.runtime, [pieces])
+    share = Share(agent, experience, torch.arange(len(experience)), denominator, metrics, loss)
+    if accumulate_all(agent.runtime, [share], keep_pending=True):
+        raise MemoryExhaustedError(
+            f"memory does not hold an update on {agent.rows_per_unit} row of {experience.batch.ids.shape[1]} tokens"
+        )
     return metrics
 
 
-def accumulate_all(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> None:
-    """Add the gradients of each agent's micro-batches, in as few forward passes as ``runtime.max_tokens`` allows."""
+def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list["LLMAlgorithm"]:
+    """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
+
+    All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
+    to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
+    passes. Returns the agents of which memory does not hold the least, without a gradient from here.
+    """
+    store, unfit, left = runtime.store, list["LLMAlgorithm"](), list(shares)
+    slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
+    pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
+    while True:
+        cuts = [share.cut() for share in left]
+        full = _accumulate_packs(runtime, [pieces for pieces, _ in cuts])
+        if full is None:
+            break
+        for slot in slots:
+            store.grad[slot] = pending.get(slot, 0.0)
+        agent = _halve(runtime, full)
+        if agent is not None:
+            unfit.append(agent)
+            left = [share for share in left if share.agent is not agent]
+    for share, (pieces, idle_tokens) in zip(left, cuts):
+        record_idle(idle_tokens, share.metrics)
+        for piece in pieces:
+            share.metrics.merge(piece.metrics)
+            share.agent.gradient_is_finite &= piece.is_finite
+    return unfit
+
+
+def _accumulate_packs(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> list[Piece] | None:
+    """Add the gradients of each agent's micro-batches; returns the pack that memory did not hold, if there is one."""
     for k in range(max((len(own) for own in pieces), default=0)):
-        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.max_tokens):
-            accumulate(runtime, pack)
+        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
+            if attempt(partial(accumulate, runtime, pack)) is None:
+                return pack
+    return None
+
+
+def _halve(runtime: Runtime, full: Sequence[Piece]) -> "LLMAlgorithm | None":
+    """Allow half the tokens of what memory did not hold; returns the agent that cannot make do with fewer."""
+    limits, first = runtime.limits, full[0]
+    before, length = limits.train_tokens, first.experience.batch.select(first.rows).ids.shape[1]
+    limits.train_tokens = max(1, sum(len(piece.rows) for piece in full) * length // 2)
+    if len(full) > 1 or first.agent.micro_rows(first.experience.batch) < len(first.rows):
+        return None
+    limits.train_tokens = before
+    return first.agent
 
 
 def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
@@ -211,12 +279,12 @@ def _forward_rows(piece: Piece) -> int:
     return len(piece.rows) * (1 if piece.agent.critic_slot is None else 2)
 
 
-def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
+def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> float:
     """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
 
     The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
     window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
-    skip the next step.
+    skip the next step. Returns the total.
     """
     batches = [p.experience.batch.select(p.rows) for p in pieces]
     parts = [
@@ -230,9 +298,11 @@ def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> None:
     for i, (piece, output) in enumerate(zip(pieces, outputs)):
         inputs = _inputs(piece, batches[i], output, values.get(i))
         loss = compute_loss(piece.agent, piece.loss, inputs, piece.metrics)
-        piece.agent.gradient_is_finite &= bool(torch.isfinite(loss))
+        piece.is_finite = bool(torch.isfinite(loss))
         losses.append(loss)
-    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    total = torch.stack(losses).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    return float(total.detach())
 
 
 def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Tensor | None) -> LossInputs:
@@ -289,6 +359,7 @@ def optim_step(agents: Sequence["LLMAlgorithm"], metrics: Sequence[MetricReducer
     stepped = [all(a for a, owner in zip(applied, owners) if owner == i) for i in range(len(agents))]
     for i, agent in enumerate(agents):
         agent.skipped_steps += not stepped[i]
+        agent.note_step(stepped[i])
         first = owners.index(i)
         metrics[i].add("grad_norm", norms[first])
         metrics[i].add("learning_rate", settings[first].lr)
@@ -302,9 +373,11 @@ def _finite_gradients(store: AdapterStore, slots: Sequence[int]) -> bool:
 
 def _finish(update: _Update) -> dict[str, float]:
     agent, batch = update.agent, update.experience.batch
-    epochs = agent.config.update_epochs
-    agent.tokens["trained"] += epochs * int(batch.lengths.sum())
-    agent.steps += len(batch)
+    if update.outcome == "ok" and agent.skipped_steps > update.skipped_before:
+        update.outcome = "nonfinite"
+    if update.outcome != "oom":
+        agent.tokens["trained"] += agent.config.update_epochs * int(batch.lengths.sum())
+        agent.steps += len(batch)
     agent.updates += 1
     values = update.metrics.result()
     # The sum over all optimizer windows; a window's loss is what one step minimised.
@@ -312,4 +385,5 @@ def _finish(update: _Update) -> dict[str, float]:
     values["skipped_steps"] = float(agent.skipped_steps)
     values["num_tokens"] = float(agent.tokens["trained"])
     values["mean_loss"], values["mean_kl"] = values["loss"], values.get("kl", 0.0)
+    agent.note_outcome(update.outcome, values)
     return values

@@ -16,6 +16,15 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs to read.")]
 
 
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Run the Python that the manifest names (rewards.py:my_reward, module:Name): read it first.",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""
@@ -36,6 +45,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    *,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory; default runs/<task>-<time>.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run (training.seed).", min=0)] = None,
     resume: Annotated[
@@ -45,6 +55,7 @@ def train(
         ),
     ] = "never",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
+    allow_code: AllowCode = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,12 +70,27 @@ def train(
     """
     from agilerl.cli.train import run_train
 
-    run_train(arguments or [], out=out, seed=seed, resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    run_train(
+        arguments or [],
+        out=out,
+        seed=seed,
+        resume=resume,
+        dry_run=dry_run,
+        allow_code=allow_code,
+        quiet=quiet,
+        as_json=as_json,
+    )
 
 
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    *,
+    allow_code: AllowCode = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option("--allow-changes", help="Go on although files that the run reads, rows or code, have changed."),
+    ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +100,7 @@ def resume(
     """
     from agilerl.cli.train import run_resume
 
-    run_resume(run, quiet=quiet, as_json=as_json)
+    run_resume(run, allow_code=allow_code, allow_changes=allow_changes, quiet=quiet, as_json=as_json)
 
 
 @app.command()
@@ -103,6 +129,7 @@ def check(
         str | None,
         typer.Option("--tokenizer", metavar="MODEL", help="Also check that this model's chat template suits it."),
     ] = None,
+    allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Say in sentences what is wrong with an environment or a manifest.
@@ -115,7 +142,7 @@ def check(
     """
     from agilerl.cli.check import run_check
 
-    run_check(arguments, tokenizer=tokenizer, as_json=as_json)
+    run_check(arguments, tokenizer=tokenizer, allow_code=allow_code, as_json=as_json)
 
 
 @app.command()

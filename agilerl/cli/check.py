@@ -15,13 +15,13 @@ from agilerl.validation import shown
 __all__ = ["run_check"]
 
 
-def run_check(arguments: Sequence[str], *, tokenizer: str | None, as_json: bool) -> None:
+def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bool, as_json: bool) -> None:
     """Check what the first argument names; see ``agilerl check --help``."""
     target, *settings = arguments
     if _is_manifest(target):
         if tokenizer is not None:
             raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
-        _check_manifest(Path(target), settings)
+        _check_manifest(Path(target), settings, allow_code)
         _print(target, [], as_json)
         return
     findings = _check_environment(target, _keywords(settings), tokenizer)
@@ -30,13 +30,13 @@ def run_check(arguments: Sequence[str], *, tokenizer: str | None, as_json: bool)
         sys.exit(1)
 
 
-def _check_manifest(path: Path, overrides: Sequence[str]) -> None:
+def _check_manifest(path: Path, overrides: Sequence[str], allow_code: bool) -> None:
     from agilerl.training.config import load_manifest
 
     config = load_manifest(path, overrides)
     from agilerl.training.setup import build  # imported once the manifest is known to be well formed
 
-    build(config)
+    build(config, allow_code=allow_code)
 
 
 def _check_environment(name: str, settings: dict[str, Any], model: str | None) -> list[dict[str, str]]:

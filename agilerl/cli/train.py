@@ -16,6 +16,7 @@ from agilerl.training.config import RunConfig, load_manifest
 from agilerl.validation import shown
 
 if TYPE_CHECKING:
+    from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
     from agilerl.training.setup import Session
     from agilerl.training.stopping import StopRequest
@@ -30,6 +31,7 @@ def run_train(
     seed: int | None,
     resume: Literal["never", "auto"],
     dry_run: bool,
+    allow_code: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -37,20 +39,21 @@ def run_train(
     config = _config(arguments, seed)
     if resume == "auto" and out is None:
         raise ConfigError("--resume auto goes on with the run in --out, found no --out; name the directory")
-    _quieten_libraries()
-    # Imported once the manifest is known to be well formed: a typo should not cost seconds of imports.
-    from agilerl.cli.plan import plan_document, print_plan
     from agilerl.runs.directory import RunLayout
-    from agilerl.training.loop import train
-    from agilerl.training.setup import build
 
     root = out if out is not None else _default_out(config)
     if resume == "auto" and not dry_run and RunLayout(root).run_json.exists():
-        run_resume(root, quiet=quiet, as_json=as_json, expected=config)
+        run_resume(root, allow_code=allow_code, quiet=quiet, as_json=as_json, expected=config)
         return
     _check_place(root)
+    _quieten_libraries()
+    # Imported once manifest and place are known to be good: a typo, or a second process, should not cost seconds.
+    from agilerl.cli.plan import plan_document, print_plan
+    from agilerl.training.loop import train
+    from agilerl.training.setup import build
+
     console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
-    session = build(config)
+    session = build(config, allow_code=allow_code)
     if as_json and dry_run:
         print(json.dumps(plan_document(session, root), indent=1))
         return
@@ -62,32 +65,57 @@ def run_train(
     _follow(lambda stop: train(session, root, command=command, stop=stop), session, console, as_json=as_json)
 
 
-def run_resume(root: Path, *, quiet: bool, as_json: bool, expected: RunConfig | None = None) -> None:
+def run_resume(
+    root: Path,
+    *,
+    allow_code: bool = False,
+    allow_changes: bool = False,
+    quiet: bool,
+    as_json: bool,
+    expected: RunConfig | None = None,
+) -> None:
     """Go on with a run; see ``agilerl resume --help``. It must be one of the ``expected`` configuration, if given."""
+    from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
+
+    info, layout = read_run(root), RunLayout(root)
+    check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
     _quieten_libraries()
-    from agilerl.runs.directory import RunLayout, read_run
     from agilerl.runs.strict_json import read_json
     from agilerl.training.loop import resume
     from agilerl.training.saved import open_run
     from agilerl.training.setup import build, document
 
     console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
-    info, layout = read_run(root), RunLayout(root)
     if expected is not None:
+        RunConfig.from_dict(info["config"])
         _check_same(info["config"], document(expected), root)
     if layout.is_finished:
+        _complete(layout)
         console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
         if as_json:
             print(json.dumps(read_json(layout.summary), indent=1))
         return
-    saved = open_run(root, report=_say)
+    saved = open_run(root, report=_say, allow_changes=allow_changes)
     try:
-        session = build(saved.config, saved.checkpoint)
+        session = build(saved.config, saved.checkpoint, allow_code=allow_code)
     except BaseException:
         saved.run.close()
         raise
     console.print(_found(root, session))
     _follow(lambda stop: resume(session, saved.run, stop=stop), session, console, as_json=as_json)
+
+
+def _complete(layout: "RunLayout") -> None:
+    """Write the report of a finished run whose process died between the summary and that."""
+    if layout.report.exists():
+        return
+    from agilerl.report import build_report
+    from agilerl.runs.atomic import remove_leftovers
+    from agilerl.runs.directory import check_not_in_use
+
+    check_not_in_use(layout.root)  # a process may be writing it just now
+    remove_leftovers(layout.root)
+    build_report([layout.root], layout.report)
 
 
 def _follow(
@@ -124,8 +152,8 @@ def _found(root: Path, session: "Session") -> str:
 def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path) -> None:
     """Raise ConfigError that names the first setting in which a run differs from what is asked for."""
     for section, settings in wanted.items():
-        for name, value in settings.items():
-            there = found.get(section, {}).get(name)
+        for name in {**settings, **found.get(section, {})}:
+            there, value = found.get(section, {}).get(name), settings.get(name)
             if there != value:
                 raise ConfigError(
                     f"the run in {str(root)!r} was started with {section}.{name}={shown(there)}, now it is "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 __all__ = ["Completion", "EpisodeOutcome", "FinishReason", "Trajectory"]
 
-FinishReason = Literal["stop", "length", "context", "error"]
+FinishReason = Literal["stop", "length", "context", "error", "oom"]
 
 
 @dataclass(slots=True)
@@ -18,7 +18,8 @@ class Completion:
     logprobs: list[float]
     """Log-probability of each token in ``token_ids`` under the distribution it was drawn from, in nats."""
     finish_reason: FinishReason
-    """``stop``: an end token was drawn; ``length``: the token limit; ``context``: the context is full."""
+    """``stop``: an end token was drawn; ``length``: the token limit; ``context``: the context is full; ``error``: the
+    log-probs are not finite; ``oom``: memory does not hold even this row alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Tasks and environments. ``ReasoningGym``, which needs torch, is in ``agilerl.llm_envs``."""
 
 from agilerl.envs.core import MultiTurnEnv, Row, Task, score_completions
+from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
@@ -15,6 +16,7 @@ __all__ = [
     "ConditionalTarget",
     "ConstantTarget",
     "CuratedTask",
+    "Curriculum",
     "DatasetTask",
     "GridNavigation",
     "GuessTheNumber",

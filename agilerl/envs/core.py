@@ -97,6 +97,10 @@ class Task(ABC):
         A task on data leaves rows out that do not fit, and counts them.
         """
 
+    def level(self, position: int) -> int | None:
+        """Return the level of a curriculum that a training row belongs to; None where there is no curriculum."""
+        return None
+
     def demonstration(self, row: Mapping[str, Any]) -> str | None:
         """Return the response that imitation learns; None where there is none."""
         answer = row.get("answer")

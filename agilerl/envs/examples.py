@@ -198,6 +198,10 @@ class DataTask(Task):
         """Return the task's row."""
         return self.task.row(split, index)
 
+    def level(self, position: int) -> int | None:
+        """Return the task's level of a curriculum."""
+        return self.task.level(position)
+
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return the task's reward, which exams are graded by."""
         return self.task.reward(completion, row)

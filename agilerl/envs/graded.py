@@ -84,6 +84,10 @@ class GradedTask(Task):
         """Return the grades of exams."""
         return grade(self._grader if self.fitness_grader is None else self.fitness_grader, completions, rows)
 
+    def level(self, position: int) -> int | None:
+        """Return the task's."""
+        return self.task.level(position)
+
     def demonstration(self, row: Mapping[str, Any]) -> str | None:
         """Return the task's."""
         return self.task.demonstration(row)

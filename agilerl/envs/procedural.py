@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.screening import is_harmless
 from agilerl.envs.split import is_held_out
 from agilerl.envs.upstream import build_dataset, check_params, draw, quiet
@@ -32,6 +33,10 @@ class ReasoningGymTask(Task):
     use (``prepare`` draws them at once): five draws are made for each panel question, which takes minutes for the few
     generators that need 0.1 s or more a problem (knight_swap, sokoban, futoshiki). One dataset breaks the purity: 5 in
     1000 of codeio's problems are programs that read the clock, an address or the system's entropy.
+
+    With a curriculum the level of a training problem is a function of its position too. Exam and test are questions of
+    the last level from the start, so that every exam of a run measures the same; what is held out stays out of all
+    levels. ``levels`` has the parameters of each, and rows have a column ``level``.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class ReasoningGymTask(Task):
         test_prompts: int = 400,
         reward: Literal["exact", "score"] = "exact",
         holdout: Literal["reserved", "any"] = "reserved",
+        curriculum: Curriculum | None = None,
     ) -> None:
         """Check everything and draw one problem.
 
@@ -56,9 +62,11 @@ class ReasoningGymTask(Task):
             reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
             holdout: ``reserved``: as above; ``any``, for tasks with few distinct questions: panels of any questions,
                 which training then avoids one by one, so that it depends on the panel sizes too.
+            curriculum: levels of training; its parameters are those that ``params`` do not set.
 
         Raises:
-            ConfigError: an unknown task, parameter or setting, or a value out of range.
+            ConfigError: an unknown task, parameter or setting, a value out of range, or a curriculum that the dataset
+                has not, or refuses itself at one of its levels.
             EnvError: the dataset cannot produce a problem with these parameters.
         """
         self.name = name.removeprefix("reasoning_gym:")
@@ -77,25 +85,35 @@ class ReasoningGymTask(Task):
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
-        self._datasets: dict[tuple[str, int], Any] = {}
+        self._datasets: dict[tuple[str, int, int], Any] = {}
         self._panel: list[Row] = []
         self._panel_questions: set[str] = set()
         self._panel_draws = self._draws_since_new = 0
-        self._scorer = self._dataset("panel", 0)
-        self._draw("panel", 0)
+        self.curriculum = curriculum
+        self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
+        # Some scorers read the parameters (decimal_arithmetic its precision): each level has its own.
+        self._scorers = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
+        self._draw("panel", 0, self._last)
 
     def __repr__(self) -> str:
         params = "".join(f", {key}={value!r}" for key, value in self.params.items())
-        return f"ReasoningGymTask({self.name!r}{params}, seed={self.seed}, reward={self.reward_kind!r})"
+        levels = "" if self.curriculum is None else f", {self.curriculum}"
+        return f"ReasoningGymTask({self.name!r}{params}, seed={self.seed}, reward={self.reward_kind!r}{levels})"
 
     def row(self, split: Split, index: int) -> Row:
         """Return reasoning_gym's ``question``, ``answer`` (None in five datasets) and ``metadata``."""
         self.check_index(split, index)
         if split == "train":
-            return self._train_row(index)
-        place = index if split == "exam" else self.exam_prompts + index
-        self._fill_panel(place + 1)
-        return dict(self._panel[place])
+            row, level = self._train_row(index), self._level(index)
+        else:
+            place = index if split == "exam" else self.exam_prompts + index
+            self._fill_panel(place + 1)
+            row, level = self._panel[place], self._last
+        return dict(row) if self.curriculum is None else {**row, "level": level}
+
+    def level(self, position: int) -> int | None:
+        """Return the level of the curriculum at a training position; None without a curriculum."""
+        return None if self.curriculum is None else self._level(position)
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Score the completion: what stands between the last answer tags, or the whole of it, stripped.
@@ -112,19 +130,23 @@ class ReasoningGymTask(Task):
             return 0.0
         try:
             with quiet():
-                score = float(self._scorer.score_answer(answer, row))
+                score = float(self._scorer(row).score_answer(answer, row))
         except Exception as error:
             self._blame(row, error)
             return 0.0
         return score if self.reward_kind == "score" else float(score == 1.0)
 
     def prepare(self) -> None:
-        """Draw both panels.
+        """Draw both panels, and the first problem of each level of a curriculum.
 
         Raises:
-            EnvError: the task has too few distinct questions; the message says how many were found.
+            EnvError: the task has too few distinct questions (the message says how many were found), or a level that
+                has no problem.
         """
-        self._fill_panel(self.exam_prompts + self.test_prompts)
+        self._fill_panels()
+        if self.curriculum is not None:
+            for level in range(len(self.levels)):
+                self._train_row(level * self.curriculum.prompts_per_level)
 
     def _blame(self, row: Mapping[str, Any], error: Exception) -> None:
         """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
@@ -132,25 +154,43 @@ class ReasoningGymTask(Task):
             return
         try:
             with quiet():
-                self._scorer.score_answer(row["answer"], row)
+                self._scorer(row).score_answer(row["answer"], row)
         except Exception:
             message = f"the scorer of {self.name} fails on its own answer {row['answer']!r}: {error!r}"
             raise RewardError(message) from error
 
+    def _scorer(self, row: Mapping[str, Any]) -> Any:
+        return self._scorers[0 if self.curriculum is None else row.get("level", self._last)]
+
+    @property
+    def _last(self) -> int:
+        return len(self.levels) - 1
+
+    def _level(self, position: int) -> int:
+        return 0 if self.curriculum is None else min(position // self.curriculum.prompts_per_level, self._last)
+
+    def _of_level(self, level: int) -> str:
+        where = f" (level {level} of its curriculum, which other attributes, params or a lower max_level can avoid)"
+        return "" if self.curriculum is None else where
+
     def _train_row(self, position: int) -> Row:
+        level = self._level(position)
         if self.holdout == "any":
-            self.prepare()
+            self._fill_panels()
         failure = "every question drawn belongs to the exam or test panel; lower eval_prompts and test_prompts"
         for purpose, number in self._candidates(position):
             try:
-                row = self._draw(purpose, number)
+                row = self._draw(purpose, number, level)
             except EnvError as error:
                 failure = str(error)
                 continue
             question = row["question"]
             if not (is_held_out(question) if self.holdout == "reserved" else question in self._panel_questions):
                 return row
-        raise EnvError(f"found no training problem {position} of {self.name} in {MOST_ATTEMPTS} draws: {failure}")
+        raise EnvError(
+            f"found no training problem {position} of {self.name}{self._of_level(level)} in {MOST_ATTEMPTS} draws: "
+            f"{failure}"
+        )
 
     def _candidates(self, position: int) -> Iterator[tuple[str, int]]:
         """Yield the draws for one training position: its own first, then random ones from its chunk's second pool."""
@@ -158,6 +198,9 @@ class ReasoningGymTask(Task):
         first = position // CHUNK * CHUNK
         for place in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
             yield "retry", first + int(place)
+
+    def _fill_panels(self) -> None:
+        self._fill_panel(self.exam_prompts + self.test_prompts)
 
     def _fill_panel(self, count: int) -> None:
         """Extend the panel to ``count`` rows. Rows are found in one fixed order, so asking late changes nothing."""
@@ -168,7 +211,7 @@ class ReasoningGymTask(Task):
             self._draws_since_new += 1
             self._panel_draws += 1
             try:
-                row = self._draw("panel", self._panel_draws - 1)
+                row = self._draw("panel", self._panel_draws - 1, self._last)
             except EnvError:
                 failures += 1
                 if failures >= MOST_ATTEMPTS:
@@ -190,24 +233,27 @@ class ReasoningGymTask(Task):
             f"(eval_prompts, test_prompts), widen its params{other}"
         )
 
-    def _draw(self, purpose: str, number: int) -> Row:
-        chunk, index = divmod(number, CHUNK)
-        dataset = self._dataset(purpose, chunk)
+    def _draw(self, purpose: str, number: int, level: int) -> Row:
+        (chunk, index), params = divmod(number, CHUNK), self.levels[level]
+        dataset = self._dataset(purpose, chunk, level)
         try:
-            return draw(dataset, index, name=self.name, params=self.params, seed=dataset.seed + index)
+            return draw(dataset, index, name=self.name, params=params, seed=dataset.seed + index)
         except Exception as error:
             # A dataset that failed may have changed itself (word_ladder shrinks): never use it again.
-            self._datasets.pop((purpose, chunk), None)
-            raise EnvError(f"reasoning_gym's {self.name} produced no problem with {self.params}: {error!r}") from error
+            self._datasets.pop((purpose, chunk, level), None)
+            where = f"with {params}{self._of_level(level)}"
+            raise EnvError(f"reasoning_gym's {self.name} produced no problem {where}: {error!r}") from error
 
-    def _dataset(self, purpose: str, chunk: int) -> Any:
-        key = (purpose, chunk)
+    def _dataset(self, purpose: str, chunk: int, level: int) -> Any:
+        key = (purpose, chunk, level)
         if key not in self._datasets:
             while len(self._datasets) >= KEPT_DATASETS:
                 del self._datasets[next(iter(self._datasets))]
-            self._datasets[key] = build_dataset(
-                self.name, self.params, seed=self._chunk_seed(purpose, chunk), size=CHUNK
-            )
+            seed, params = self._chunk_seed(purpose, chunk), self.levels[level]
+            try:
+                self._datasets[key] = build_dataset(self.name, params, seed=seed, size=CHUNK)
+            except ConfigError as error:
+                raise ConfigError(f"{error}{self._of_level(level)}") from error
         return self._datasets[key]
 
     def _chunk_seed(self, purpose: str, chunk: int) -> int:

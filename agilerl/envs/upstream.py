@@ -12,7 +12,17 @@ from typing import Any
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
 
-__all__ = ["build_dataset", "check_params", "draw", "known_tasks", "quiet"]
+__all__ = [
+    "build_dataset",
+    "check_params",
+    "curricula",
+    "curriculum_attributes",
+    "curriculum_params",
+    "draw",
+    "known_tasks",
+    "nearest",
+    "quiet",
+]
 
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
@@ -66,6 +76,37 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         shown = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"a check of its own failed ({type(error).__name__})"
         raise ConfigError(f"reasoning_gym's {name} does not accept {shown}: {reason}") from error
+
+
+def curricula() -> list[str]:
+    """Return the names of the datasets that reasoning_gym has a curriculum for."""
+    from reasoning_gym.factory import has_curriculum
+
+    return [name for name in known_tasks() if has_curriculum(name)]
+
+
+def curriculum_attributes(name: str) -> dict[str, int]:
+    """Return the attributes of a dataset's curriculum with the highest level of each; none where it has none."""
+    from reasoning_gym.factory import create_curriculum
+
+    if name not in curricula():
+        return {}
+    return {attribute.name: len(attribute.levels) - 1 for attribute in create_curriculum(name).attributes.values()}
+
+
+def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters that attributes of a dataset's curriculum stand for at a level, or at their highest."""
+    from reasoning_gym.factory import create_curriculum
+
+    if not attributes:
+        return {}
+    curriculum = create_curriculum(name)
+    curriculum.set_global_level(level)
+    config = curriculum.generate_configuration()
+    # A scalar is one parameter, a range is two.
+    places = [vars(curriculum.get_attribute(attribute)) for attribute in attributes]
+    names = [place[key] for place in places for key in place if key.endswith("field_name")]
+    return {field: getattr(config, field) for field in names}
 
 
 _QUIET = threading.RLock()

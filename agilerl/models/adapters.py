@@ -22,11 +22,15 @@ __all__ = [
     "lora_scaling",
     "read_adapter",
     "read_config",
+    "read_tensors",
     "write_adapter",
+    "write_tensors",
 ]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Factors = Sequence[tuple[Tensor, Tensor]]
 
@@ -73,9 +77,9 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer, (a, b) in zip(layers, factors):
-        tensors[f"base_model.model.{layer.name}.lora_A.weight"] = a.contiguous().cpu()
-        tensors[f"base_model.model.{layer.name}.lora_B.weight"] = b.contiguous().cpu()
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        tensors[f"base_model.model.{layer.name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer.name}.lora_B.weight"] = b
+    write_tensors(folder / WEIGHTS_FILE, tensors)
     written = copy.deepcopy(config)
     # Full paths: what this model calls its layers, not what a pattern might match in another one.
     written.target_modules = [layer.name for layer in layers]
@@ -94,8 +98,30 @@ def read_config(folder: Path) -> Any:
         return LoraConfig(**{name: value for name, value in fields.items() if name in known})
     except FileNotFoundError as error:
         raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {CONFIG_FILE} is missing") from error
-    except (json.JSONDecodeError, OSError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {CONFIG_FILE}: {error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; raises CheckpointError unless they are there and of floating point."""
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (SafetensorError, OSError, TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{path}: expected floating-point numbers as {name[:100]!r}, found {tensor.dtype}")
+    return tensors
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file; raises CheckpointError where the disk refuses."""
+    try:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} could not be written: {error}") from error
 
 
 def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tuple[Tensor, Tensor]], Any]:
@@ -103,24 +129,17 @@ def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tupl
 
     Raises CheckpointError when files are missing or damaged, or the adapter was made for other layers.
     """
-    path, config = folder / WEIGHTS_FILE, read_config(folder)
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"no PEFT adapter at {str(folder)!r}: {Path(error.filename or path).name} is missing"
-        ) from error
-    except (SafetensorError, json.JSONDecodeError, OSError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {error}") from error
-    factors = []
+    config = read_config(folder)
+    tensors, factors = read_tensors(folder / WEIGHTS_FILE), []
     for layer in layers:
         pair = [tensors.pop(f"base_model.model.{layer.name}.lora_{x}.weight", None) for x in "AB"]
         a, b = pair
-        if a is None or b is None or a.shape[1] != layer.in_features or b.shape[0] != layer.out_features:
+        shapes = [(config.r, layer.in_features), (layer.out_features, config.r)]
+        if a is None or b is None or [a.shape, b.shape] != shapes:
             found = "nothing" if a is None or b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise CheckpointError(
                 f"the adapter at {str(folder)!r} does not fit: {layer.name} expects A [r, {layer.in_features}] and "
-                f"B [{layer.out_features}, r], found {found}"
+                f"B [{layer.out_features}, r] of rank r={config.r!r}, found {found}"
             )
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"the adapter at {str(folder)!r} holds numbers that are not finite in {layer.name}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grade, Grades, grade
@@ -78,16 +78,18 @@ class CombinedGrader(BaseGrader):
         self.setup()
         scores: dict[str, list[Grade]] = {}
         failures: dict[str, list[int]] = {}
+        reasons: dict[int, RewardError] = {}
         for name, grader in self.graders.items():
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
+            reasons = {**part.reasons, **reasons}
             inner = part.failures.values()
             failures[name] = sorted({place for places in inner for place in places})
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
                 failures |= {f"{name}/{inside}": places for inside, places in part.failures.items()}
         grades = Grades([None] * len(completions), scores, failures)
-        return Grades(weighted(grades, self.weights), scores, failures)
+        return Grades(weighted(grades, self.weights), scores, failures, reasons)
 
     def open(self) -> None:
         """Set every grader up."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, SupportsFloat
 
-from agilerl.errors import RewardError
+from agilerl.errors import RewardError, RewardTimeoutError
 
 __all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name"]
 
@@ -118,7 +118,8 @@ def _outcome(score: object, name: str) -> Outcome:
     """Return a score as it is checked, or the failure that stands in its place."""
     if isinstance(score, Exception):
         kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"
-        failure = RewardError(f"{name}{kind}: {score}")
+        late = isinstance(score, TimeoutError | RewardTimeoutError)
+        failure = (RewardTimeoutError if late else RewardError)(f"{name}{kind}: {score}")
         failure.__cause__ = score
         return failure
     try:

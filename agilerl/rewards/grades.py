@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from agilerl.errors import RewardError
 from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
 
-__all__ = ["Composite", "Grade", "Grades", "grade", "grades_of"]
+__all__ = ["AllGradesFailedError", "Composite", "Grade", "Grades", "grade", "grades_of"]
 
 Grade = float | None
 
@@ -22,6 +22,8 @@ class Grades:
     """By grader, [N], before any weight; None where it did not apply or failed."""
     failures: dict[str, list[int]] = field(default_factory=dict)
     """By grader, the places where it failed: raised, ran out of time, or returned something that is no score."""
+    reasons: dict[int, RewardError] = field(default_factory=dict)
+    """By place, what went wrong first."""
 
     @property
     def errors(self) -> dict[str, int]:
@@ -35,6 +37,15 @@ class Grades:
     def failed_at(self, place: int) -> tuple[str, ...]:
         """Return the graders that failed on one completion."""
         return tuple(name for name, places in self.failures.items() if place in places)
+
+
+class AllGradesFailedError(RewardError):
+    """A grader failed on every completion of a batch."""
+
+    def __init__(self, message: str, reasons: Mapping[int, RewardError]) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons)
+        """By place, what went wrong."""
 
 
 @runtime_checkable
@@ -73,11 +84,11 @@ def grades_of(name: str, outcomes: Sequence[Outcome]) -> Grades:
     """Return the outcomes of one grader as grades.
 
     Raises:
-        RewardError: there is no outcome but failures.
+        AllGradesFailedError: there is no outcome but failures.
     """
     failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):
         count = f"{name} failed on all {len(outcomes)} completions; the first time: " if len(outcomes) > 1 else ""
-        raise RewardError(f"{count}{failures[0]}") from failures[0]
+        raise AllGradesFailedError(f"{count}{failures[0]}", failures) from failures[0]
     scores = [None if isinstance(outcome, RewardError) else outcome for outcome in outcomes]
-    return Grades(list(scores), {name: scores}, {name: list(failures)})
+    return Grades(list(scores), {name: scores}, {name: list(failures)}, failures)

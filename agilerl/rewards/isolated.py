@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agilerl.errors import ConfigError, RewardError
+from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
 
@@ -140,7 +140,7 @@ class _Worker:
             answer = json.loads(self._line(process, self.timeout))
         except (OSError, EOFError) as error:  # a TimeoutError is an OSError
             self.stop()
-            raise RewardError(str(error)) from None
+            raise (RewardTimeoutError if isinstance(error, TimeoutError) else RewardError)(str(error)) from None
         if "error" in answer:
             raise RewardError(answer["error"])
         score: float | None = answer["score"]

@@ -15,7 +15,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from agilerl.errors import ConfigError, RewardError
+from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 
 __all__ = ["JudgeGrader"]
@@ -105,7 +105,7 @@ class JudgeGrader(BaseGrader):
                 "JudgeGrader: expected low < high, concurrency and attempts of 1 or more, a timeout above 0 and a "
                 f"first_wait of 0 or more, found {low}, {high}, {concurrency}, {attempts}, {timeout}, {first_wait}"
             )
-        self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), api_key_env
+        self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), _checked_variable(api_key_env)
         self.system, self.low, self.high, self.name = system, low, high, name
         self.request = {"temperature": 0, **(request or {})}
         self.concurrency, self.timeout, self.attempts, self.first_wait = concurrency, timeout, attempts, first_wait
@@ -193,7 +193,9 @@ class JudgeGrader(BaseGrader):
             status, text = error.response.status_code, self._without_key(error.response.text)
             raise RewardError(f"{self.base_url} answered with status {status}: {_short(text)}") from None
         except httpx2.HTTPError as error:
-            raise RewardError(f"{self.base_url}: {type(error).__name__} {self._without_key(str(error))}") from None
+            late = isinstance(error, httpx2.TimeoutException)
+            what = f"{self.base_url}: {type(error).__name__} {self._without_key(str(error))}"
+            raise (RewardTimeoutError if late else RewardError)(what) from None
         except (ValueError, LookupError, TypeError):
             found = _short(self._without_key(response.text))
             raise RewardError(f"expected a chat completion from {self.base_url}, found {found}") from None
@@ -242,6 +244,15 @@ def _checked_url(base_url: str) -> str:
     if url.scheme not in ("http", "https") or not url.host or url.userinfo:
         raise ConfigError(f"JudgeGrader: expected base_url as http(s)://host/path, without a password, on {url.host}")
     return base_url.rstrip("/")
+
+
+def _checked_variable(name: str | None) -> str | None:
+    if name is not None and re.fullmatch("[A-Z_][A-Z0-9_]*", name) is None:
+        raise ConfigError(
+            "JudgeGrader: expected the name of an environment variable in capitals as api_key_env, found something "
+            "else, which is not shown in case it is the key itself"
+        )
+    return name
 
 
 def _compiled(template: str) -> Template:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import regex
 
-from agilerl.errors import ConfigError, RewardError
+from agilerl.errors import ConfigError, RewardTimeoutError
 from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.isolated import IsolatedGrader
@@ -165,12 +165,12 @@ class Regex:
             raise ConfigError(f"regex: {self.pattern!r} is no regular expression: {error}") from error
 
     def __call__(self, completion: str) -> float:
-        """Return whether the pattern is found; raises RewardError when that takes too long."""
+        """Return whether the pattern is found; raises RewardTimeoutError when that takes too long."""
         search = regex.fullmatch if self.full else regex.search
         try:
             return float(search(self.pattern, completion, timeout=self.timeout) is not None)
         except TimeoutError as error:
-            raise RewardError(f"{self.pattern!r} took more than {self.timeout:g} s") from error
+            raise RewardTimeoutError(f"{self.pattern!r} took more than {self.timeout:g} s") from error
 
 
 @dataclass(frozen=True)
@@ -231,4 +231,4 @@ def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader
     try:
         return LIBRARY[name](**(params or {}))
     except TypeError as error:
-        raise ConfigError(f"the grader {name} does not take the parameters {dict(params or {})}: {error}") from error
+        raise ConfigError(f"the grader {name} does not take the parameters {list(params or {})}: {error}") from error

@@ -1,7 +1,7 @@
 """From prompts to graded trajectories: all agents' completions in one generate call, then the graders."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -9,12 +9,14 @@ import torch
 
 from agilerl.data import Completion, Trajectory
 from agilerl.envs.core import Row, Task, grade_completions
+from agilerl.errors import RewardError
 from agilerl.functional import MetricReducer
 from agilerl.rewards.combine import weighted
-from agilerl.rewards.grades import Grade, Grades
+from agilerl.rewards.grades import AllGradesFailedError, Grade, Grades
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
+from agilerl.rollouts.failures import Failure, failure_of
 
-__all__ = ["CollectTimes", "TaskRequest", "collect", "grader_metrics"]
+__all__ = ["CollectReport", "TaskRequest", "collect", "grader_metrics"]
 
 
 @dataclass(frozen=True)
@@ -29,43 +31,81 @@ class TaskRequest:
 
 
 @dataclass
-class CollectTimes:
-    """Wall seconds of the two halves of a collection."""
+class CollectReport:
+    """Wall seconds of the two halves of a collection, and what went wrong in it."""
 
     rollout: float = 0.0
     reward: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+    """By request, one for each sample that has no grade because something failed."""
 
 
 def collect(
     engine: RolloutEngine, task: Task, tokenizer: Any, requests: Sequence[TaskRequest]
-) -> tuple[list[list[Trajectory]], CollectTimes]:
-    """Return the trajectories of each request, in order, with the seconds spent.
+) -> tuple[list[list[Trajectory]], CollectReport]:
+    """Return the trajectories of each request, in order, with the seconds spent and what failed.
 
     A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
     the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
     """
-    times = CollectTimes()
+    report = CollectReport()
     start = perf_counter()
     groups = engine.generate([r.generation for r in requests])
-    times.rollout = perf_counter() - start
-    flat = [(request, completion) for request, group in zip(requests, groups) for completion in group]
+    report.rollout = perf_counter() - start
+    flat = [(place, completion) for place, group in enumerate(groups) for completion in group]
     # Finished decoding belongs to the reward phase: it is what the grader reads.
     start = perf_counter()
     texts = tokenizer.batch_decode([c.token_ids for _, c in flat], skip_special_tokens=True) if flat else []
-    rows = [{**request.row, "completion_ids": completion.token_ids} for request, completion in flat]
+    whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
+    graded = [requests[flat[n][0]] for n in whole]
+    rows = [{**request.row, "completion_ids": flat[n][1].token_ids} for n, request in zip(whole, graded)]
+    verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
+    result: list[list[Trajectory]] = [[] for _ in requests]
+    for n, (place, completion) in enumerate(flat):
+        verdict = verdicts.get(n, _Verdict())
+        if completion.finish_reason == "oom":
+            report.failures.append(Failure(place, "oom", "memory does not hold a single completion"))
+        elif verdict.reward is None and verdict.error is not None:
+            report.failures.append(failure_of(place, verdict.error))
+        result[place].append(_trajectory(requests[place], completion, texts[n], verdict))
+    report.reward = perf_counter() - start
+    return result, report
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the graders said about one completion."""
+
+    reward: Grade = None
+    scores: Mapping[str, Grade] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    error: RewardError | None = None
+    """What went wrong first."""
+
+
+def _verdicts(task: Task, requests: Sequence[TaskRequest], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
+    """Grade completions; where a grader fails on a whole batch, that is what is said of each of them."""
     exam = any(r.generation.purpose != "rollout" for r in requests)
-    grades = grade_completions(task, rows, texts, exam=exam)
-    rewards = _rewards([request for request, _ in flat], grades)
-    trajectories = [
-        _trajectory(request, completion, text, rewards[place], grades, place)
-        for place, ((request, completion), text) in enumerate(zip(flat, texts))
+    try:
+        grades = grade_completions(task, rows, texts, exam=exam)
+    except AllGradesFailedError as error:
+        return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(requests))]
+    except RewardError as error:
+        slots = {request.generation.slot for request in requests}
+        if len(slots) < 2:
+            return [_Verdict(error=error) for _ in requests]
+        # It broke its protocol on the batch as a whole: the texts of one agent must not cost the others theirs.
+        found: dict[int, _Verdict] = {}
+        for slot in slots:
+            own = [place for place, request in enumerate(requests) if request.generation.slot == slot]
+            parts = [requests[k] for k in own], [rows[k] for k in own], [texts[k] for k in own]
+            found |= dict(zip(own, _verdicts(task, *parts)))
+        return [found[place] for place in range(len(requests))]
+    rewards = _rewards(requests, grades)
+    return [
+        _Verdict(reward, grades.scores_at(place), grades.failed_at(place), grades.reasons.get(place))
+        for place, reward in enumerate(rewards)
     ]
-    times.reward = perf_counter() - start
-    result, at = [], 0
-    for group in groups:
-        result.append(trajectories[at : at + len(group)])
-        at += len(group)
-    return result, times
 
 
 def _rewards(requests: Sequence[TaskRequest], grades: Grades) -> list[Grade]:
@@ -76,21 +116,19 @@ def _rewards(requests: Sequence[TaskRequest], grades: Grades) -> list[Grade]:
     return [sums.get(id(r.weights), grades.rewards)[place] for place, r in enumerate(requests)]
 
 
-def _trajectory(
-    request: TaskRequest, completion: Completion, text: str, reward: Grade, grades: Grades, place: int
-) -> Trajectory:
+def _trajectory(request: TaskRequest, completion: Completion, text: str, verdict: _Verdict) -> Trajectory:
     return Trajectory(
         prompt_ids=list(request.generation.prompt_ids),
         token_ids=completion.token_ids,
         action_mask=[True] * len(completion.token_ids),
         logprobs=completion.logprobs,
-        rewards=[float("nan") if reward is None else float(reward)],
+        rewards=[float("nan") if verdict.reward is None else float(verdict.reward)],
         group=request.group,
         finish_reason=completion.finish_reason,
         text=text,
         row=request.row,
-        scores=grades.scores_at(place),
-        failed=grades.failed_at(place),
+        scores=verdict.scores,
+        failed=verdict.failed,
     )
 
 

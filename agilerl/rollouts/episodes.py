@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from agilerl.data import Completion, Trajectory
 from agilerl.envs.conversation import ChatFormat
@@ -12,8 +12,9 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import decode_completions
 from agilerl.errors import EnvError
-from agilerl.rollouts.collect import CollectTimes
+from agilerl.rollouts.collect import CollectReport
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine, SamplingSettings
+from agilerl.rollouts.failures import Failure
 from agilerl.rollouts.stepping import call_all
 
 __all__ = ["EpisodeRequest", "collect_episodes", "episode_metrics"]
@@ -43,50 +44,63 @@ class _Playing:
     """An episode that is being played."""
 
     request: EpisodeRequest
+    place: int
+    """Of the request, among all of them."""
     sample: int
     episode: Episode
     lost: bool = field(default=False)
     """Its environment does not answer any more, or broke off: nobody uses it again."""
+    failure: Failure | None = None
+    """Why it has no grade."""
+
+    def fail(self, kind: Literal["oom", "reward_error", "timeout"], message: str) -> None:
+        """End the episode without a grade."""
+        self.failure = Failure(self.place, kind, message)
+        self.episode.fail(message)
 
 
 def collect_episodes(
     engine: RolloutEngine, task: EpisodeTask, chat: ChatFormat, requests: Sequence[EpisodeRequest]
-) -> tuple[list[list[Trajectory]], CollectTimes]:
+) -> tuple[list[list[Trajectory]], CollectReport]:
     """Return the trajectories of each request, in order, with the seconds of decoding and of the environments.
 
     An episode whose environment raises or does not answer in time ends there and has no grade (NaN): it is masked out
-    of training and does not stop the others.
+    of training and does not stop the others. The report names each of them.
 
     Raises:
-        EnvError: every single environment failed; the message is the first failure.
+        EnvError: one seed began in two ways.
     """
-    times, start = CollectTimes(), perf_counter()
+    report, start = CollectReport(), perf_counter()
     playing = [
-        _Playing(request, sample, task.episode(chat, request.context_length, request.reserve))
-        for request in requests
+        _Playing(request, place, sample, task.episode(chat, request.context_length, request.reserve))
+        for place, request in enumerate(requests)
         for sample in range(request.samples)
     ]
     _call(task, playing, [partial(p.episode.begin, p.request.seed) for p in playing])
     _check_pure(playing)
-    times.reward += perf_counter() - start
+    report.reward += perf_counter() - start
     turn = 0
     while live := [p for p in playing if not p.episode.done]:
         start = perf_counter()
         completions = _complete(engine, live, turn)
-        times.rollout += perf_counter() - start
+        report.rollout += perf_counter() - start
         start = perf_counter()
         texts = decode_completions(chat.tokenizer, [c.token_ids for c in completions])
-        _call(task, live, [partial(p.episode.act, c, text) for p, c, text in zip(live, completions, texts)])
-        times.reward += perf_counter() - start
+        acting = [(p, c, text) for p, c, text in zip(live, completions, texts) if c.finish_reason != "oom"]
+        _call(task, [p for p, _, _ in acting], [partial(p.episode.act, c, text) for p, c, text in acting])
+        for p, completion in zip(live, completions):
+            if completion.finish_reason == "oom":
+                p.fail("oom", "memory does not hold a single completion")
+        report.reward += perf_counter() - start
         turn += 1
-    _check_any_left(playing)
+    report.failures = [p.failure for p in playing if p.failure is not None]
     for p in playing:
         if not p.lost:
             task.give_back(p.episode.env)
-    groups: dict[int, list[Trajectory]] = {id(request): [] for request in requests}
+    groups: list[list[Trajectory]] = [[] for _ in requests]
     for p in playing:
-        groups[id(p.request)] += p.episode.trajectories(p.request.group, p.sample)
-    return [groups[id(request)] for request in requests], times
+        groups[p.place] += p.episode.trajectories(p.request.group, p.sample)
+    return groups, report
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -111,7 +125,7 @@ def _call(task: EpisodeTask, playing: Sequence[_Playing], calls: Sequence[Callab
         if error is not None:
             p.lost = True
             message = str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
-            p.episode.fail(message)
+            p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
 
 
 def _complete(engine: RolloutEngine, live: Sequence[_Playing], turn: int) -> list[Completion]:
@@ -136,9 +150,3 @@ def _check_pure(playing: Sequence[_Playing]) -> None:
                 f"{type(p.episode.env.unwrapped).__name__}.reset(seed={p.request.seed}) gave two different first "
                 "observations; an episode must be a pure function of its seed, see agilerl check"
             )
-
-
-def _check_any_left(playing: Sequence[_Playing]) -> None:
-    errors = [p.episode.error for p in playing if p.episode.error is not None]
-    if errors and len(errors) == len(playing):
-        raise EnvError(f"the environment failed in all {len(errors)} episodes; the first: {errors[0]}")

@@ -10,7 +10,7 @@ from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, EnvError
-from agilerl.rollouts.collect import CollectTimes, TaskRequest, collect
+from agilerl.rollouts.collect import CollectReport, TaskRequest, collect
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine, SamplingSettings
 from agilerl.rollouts.episodes import EpisodeRequest, collect_episodes
 from agilerl.rollouts.stepping import call_all
@@ -59,8 +59,8 @@ class Ask:
 class Source(Protocol):
     """Answers asks with graded trajectories."""
 
-    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectTimes]:
-        """Return the trajectories of each ask, in order, all of them decoded together, with the seconds spent."""
+    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectReport]:
+        """Return the trajectories of each ask, in order, all decoded together, with seconds spent and what failed."""
 
     def prompt_lengths(self, split: Split, context_length: int) -> list[int]:
         """Return the lengths in tokens of first prompts of a split; raises EnvError where one does not fit."""
@@ -71,6 +71,9 @@ class Source(Protocol):
     def skipped(self, positions: Sequence[int], context_length: int) -> int:
         """Return how many training rows were passed over at these positions, because they do not fit."""
 
+    def levels(self, positions: Sequence[int]) -> list[int]:
+        """Return the levels of a curriculum at these training positions; none where there is no curriculum."""
+
 
 class QuestionSource:
     """A single-turn task."""
@@ -80,7 +83,7 @@ class QuestionSource:
         self._panels: dict[tuple[str, int, int], Panel] = {}
         self._skipped: dict[tuple[int, int], int] = {}
 
-    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectTimes]:
+    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectReport]:
         """Return one trajectory a sample."""
         return collect(engine, self.task, self.tokenizer, [self._request(ask) for ask in asks])
 
@@ -109,6 +112,10 @@ class QuestionSource:
     def skipped(self, positions: Sequence[int], context_length: int) -> int:
         """Return those that ``train`` passed over."""
         return sum(self._skipped.get((position, context_length), 0) for position in positions)
+
+    def levels(self, positions: Sequence[int]) -> list[int]:
+        """Return those of the task."""
+        return [level for level in map(self.task.level, positions) if level is not None]
 
     def panel(self, split: Split, context_length: int) -> Panel:
         """Return the rows of a fixed panel with their rendered prompts."""
@@ -145,7 +152,7 @@ class EpisodeSource:
         self.task, self.chat = task, task.chat(tokenizer)
         self._lengths: dict[tuple[Split, int], list[tuple[int, int]]] = {}
 
-    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectTimes]:
+    def collect(self, engine: RolloutEngine, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectReport]:
         """Return one trajectory a sample, or several where the context was rewritten on the way."""
         return collect_episodes(engine, self.task, self.chat, [self._request(ask) for ask in asks])
 
@@ -162,6 +169,10 @@ class EpisodeSource:
     def skipped(self, positions: Sequence[int], context_length: int) -> int:
         """Return 0: an episode whose prompt is too long has no grade instead."""
         return 0
+
+    def levels(self, positions: Sequence[int]) -> list[int]:
+        """Return none: episodes have no curriculum."""
+        return []
 
     def _tried(self, split: Split, context_length: int) -> list[tuple[int, int]]:
         """Return, for the first few episodes, the lengths of the first prompt and of the reply to an empty action.

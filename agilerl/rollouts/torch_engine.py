@@ -1,7 +1,8 @@
 """Batched decoding of all agents' rows with one base model: the default rollout engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from agilerl.data import Completion
 from agilerl.data.batch import LENGTH_MULTIPLE, padded_length
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
+from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
 from agilerl.rollouts.kv_cache import RaggedCache
@@ -25,7 +27,7 @@ _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this shar
 
 @dataclass
 class _Unit:
-    """Rows of one slot that always travel together; which rows these are depends on the slot's requests alone."""
+    """Rows of one slot that always travel together; which these are depends on the slot's requests, and on memory."""
 
     slot: int | None
     rows: list[tuple[int, int]]
@@ -36,16 +38,25 @@ class TorchEngine:
     """Decodes every agent's rows in one batch over a shared base.
 
     Each prompt is prefilled once per agent and its cache expanded to the group. ``max_rows`` bounds the rows in
-    flight (memory); ``unit_rows`` is the most rows of one agent in one batch.
+    flight (memory); ``unit_rows`` is the most rows of one agent in one batch. Where memory runs out, the rows in flight
+    are halved, and stay so in ``limits``; a row that it does not hold alone ends as ``oom``, without a token.
     """
 
     exact = True
 
     def __init__(
-        self, base: BaseModel, store: AdapterStore, *, seed: int, max_rows: int = 1024, unit_rows: int = 256
+        self,
+        base: BaseModel,
+        store: AdapterStore,
+        *,
+        seed: int,
+        max_rows: int = 1024,
+        unit_rows: int = 256,
+        limits: MemoryLimits | None = None,
     ) -> None:
         self.base, self.store, self.seed = base, store, seed
         self.max_rows, self.unit_rows = max_rows, unit_rows
+        self.limits = MemoryLimits() if limits is None else limits
         self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
         self._row_multiple = _ROW_MULTIPLE if base.device.type == "cpu" else 1
 
@@ -63,31 +74,46 @@ class TorchEngine:
                     "completion together"
                 )
         results: list[list[Completion | None]] = [[None] * r.samples for r in requests]
-        for batch in self._batches(requests):
-            rows, completions = _Decoder(self, requests, batch).run()
-            for (place, sample), completion in zip(rows, completions):
+        rows: dict[int | None, list[tuple[int, int]]] = {}
+        for place, request in enumerate(requests):
+            rows.setdefault(request.slot, []).extend((place, sample) for sample in range(request.samples))
+        waiting = self._batches(rows)
+        while waiting:
+            batch = waiting.pop(0)
+            count = sum(len(unit.rows) for unit in batch)
+            if count > self.limits.decoding(count):
+                waiting[:0] = self._batches({unit.slot: unit.rows for unit in batch})
+                continue
+            done = attempt(partial(_decode, self, requests, batch))
+            if done is None and count > 1:
+                self.limits.decode_rows = count // 2
+                waiting.insert(0, batch)
+                continue
+            for (place, sample), completion in zip(*done or (batch[0].rows, [Completion([], [], "oom")])):
                 results[place][sample] = completion
         return [[c for c in group if c is not None] for group in results]
 
-    def _batches(self, requests: Sequence[GenerationRequest]) -> list[list[_Unit]]:
-        """Pack units of different slots into batches: the k-th unit of every slot, up to ``max_rows`` rows."""
-        per_slot: dict[int | None, list[_Unit]] = {}
-        for index, request in enumerate(requests):
-            units = per_slot.setdefault(request.slot, [_Unit(request.slot, [])])
-            for sample in range(request.samples):
-                if len(units[-1].rows) >= self.unit_rows:
-                    units.append(_Unit(request.slot, []))
-                units[-1].rows.append((index, sample))
+    def _batches(self, rows: Mapping[int | None, Sequence[tuple[int, int]]]) -> list[list[_Unit]]:
+        """Cut the rows of each slot into units, and pack the k-th unit of every slot into batches."""
+        most = self.limits.decoding(self.max_rows)
+        size = min(self.unit_rows, self.limits.decoding(self.unit_rows))
         # The base model's rows come last: rows beyond the route carry no adapter.
-        order = sorted(per_slot, key=lambda slot: (slot is None, slot or 0))
+        order = sorted(rows, key=lambda slot: (slot is None, slot or 0))
+        per_slot = {slot: [list(rows[slot][k : k + size]) for k in range(0, len(rows[slot]), size)] for slot in order}
         batches: list[list[_Unit]] = []
-        for k in range(max((len(u) for u in per_slot.values()), default=0)):
+        for k in range(max((len(units) for units in per_slot.values()), default=0)):
             batches.append([])
-            for unit in (per_slot[slot][k] for slot in order if k < len(per_slot[slot])):
-                if batches[-1] and sum(len(u.rows) for u in batches[-1]) + len(unit.rows) > self.max_rows:
+            for unit in (_Unit(slot, per_slot[slot][k]) for slot in order if k < len(per_slot[slot])):
+                if batches[-1] and sum(len(u.rows) for u in batches[-1]) + len(unit.rows) > most:
                     batches.append([])
                 batches[-1].append(unit)
         return [b for b in batches if b]
+
+
+def _decode(
+    engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit]
+) -> tuple[list[tuple[int, int]], list[Completion]]:
+    return _Decoder(engine, requests, units).run()
 
 
 class _Decoder:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +13,21 @@ from typing import Any
 from agilerl.errors import CheckpointError
 from agilerl.runs import strict_json
 
-__all__ = ["MANIFEST", "commit_folder", "remove_folder", "verify_folder", "write_bytes", "write_json", "write_text"]
+__all__ = [
+    "MANIFEST",
+    "commit_folder",
+    "remove_folder",
+    "remove_leftovers",
+    "verify_folder",
+    "write_bytes",
+    "write_json",
+    "write_text",
+]
 
 MANIFEST = "MANIFEST.json"
 """Name of the file in a committed folder that lists every other file with its size and sha256."""
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -105,10 +117,26 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files and folders in ``folder`` of processes that died while they wrote or deleted there.
+
+    Nobody else may be writing there; what cannot be deleted stays, for it is in nobody's way.
+    """
+    for path in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(path.name) is None:
+            continue
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    if path.is_symlink():
-        raise CheckpointError(f"{path} is a symbolic link; a committed folder holds plain files only.")
+    for linked in (folder, path):
+        if linked.is_symlink():
+            raise CheckpointError(f"{linked} is a symbolic link; a committed folder holds plain files only.")
     manifest = strict_json.read_json(path)
     # The manifest has no checksum of its own: it is canonical text, so any other spelling of it is damage.
     try:

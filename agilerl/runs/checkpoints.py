@@ -2,14 +2,12 @@
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from agilerl.errors import CheckpointError
-from agilerl.runs.atomic import commit_folder, remove_folder, verify_folder
+from agilerl.runs.atomic import commit_folder, remove_folder, remove_leftovers, verify_folder
 
 __all__ = ["STATE", "AgentFiles", "CheckpointStore", "agent_files"]
 
@@ -92,7 +90,7 @@ class CheckpointStore:
         ``write`` raises, its exception passes and nothing has changed.
         """
         target = self.path(number)
-        self._remove_leftovers()
+        remove_leftovers(self.root)
         commit_folder(target, write)
         try:
             verify_folder(target)
@@ -100,7 +98,7 @@ class CheckpointStore:
             self._put_aside(target, error)
             raise
         self._verified.add(number)
-        self._delete_old(keep)
+        self.prune(keep)
         return target
 
     def latest(self) -> Path | None:
@@ -135,7 +133,8 @@ class CheckpointStore:
         else:
             self._report(f"{error} The checkpoint was put aside as {aside}; an older one is used instead.")
 
-    def _delete_old(self, keep: Collection[int]) -> None:
+    def prune(self, keep: Collection[int]) -> None:
+        """Delete all but the newest two that are intact and the numbers in ``keep``; ``commit`` ends with it."""
         intact: list[int] = []
         older = self.numbers()
         while older and len(intact) < _KEPT:
@@ -147,10 +146,3 @@ class CheckpointStore:
             if number not in keep:
                 self._verified.discard(number)
                 remove_folder(self.path(number))
-
-    def _remove_leftovers(self) -> None:
-        """Delete temporary folders of a process that died while it was writing or deleting."""
-        if self.root.is_dir():
-            for path in self.root.glob(".*.tmp"):
-                with suppress(OSError):
-                    shutil.rmtree(path)

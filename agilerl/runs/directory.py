@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -11,11 +12,13 @@ from typing import Any, Self
 
 from agilerl.errors import CheckpointError
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import write_json
+from agilerl.runs.atomic import remove_leftovers, write_json
 from agilerl.runs.environment import collect_hardware, collect_versions
 from agilerl.runs.lock import DirectoryLock
+from agilerl.runs.redaction import redacted
+from agilerl.validation import shown
 
-__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_vacant", "read_run"]
+__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_not_in_use", "check_vacant", "read_run"]
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
@@ -68,11 +71,18 @@ class RunDirectory(RunLayout):
 
     @classmethod
     def create(
-        cls, path: str | Path, config: Mapping[str, Any], seed: int, *, command: Sequence[str] | None = None
+        cls,
+        path: str | Path,
+        config: Mapping[str, Any],
+        seed: int,
+        *,
+        command: Sequence[str] | None = None,
+        files: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
-        ``config`` is the resolved configuration (anything JSON holds); ``command`` defaults to this process's.
+        ``config`` is the resolved configuration (anything JSON holds); ``command`` defaults to this process's, and is
+        written without keys and passwords; ``files`` gives the sha256 of what the run reads, by kind and path.
         Raises CheckpointError, having written nothing, where the directory is in use (with the owner's process
         id), holds a run, or holds something else.
         """
@@ -95,7 +105,8 @@ class RunDirectory(RunLayout):
                 "versions": collect_versions(),
                 "hardware": collect_hardware(),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
-                "command": list(sys.argv if command is None else command),
+                "command": redacted(sys.argv if command is None else command),
+                "files": dict(files or {}),
             }
             run = cls(root, lock, info)
             run.completions.mkdir(exist_ok=True)
@@ -116,11 +127,14 @@ class RunDirectory(RunLayout):
         """
         root = Path(path)
         read_run(root)
+        _check_plain(root)
         lock = DirectoryLock(root / _LOCK)
         try:
             run = cls(root, lock, read_run(root))
             if run.is_finished:
                 raise CheckpointError(f"the run in {root} is finished: there is nothing left to do in it.")
+            for folder in (root, run.completions, run.checkpoints):
+                remove_leftovers(folder)
         except BaseException:
             lock.release()
             raise
@@ -175,10 +189,29 @@ def read_run(path: str | Path) -> dict[str, Any]:
         )
     for key, kind in _RUN_KEYS.items():
         if not isinstance(info.get(key), kind):
-            raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {info.get(key)!r}.")
+            raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {shown(info.get(key))}.")
     if _sha256(info["config"]) != info["config_sha256"]:
         raise CheckpointError(f"{file}: the configuration does not fit its sha256; the file was changed or damaged.")
+    if not isinstance(info.get("files", {}), dict):
+        raise CheckpointError(f"{file} should give files as dict, found {shown(info['files'])}.")
     return info
+
+
+def check_not_in_use(root: Path) -> None:
+    """Raise CheckpointError with the owner's process id where another process works in the directory now."""
+    if (root / _LOCK).exists():
+        DirectoryLock(root / _LOCK).release()
+
+
+def _check_plain(root: Path) -> None:
+    """Raise CheckpointError where a part of a run is a link: what is written to it, or cut off, would be elsewhere."""
+    try:
+        modes = {path: path.lstat().st_mode for path in root.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error.strerror or error}.") from error
+    for path, mode in modes.items():
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise CheckpointError(f"{path} is a link or device; a run directory holds plain files and folders only.")
 
 
 def check_vacant(root: Path, *, locked: bool = False) -> None:
@@ -195,7 +228,7 @@ def check_vacant(root: Path, *, locked: bool = False) -> None:
         if layout.is_finished:
             raise CheckpointError(f"{root} holds a finished run; choose another directory, or delete that one first.")
         if not locked:
-            DirectoryLock(root / _LOCK).release()  # Raises with the owner where the run is going on right now.
+            check_not_in_use(root)
         raise CheckpointError(f"{root} holds an unfinished run; resume it, or choose another directory.")
     names = sorted(p.name for p in root.iterdir())
     foreign = [name for name in names if not _is_of_interrupted_start(root / name)]
@@ -208,7 +241,7 @@ def check_vacant(root: Path, *, locked: bool = False) -> None:
 def _is_of_interrupted_start(path: Path) -> bool:
     """Return True for what ``create`` leaves when it is killed before ``run.json`` is there."""
     if path.name in ("completions", "checkpoints"):
-        return path.is_dir() and not any(path.iterdir())
+        return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     return path.name == _LOCK or re.fullmatch(r"\.run\.json\.\d+\.tmp", path.name) is not None
 
 

@@ -1,8 +1,10 @@
 """Append-only files of JSON lines, whose torn tail is cut when they are opened again after a crash."""
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +26,15 @@ class JsonLines:
     def __init__(self, path: Path, *, keep: int | None = None) -> None:
         self.path = path
         self._file = _AppendFile(path)
-        whole = _end_of_last_line(path)
-        if keep is not None and not 0 <= keep <= whole:
+        try:
+            with _reading(path):
+                whole = _end_of_last_line(path)
+            if keep is not None and not 0 <= keep <= whole:
+                raise CheckpointError(f"{path} should hold at least {keep} bytes, found {whole}; lines were lost.")
+            self._file.cut(whole if keep is None else keep)
+        except BaseException:
             self.close()
-            raise CheckpointError(f"{path} should hold at least {keep} bytes, found {whole}; lines were lost.")
-        self._file.cut(whole if keep is None else keep)
+            raise
 
     @property
     def position(self) -> int:
@@ -68,7 +74,8 @@ class Journal:
         self.path = path
         self._file = _AppendFile(path)
         try:
-            self.records, whole = _read_journal(path)
+            with _reading(path):
+                self.records, whole = _read_journal(path)
             if keep is not None:
                 if not 0 <= keep <= len(self.records):
                     raise CheckpointError(
@@ -85,8 +92,13 @@ class Journal:
         """Write ``data`` to the disk (synced) and return its sequence number, counted from 0."""
         sequence = len(self.records)
         line = _seal(sequence, data)
+        before = self._file.position
         self._file.append(line)
-        self._file.sync()
+        try:
+            self._file.sync()
+        except CheckpointError:
+            self._file.cut(before)  # or the next record would be the second of this number
+            raise
         # What a reader would get back, not an alias of the caller's dict.
         self.records.append(strict_json.loads(line)["data"])
         return sequence
@@ -121,7 +133,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise _unreadable(path, error) from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -174,6 +198,9 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, whole
 
 
+_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
 class _AppendFile:
     """A file that grows by whole records: a record that could not be written in full is taken back."""
 
@@ -181,10 +208,15 @@ class _AppendFile:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            # Not through a link: a run directory from elsewhere could have this one's lines cut off another file.
+            self._descriptor: int | None = os.open(path, _APPENDING, 0o666)
+            found = os.fstat(self._descriptor)
         except OSError as error:
             raise CheckpointError(f"{path} could not be opened for writing: {error.strerror or error}.") from error
-        self.position = os.fstat(self._descriptor).st_size
+        if not stat.S_ISREG(found.st_mode):
+            self.close()
+            raise CheckpointError(f"expected a plain file at {path}, found a device or a pipe.")
+        self.position = found.st_size
 
     def append(self, data: bytes) -> None:
         descriptor = self._open()
@@ -193,24 +225,38 @@ class _AppendFile:
             while written < len(data):
                 written += os.write(descriptor, data[written:])
         except OSError as error:
-            os.ftruncate(descriptor, self.position)
-            raise CheckpointError(
-                f"{self.path} could not be written: {error.strerror or error}. The lines before are intact."
-            ) from error
+            try:
+                os.ftruncate(descriptor, self.position)
+            except OSError:
+                self.close()  # the torn line stays until the file is opened again, and nothing may follow it
+            raise self._refused(error) from error
         self.position += len(data)
 
     def cut(self, position: int) -> None:
         if position != self.position:
-            os.ftruncate(self._open(), position)
+            try:
+                os.ftruncate(self._open(), position)
+            except OSError as error:
+                self.close()
+                raise self._refused(error) from error
             self.position = position
 
     def sync(self) -> None:
-        os.fsync(self._open())
+        try:
+            os.fsync(self._open())
+        except OSError as error:
+            raise self._refused(error) from error
 
     def close(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} could not be written: {error.strerror or error}. The lines before are intact; "
+            f"check the space and permissions of {self.path.parent}."
+        )
 
     def _open(self) -> int:
         if self._descriptor is None:

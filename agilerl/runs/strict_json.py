@@ -7,6 +7,7 @@ was, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which
 
 import json
 import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from agilerl.errors import CheckpointError
 __all__ = ["dumps", "loads", "read_json"]
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_DEPTH = 100
+_FILE_BYTES = 100_000_000
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
@@ -30,7 +33,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the value that ``dumps`` wrote; raises ValueError where the text is not strict JSON."""
+    """Return the value that ``dumps`` wrote; raises ValueError for other texts, and for more than 100 levels."""
     try:
         return _decode(json.loads(text, parse_constant=_refuse))
     except RecursionError as error:
@@ -38,9 +41,12 @@ def loads(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises CheckpointError that names the file and what is wrong with it."""
+    """Return the JSON object in a file of at most 100 MB.
+
+    Raises CheckpointError that names the file and what is wrong with it.
+    """
     try:
-        value = loads(path.read_bytes())
+        value = loads(_bytes(path))
     except FileNotFoundError as error:
         raise CheckpointError(f"expected the file {path}, but it does not exist.") from error
     except OSError as error:
@@ -50,6 +56,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}.")
     return value
+
+
+def _bytes(path: Path) -> bytes:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a pipe under this name would be waited for, forever
+        raise CheckpointError(f"expected a plain file at {path}, found a folder or a device.")
+    if found.st_size > _FILE_BYTES:
+        raise CheckpointError(f"{path} has {found.st_size:,} bytes, expected at most {_FILE_BYTES:,}.")
+    return path.read_bytes()
 
 
 def _encode(value: Any) -> Any:
@@ -70,13 +85,15 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"expected a value that JSON can hold, found a {type(value).__name__}: {value!r}")
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, level: int = 0) -> Any:
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
+    if level > _DEPTH:
+        raise ValueError("nested too deeply")
     if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: _decode(item, level + 1) for key, item in value.items()}
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(item, level + 1) for item in value]
     return value
 
 

@@ -25,13 +25,14 @@ __all__ = [
     "load_manifest",
 ]
 
-_MANIFEST_BYTES = 1_000_000
+_MANIFEST_BYTES = 50_000
 _LARGEST_SEED = 2**63 - 1
 
+_OF_DATASETS = ("dataset", "dataset_exam", "dataset_test", "columns")
 _REPLACED = {
-    "environment.task": ("params", "dataset", "dataset_exam", "dataset_test", "columns"),
-    "environment.env_id": ("task", "params", "reward", "dataset", "dataset_exam", "dataset_test", "columns"),
-    "environment.dataset": ("task", "params", "dataset_exam", "dataset_test", "columns"),
+    "environment.task": ("params", *_OF_DATASETS),
+    "environment.env_id": ("task", "params", "curriculum", "reward", *_OF_DATASETS),
+    "environment.dataset": ("task", "params", "curriculum", *_OF_DATASETS[1:]),
 }
 """What an override on the command line takes out of the file: it belongs to what the file had in that place."""
 
@@ -81,6 +82,9 @@ class TrainingConfig(Section):
     """Iterations between checkpoints; None saves after each selection only."""
     checkpoint_seconds: Annotated[float | None, Field(gt=0)] = None
     """Save after an iteration when the last checkpoint inside a generation is this old."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run stops, with a diagnosis, where more than this share of an iteration's completions (or episodes), all
+    agents together, has no grade because the grader (or the environment) failed."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints to keep, besides the best."""
 
@@ -147,6 +151,8 @@ class SelectionConfig(Section):
     """Agents that compete for one place."""
     elitism: bool = True
     """The best agent keeps its place."""
+    collapse_guard: bool = True
+    """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
 
 class LoraSection(Section):

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from agilerl.runs.redaction import secrets_in
+from agilerl.training.own_code import code_name
 from agilerl.validation import shown
 
 __all__ = ["DatasetConfig", "EnvironmentConfig", "GraderConfig", "Section"]
@@ -18,7 +20,7 @@ _OF_EPISODES = (
     "step_timeout",
 )
 """Settings that only multi-turn environments have."""
-_OF_TASKS = ("params", "reward", "holdout")
+_OF_TASKS = ("params", "reward", "holdout", "curriculum")
 """Settings that only reasoning_gym's tasks have."""
 _OF_DATASETS = ("dataset_exam", "dataset_test", "columns", "bad_rows")
 """Settings that only datasets have."""
@@ -30,10 +32,41 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def _without_secrets(params: dict[str, Any]) -> dict[str, Any]:
+    """Refuse keys and passwords: settings are written to run.json."""
+    for path in secrets_in(params):
+        raise ValueError(
+            f"{shown(path)} is the name of a secret, and settings are written down; put the secret into an environment "
+            "variable, and give the name of that (api_key_env)"
+        )
+    return params
+
+
+Params = Annotated[dict[str, Any], AfterValidator(_without_secrets)]
+
+
+class CurriculumConfig(Section):
+    """Training that gets harder."""
+
+    prompts_per_level: Annotated[int, Field(ge=1)] = 512
+    """Training prompts of each agent at one level. With any key of ``curriculum`` training gets harder along
+    reasoning_gym's own curriculum; what ``params`` set stays as it is. Exam and test are of the last level."""
+    max_level: Annotated[int | None, Field(ge=1)] = None
+    """The last level, counted from 0; None: the highest that there is."""
+    attributes: Annotated[list[str], Field(min_length=1)] | None = None
+    """What rises, by reasoning_gym's names; the rest keeps its parameters. None: all that can."""
+
+
+def _printable(path: str) -> str:
+    if not path.isprintable():
+        raise ValueError(f"expected the name of a file or dataset, found control characters in {shown(path)}")
+    return path
+
+
 class DatasetConfig(Section):
     """Rows to learn from."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1), AfterValidator(_printable)]
     """File (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or name of a dataset on the hub. Files that a
     manifest names are in its folder or below, or in the working directory or below; the command line may name any."""
     name: str | None = None
@@ -51,13 +84,20 @@ class GraderConfig(Section):
 
     name: Annotated[str, Field(min_length=1)]
     """``task``, the task's own reward, or a grader of the package: ``accuracy``, ``exact_match``, ``format_tags``,
-    ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``."""
+    ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``. With
+    ``--allow-code`` also a function or class of one's own: ``rewards.py:my_reward``, in the manifest's folder or below,
+    or ``module:Name``."""
     weight: float = 1.0
     """What its score is multiplied by; one of weight 0 is logged and no more."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Its parameters, as in Python."""
+    params: Params = Field(default_factory=dict)
+    """Its parameters, as in Python. No secrets: those come from environment variables."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
     """What metrics call it, in place of ``name``."""
+
+    @property
+    def called(self) -> str:
+        """What metrics call it: its label, else its name, of code that of the function or class."""
+        return self.label or code_name(self.name)
 
 
 def _as_list(value: Any) -> Any:
@@ -90,10 +130,14 @@ class EnvironmentConfig(Section):
     bad_rows: Literal["raise", "drop"] = "raise"
     """What to do about rows with a value that is missing, empty or no text: stop before the run, or leave them out and
     count them. Rows that are too long, or that hold special tokens, are always left out and counted."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the dataset, or of the environment ``env_id``."""
+    params: Params = Field(default_factory=dict)
+    """Parameters of the dataset, or of the environment ``env_id``. No secrets."""
+    curriculum: CurriculumConfig | None = None
+    """Levels of a reasoning_gym task, from easy to hard; None: all of training is alike."""
     env_id: str | None = None
-    """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``."""
+    """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``. With
+    ``--allow-code`` also a class of one's own: ``env.py:MyEnv``, in the manifest's folder or below, or
+    ``module:Name``."""
     max_turns: Annotated[int | None, Field(ge=1)] = None
     """``multiturn``: most actions of an episode; None: the environment's own limit."""
     enable_sliding_window: bool = False
@@ -170,6 +214,7 @@ class EnvironmentConfig(Section):
     @model_validator(mode="after")
     def _has_episodes(self) -> Self:
         if self.env_type == "multiturn":
+            self._refuse(("curriculum",), "for reasoning_gym's tasks, found env_type: multiturn")
             if self.env_id is None:
                 raise ValueError(
                     "environment.env_type='multiturn' needs environment.env_id, for instance agilerl/GuessTheNumber-v0"

@@ -1,7 +1,8 @@
 """The keys ``graders`` and ``fitness_grader`` of a manifest as the graders of a task."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agilerl.envs.core import Task
@@ -11,6 +12,7 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.training.environment_config import EnvironmentConfig, GraderConfig
+from agilerl.training.own_code import load_code, names_code
 from agilerl.validation import nearest, shown
 
 __all__ = ["graded", "own_weights", "uses_own_reward"]
@@ -19,8 +21,10 @@ OWN = "task"
 """What manifests call the task's own reward."""
 
 
-def graded(config: EnvironmentConfig, task: Task) -> Task:
+def graded(config: EnvironmentConfig, task: Task, *, allow_code: bool = False) -> Task:
     """Return ``task`` with the graders of the manifest, set up, or as it is where there are none.
+
+    ``allow_code`` lets graders be functions and classes that the manifest names.
 
     Raises:
         ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; two of one name; a
@@ -30,10 +34,10 @@ def graded(config: EnvironmentConfig, task: Task) -> Task:
         return task
     named: dict[str, tuple[Grader, float]] = {}
     for number, entry in enumerate(config.graders):
-        where, name = f"environment.graders.{number}", entry.label or entry.name
+        where, name = f"environment.graders.{number}", entry.called
         if name in named:
             raise ConfigError(f"{where}: two graders are called {name!r}; give one of them another label")
-        named[name] = (_grader(where, entry, task), entry.weight)
+        named[name] = (_grader(where, entry, task, allow_code), entry.weight)
     made = GradedTask(task, CombinedGrader(named), _fitness(config.fitness_grader, named, task))
     made.prepare()
     return made
@@ -50,7 +54,7 @@ def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iter
     Raises:
         ConfigError: a part that the reward does not have; a gene, but no fitness grader.
     """
-    weights = {entry.label or entry.name: entry.weight for entry in config.graders or ()}
+    weights = {entry.called: entry.weight for entry in config.graders or ()}
     evolving = [name.partition(".")[2] for name in genes if name.startswith("reward_weights.")]
     where = {f"algorithm.reward_weights.{name}": name for name in given}
     where |= {f"mutation.rl_hp_selection.reward_weights.{name}": name for name in evolving}
@@ -78,16 +82,13 @@ def _fitness(name: str | None, named: dict[str, tuple[Grader, float]], task: Tas
     raise ConfigError(f"environment.fitness_grader={shown(name)} is unknown; {nearest(name, [OWN, *named])}")
 
 
-def _grader(where: str, entry: GraderConfig, task: Task) -> Grader:
+def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Grader:
     if entry.name == OWN:
         if entry.params:
             raise ConfigError(f"{where}: the task's own reward has no parameters, found {shown(entry.params)}")
         return TaskGrader(task)
-    if ":" in entry.name or entry.name.endswith(".py"):
-        raise ConfigError(
-            f"{where}.name={shown(entry.name)} names code, and a manifest does not run code; train with it from "
-            "Python: Population(agents, GradedTask(task, my_function))"
-        )
+    if names_code(entry.name):
+        return _own(where, entry, load_code(f"{where}.name", entry.name, allowed=allow_code))
     if entry.name not in LIBRARY:
         raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
     if entry.name == "judge":
@@ -98,6 +99,16 @@ def _grader(where: str, entry: GraderConfig, task: Task) -> Grader:
         raise ConfigError(f"{where}: {error}") from None
 
 
+def _own(where: str, entry: GraderConfig, found: Any) -> Grader:
+    """Return the grader that code is: an instance of a class, a function with its parameters filled in."""
+    if not isinstance(found, type):
+        return partial(found, **entry.params) if entry.params else found
+    try:
+        return found(**entry.params)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever a foreign constructor raises, the user gets its reason
+        raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
+
+
 def _check_judge(where: str, entry: GraderConfig) -> None:
     """Raise ConfigError where somebody else's manifest would send a secret away, or write outside."""
     params = entry.params
@@ -106,6 +117,10 @@ def _check_judge(where: str, entry: GraderConfig) -> None:
             f"{where}: a manifest cannot send the API key of an environment variable to an address that it names "
             "itself; set api_key_env to null, or make the JudgeGrader in Python"
         )
-    cache = PurePath(str(params.get("cache") or "."))
-    if cache.is_absolute() or ".." in cache.parts:
-        raise ConfigError(f"{where}: expected a cache below the working directory, found {shown(str(cache))}")
+    cache = params.get("cache")
+    if cache is None:
+        return
+    if not isinstance(cache, str) or not Path(cache).resolve().is_relative_to(Path.cwd().resolve()):
+        raise ConfigError(f"{where}: expected a cache below the working directory, found {shown(cache)}")
+    if not cache.endswith(".jsonl"):  # replies are appended to what is there
+        raise ConfigError(f"{where}: expected a cache that is called *.jsonl, found {shown(cache)}")

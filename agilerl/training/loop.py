@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.guard import quarantined
 from agilerl.hpo.lineage import winning_lineage
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import read_lines
@@ -50,7 +51,8 @@ def train(
     a checkpoint, where ``stop`` asks for it.
     """
     config = session.config
-    with RunDirectory.create(out, document(config), config.training.seed, command=command) as run:
+    seed = config.training.seed
+    with RunDirectory.create(out, document(config), seed, command=command, files=session.files) as run:
         yield from _work(session, run, None, stop or StopRequest())
 
 
@@ -67,9 +69,12 @@ def resume(session: Session, run: RunDirectory, *, stop: StopRequest | None = No
 def _work(session: Session, run: RunDirectory, saved: SavedCheckpoint | None, stop: StopRequest) -> Iterator[Event]:
     records = RunRecords(run, saved)
     try:
+        if saved is not None:
+            records.prune(saved.progress, keep=session.config.training.keep_checkpoints)
         yield from _run(session, run, records, Progress() if saved is None else saved.progress, stop)
     finally:
         records.close()
+        session.task.close()
 
 
 def _run(
@@ -163,7 +168,7 @@ def _iterate(session: Session, records: RunRecords, progress: Progress) -> Itera
         rate = sum(spent.values()) / (end - start)
         metrics[agent.index] = {**learned[agent.index], **shared, "tokens_per_second": rate}
     where = Where(progress.generation, progress.iteration)
-    records.iteration(where, metrics)
+    records.iteration(where, metrics, {agent.index: agent.outcome for agent in population.agents})
     if not population.learns_from_data:
         records.completions(where, rollout, config.training.log_completions, population.tokenizer)
     return IterationDone(progress.generation, progress.iteration, min(progress.spent(config), 1.0), metrics)
@@ -177,10 +182,12 @@ def _exam(session: Session, records: RunRecords, progress: Progress) -> ExamDone
     where = Where(progress.generation, progress.iteration)
     records.exam(where, fitness, population.agents, perf_counter() - start)
     progress.fitness.update(fitness)
-    best = ranking(fitness)[0]
+    # A sick agent is never the best; a collapsed one cannot be, for the best is what it is measured by.
+    sound = quarantined(fitness, population.sick(fitness, collapse_guard=False))
+    best = ranking(sound)[0]
     # At equal fitness the later one wins: it has been trained for longer.
-    if fitness[best].is_finite and fitness[best].mean >= progress.best:
-        progress.best = fitness[best].mean
+    if sound[best].is_finite and sound[best].mean >= progress.best:
+        progress.best = sound[best].mean
         progress.elite = next(a for a in population.agents if a.index == best).state()
         progress.elite_iteration = progress.iteration
     progress.exam = dict(fitness)
@@ -191,7 +198,14 @@ def _evolve(session: Session, records: RunRecords, progress: Progress, exam: Map
     config, population = session.config, session.population
     start = perf_counter()
     seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
-    evolution = population.evolve(exam, session.selection, session.mutations, generation=progress.generation, seed=seed)
+    evolution = population.evolve(
+        exam,
+        session.selection,
+        session.mutations,
+        generation=progress.generation,
+        seed=seed,
+        collapse_guard=config.selection_strategy.collapse_guard,
+    )
     where = Where(progress.generation, progress.iteration)
     records.evolution(where, evolution, exam, population, perf_counter() - start)
     labels = {agent.index: agent.mut for agent in population.agents}

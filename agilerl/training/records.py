@@ -14,6 +14,7 @@ from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
 from agilerl.models.adapters import write_adapter
 from agilerl.population import Evolution, Population, Rollout
+from agilerl.rollouts.failures import Outcome
 from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import CompletionRecord, discard_completions, write_completions
@@ -60,11 +61,13 @@ class RunRecords:
         for agent in agents:
             self.lineage.write(lineage.birth_record(agent.index, None, 0, 0, agent.hyperparameters))
 
-    def iteration(self, where: Where, metrics: Mapping[int, Mapping[str, float]]) -> None:
+    def iteration(
+        self, where: Where, metrics: Mapping[int, Mapping[str, float]], outcomes: Mapping[int, Outcome]
+    ) -> None:
         """Write one metrics line an agent."""
         for index, values in metrics.items():
             place = {"kind": "train", "generation": where.generation, "step": where.iteration, "agent": index}
-            self.metrics.write({**values, **place})
+            self.metrics.write({**values, **place, "outcome": outcomes[index]})
 
     def completions(self, where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> None:
         """Write the first completions of each agent's batch, whole groups from the start."""
@@ -116,13 +119,15 @@ class RunRecords:
     ) -> None:
         """Write births, deaths, mutations and the elite of a generation change."""
         plan, g, step = evolution.plan, where.generation, where.iteration
-        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan)})
+        sick = {str(index): reason for index, reason in sorted(evolution.sick.items())}
+        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan), "sick": sick})
         self.lineage.write(lineage.elite_record(plan.elite, g))
         for birth in plan.births:
             values = evolution.inherited[birth.child]
             self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, values))
         for index in plan.deaths:
-            self.lineage.write(lineage.death_record(index, g, plan.reason or "won no tournament"))
+            reason = evolution.sick.get(index) or plan.reason or "won no tournament"
+            self.lineage.write(lineage.death_record(index, g, reason))
         for mutation in evolution.mutations:
             if mutation.kind != "none":
                 self.lineage.write(lineage.mutation_record(mutation, g))
@@ -159,13 +164,22 @@ class RunRecords:
         self.metrics.sync()
         self.lineage.sync()
         positions = Positions(self.metrics.position, self.lineage.position, len(self.journal))
-        best, numbers = progress.elite_iteration, self.checkpoints.numbers()
         folder = self.checkpoints.commit(
             progress.iteration,
             lambda folder: write_checkpoint(folder, population.agents, progress, population.next_index, positions),
-            keep=set(numbers[-(keep - 1) :]) | ({best} if best is not None else set()),
+            keep=self._kept(progress, keep),
         )
         self._note_commit(folder)
+
+    def prune(self, progress: Progress, *, keep: int) -> None:
+        """Delete the checkpoints that would be gone, had the process not died between the newest and that."""
+        self.checkpoints.prune(self._kept(progress, keep))
+
+    def _kept(self, progress: Progress, keep: int) -> set[int]:
+        """Return the checkpoints before the present one that stay."""
+        older = [number for number in self.checkpoints.numbers() if number < progress.iteration]
+        best = progress.elite_iteration
+        return set(older[-(keep - 1) :]) | ({best} if best is not None else set())
 
     def _note_commit(self, folder: Path) -> None:
         files = {name: entry for name, entry in read_json(folder / MANIFEST).items() if name != CLOCK}

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from agilerl.training.base import load_runtime
 from agilerl.training.config import GeneConfig, RunConfig
 from agilerl.training.graders import own_weights
 from agilerl.training.memory import check_memory, estimate
+from agilerl.training.named_files import digests
 from agilerl.training.saved import SavedCheckpoint, read_checkpoint
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
@@ -49,6 +50,8 @@ class Session:
     mutations: Mutations
     saved: SavedCheckpoint | None = None
     """What a run goes on from; None at its beginning."""
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
 
 
 def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
@@ -256,8 +259,11 @@ def selection(config: RunConfig) -> SelectionStrategy:
     return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
-def build(config: RunConfig, checkpoint: Path | None = None) -> Session:
+def build(config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool = False) -> Session:
     """Load the base, make the task and the population, or that of a ``checkpoint`` folder; nothing is written.
+
+    ``allow_code`` runs Python that the configuration names, ``rewards.py:my_reward``: never say so of a file that you
+    have not read.
 
     Raises ConfigError or EnvError with a sentence for all that can be found out before training, and CheckpointError
     for a checkpoint that does not fit.
@@ -265,7 +271,7 @@ def build(config: RunConfig, checkpoint: Path | None = None) -> Session:
     check(config)
     t = config.training
     torch.set_num_threads(t.threads)
-    made = task(config)
+    made = task(config, allow_code=allow_code)
     runtime = load_runtime(config)
     saved = None if checkpoint is None else read_checkpoint(checkpoint, runtime)
     agents = _founders(config, runtime) if saved is None else _survivors(saved, runtime)
@@ -274,12 +280,14 @@ def build(config: RunConfig, checkpoint: Path | None = None) -> Session:
         made,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
         eval_max_new_tokens=t.eval_max_new_tokens or hyperparameters(config).model_dump().get("max_output_tokens"),
+        max_error_rate=t.max_error_rate,
     )
     if saved is not None:
         population.next_index = saved.next_index
+        runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     try_prompts(population)
     check_memory(estimate(config, population), t.device)
-    return Session(config, made, population, selection(config), mutations(config), saved)
+    return Session(config, made, population, selection(config), mutations(config), saved, digests(config))
 
 
 def _founders(config: RunConfig, runtime: Runtime) -> list[LLMAlgorithm]:

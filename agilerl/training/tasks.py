@@ -9,6 +9,7 @@ import numpy as np
 
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
+from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.datasets import CuratedTask, fill_template
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.forms import Purpose
@@ -23,12 +24,10 @@ from agilerl.rewards.functions import exact_match
 from agilerl.training.config import EnvironmentConfig, RunConfig
 from agilerl.training.environment_config import DatasetConfig
 from agilerl.training.graders import graded, uses_own_reward
+from agilerl.training.own_code import code_name, load_code, names_code
 from agilerl.validation import nearest, shown
 
 __all__ = ["task"]
-
-_PACKAGES = ("gem", "textarena", "openenv")
-"""Prefixes of environments of other packages; another one would be a module to import."""
 
 
 class _TemplateTask(ReasoningGymTask):
@@ -41,13 +40,16 @@ class _TemplateTask(ReasoningGymTask):
         return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
 
 
-def task(config: RunConfig) -> Task | EpisodeTask:
-    """Build the task and draw its panels; raises with a sentence for an unknown one."""
-    e = config.environment
+def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
+    """Build the task and draw its panels; raises with a sentence for an unknown one.
+
+    ``allow_code`` lets graders and environments be Python that the manifest names.
+    """
+    e, seed = config.environment, config.training.seed
     if e.env_type == "multiturn":
-        return _episodes(e, config.training.seed)
+        return _episodes(e, seed, allow_code)
     if e.dataset is not None:
-        return _wrapped(e, _from_data(e, e.dataset, e.env_type, config.training.seed), None, config.training.seed)
+        return _wrapped(e, _from_data(e, e.dataset, e.env_type, seed), None, seed, allow_code)
     known = e.task or ""
     family, _, name = known.partition(":")
     if family != "reasoning_gym" or not name:
@@ -61,19 +63,20 @@ def task(config: RunConfig) -> Task | EpisodeTask:
         test_prompts=e.test_prompts,
         reward=e.reward,
         holdout=e.holdout,
+        curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
     )
     made.template = _template(e)
     made.prepare()
-    return _wrapped(e, made, _careless() if e.env_type == "preference" else None, config.training.seed)
+    return _wrapped(e, made, _careless() if e.env_type == "preference" else None, seed, allow_code)
 
 
-def _wrapped(config: EnvironmentConfig, made: Task, mistake: Mistake | None, seed: int) -> Task:
+def _wrapped(config: EnvironmentConfig, made: Task, mistake: Mistake | None, seed: int, allow_code: bool) -> Task:
     """Return a task as what the algorithm learns from."""
     if config.env_type == "sft":
         return SFTTask(made, loss_on=config.loss_on)
     if config.env_type == "preference":
         return PreferenceTask(made, mistake=mistake, seed=seed)
-    return graded(config, made)
+    return graded(config, made, allow_code=allow_code)
 
 
 def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int) -> CuratedTask:
@@ -106,20 +109,18 @@ def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
     return mix(read)
 
 
-def _episodes(config: EnvironmentConfig, seed: int) -> EpisodeTask:
+def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> EpisodeTask:
     env_id = config.env_id or ""
-    prefix, _, rest = env_id.partition(":")
-    if rest and prefix not in _PACKAGES:
-        raise ConfigError(
-            f"environment.env_id={shown(env_id)} names a module, and a manifest does not run code; train your own "
-            "environment from Python: Population(agents, EpisodeTask(...))"
-        )
-    if not rest and env_id not in gymnasium.registry:
-        raise ConfigError(f"environment.env_id={shown(env_id)} is unknown; {nearest(env_id, ENVIRONMENTS)}")
+    if names_code(env_id):
+        factory = load_code("environment.env_id", env_id, allowed=allow_code)
+    else:
+        if ":" not in env_id:
+            _check_id(env_id)
+        factory = partial(make_env, env_id)
     return EpisodeTask(
-        partial(make_env, env_id),
+        factory,
         config.params,
-        name=env_id.removeprefix("agilerl/"),
+        name=code_name(env_id).removeprefix("agilerl/"),
         max_turns=config.max_turns,
         exam_episodes=config.eval_prompts,
         test_episodes=config.test_prompts,
@@ -129,6 +130,14 @@ def _episodes(config: EnvironmentConfig, seed: int) -> EpisodeTask:
         enable_sliding_window=config.enable_sliding_window,
         step_timeout=config.step_timeout,
     )
+
+
+def _check_id(env_id: str) -> None:
+    """Raise ConfigError for an id that nobody has registered, or one of gymnasium's own: none of those is of text."""
+    spec = gymnasium.registry.get(env_id)
+    if spec is None or str(spec.entry_point).startswith(("gymnasium.", "shimmy.")):
+        what = "unknown" if spec is None else "no environment of text"
+        raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {nearest(env_id, ENVIRONMENTS)}")
 
 
 def _careless() -> Mistake:

@@ -144,7 +144,7 @@ def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> 
 
 
 @pytest.mark.model
-def test_an_interruption_is_one_line_and_frees_the_directory(tmp_path: Path) -> None:
+def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run"]
     with subprocess.Popen(
         command,
@@ -162,7 +162,10 @@ def test_an_interruption_is_one_line_and_frees_the_directory(tmp_path: Path) -> 
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert errors == "interrupted; what was written lies in run\n"
+    assert errors == (
+        "SIGINT: stopping after this iteration, with a checkpoint; a second signal leaves at once\n"
+        "stopped; go on with: agilerl resume run\n"
+    )
     with open(tmp_path / "run" / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 42

@@ -27,6 +27,7 @@ def test_the_directory_is_complete(finished_run: FinishedRun) -> None:
         "checkpoints",
         "completions",
         "elite",
+        "journal.jsonl",
         "lineage.jsonl",
         "metrics.jsonl",
         "report.html",
@@ -160,8 +161,9 @@ def test_checkpoints_fit_their_sums(finished_run: FinishedRun) -> None:
         for name, entry in manifest.items():
             assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == entry["sha256"]
     state = json.loads((folders[-1] / "state.json").read_text())
-    assert len(state["slots"]) == AGENTS
-    assert (finished_run.root / "metrics.jsonl").stat().st_size > state["metrics_bytes"] > 0
+    clock = json.loads((folders[-1] / "clock.json").read_text())
+    assert len(state["agents"]) == AGENTS
+    assert (finished_run.root / "metrics.jsonl").stat().st_size > clock["metrics_bytes"] > 0
 
 
 def test_the_elite_is_a_peft_adapter_that_scores_as_the_summary_says(finished_run: FinishedRun) -> None:

@@ -75,7 +75,7 @@ def test_rows_need_no_answer_where_no_grader_reads_it(tmp_path: Path, monkeypatc
         ([{"name": "acuracy"}], {}, r"graders\.0\.name='acuracy' is unknown; did you mean 'accuracy'\?"),
         ([{"name": "mine.py:reward"}], {}, "names code, and a manifest does not run code"),
         ([{"name": "package.module:reward"}], {}, "names code, and a manifest does not run code"),
-        ([{"name": "length"}], {}, r"graders\.0: the grader length does not take the parameters {}"),
+        ([{"name": "length"}], {}, r"graders\.0: the grader length does not take the parameters \[\]"),
         ([{"name": "task"}, {"name": "task"}], {}, r"graders\.1: two graders are called 'task'"),
         ([{"name": "task", "params": {"x": 1}}], {}, "own reward has no parameters"),
         ([{"name": "task", "wieght": 1}], {}, "wieght'; did you mean 'weight'"),

@@ -195,7 +195,7 @@ RANGES = {
     "mutation.rl_hp_selection.lr={choices: [1e-5]}": "expected at least two different values, found [1e-05]",
     "mutation.rl_hp_selection.lr={choices: [1e-5, 1e-5]}": "expected at least two different values",
     "mutation.rl_hp_selection.lr={choices: [1e-4, 1e-3]}": "excludes the start, algorithm.lr=1e-05",
-    "mutation.rl_hp_selection.lr={choices: [1e-5, -1]}": "allows -1, which the algorithm does not",
+    "mutation.rl_hp_selection.lr={choices: [1e-5, -1]}": "allows -1.0, which the algorithm does not",
     "mutation.rl_hp_selection.lr={choices: [1e-5, 1e-4], min: 1}": "a gene with choices has no min",
     "mutation.rl_hp_selection.lr.shrink_factor=2": "shrink_factor: input should be less than 1, found 2",
     "selection_strategy.tournament_size=9": "tournament_size=9 is larger than training.pop_size=4",
@@ -240,7 +240,7 @@ def test_settings_that_contradict(overrides: list[str], message: str) -> None:
         ("training: {seed: !!python/name:os.system }", "the tag !!python/name:os.system is not supported"),
         ("training: [", "cannot be read as YAML"),
         ("training: {1: 2}", "a key must be text, found 1"),
-        ("#" * 2_000_000, "has 2,000,000 bytes; expected at most 1,000,000"),
+        ("#" * 2_000_000, "has 2,000,000 bytes; expected at most 50,000"),
     ],
     ids=lambda value: shown(value)[:40],
 )

@@ -1,0 +1,115 @@
+"""Who may not be a parent whatever its exam says, and who has collapsed: replaced by a clone of the elite."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.selection import Plan
+
+__all__ = ["Vitals", "collapsed", "quarantined", "replaced_by_elite"]
+
+_ERRORS = 4.0
+"""Standard errors that two means lie apart before their difference counts."""
+_FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}
+"""How many times smaller (a length also: larger) than the elite's a mean is before it counts as collapsed."""
+_LEAST = 3
+"""Iterations of both agents that a comparison needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What an agent's own samples were like, one number an iteration since the last selection."""
+
+    entropy: Sequence[float] = ()
+    """Mean entropy of a token, in nats."""
+    length: Sequence[float] = ()
+    """Mean tokens of a completion."""
+    reward: Sequence[float] = ()
+    """Mean reward; empty where the agent's is no measure for others (weights of its own)."""
+    reward_before: Sequence[float] = ()
+    """Those of the agent, or of what it was cloned from, in the generation before."""
+
+
+def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
+    """Return the agents that lie outside the elite's confidence band, each with the reason in words.
+
+    With means m, standard deviations s (ddof 1) and n iterations of an agent a and the elite e, both n at least 3, a
+    statistic is *apart* where ``|m_a - m_e| > 4 sqrt(s_a^2 / n_a + s_e^2 / n_e)``. An agent has collapsed where its
+    reward is apart and lower than the elite's, and one of these holds:
+
+    * entropy: apart, and ``10 m_a < m_e``;
+    * length: apart, and ``4 m_a < m_e`` or ``m_a > 4 m_e``;
+    * reward: ``4 m_a < m_e``, and ``4 m_a <`` the mean of its own rewards in the generation before (in the first
+      generation: its first reward). One that is merely slow stands where it was, and one that has only rewards below
+      zero has no such scale: that is what selection is for.
+
+    Numbers that are not finite are left out. The elite itself is never among them.
+    """
+    leader, found = vitals[elite], {}
+    for index, own in vitals.items():
+        if index == elite or not (_apart(own.reward, leader.reward) and _mean(own.reward) < _mean(leader.reward)):
+            continue
+        reasons = [
+            f"{name} {_mean(ours):.3g}, the elite's {_mean(theirs):.3g}"
+            for name, ours, theirs, long in (
+                ("entropy", own.entropy, leader.entropy, False),
+                ("length", own.length, leader.length, True),
+            )
+            if _apart(ours, theirs) and _far(ours, theirs, _FACTOR[name], above=long)
+        ]
+        before = own.reward_before or own.reward[:1]
+        if _far(own.reward, leader.reward, _FACTOR["reward"]) and _far(own.reward, before, _FACTOR["reward"]):
+            reasons.append(f"reward {_mean(own.reward):.3g}, before {_mean(before):.3g}")
+        if reasons:
+            found[index] = "collapsed: " + "; ".join(reasons)
+    return found
+
+
+def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:
+    """Return fitness as selection may see it: that of a sick agent is not finite, so it is neither elite nor parent."""
+    return {index: Fitness(math.nan, n=one.n) if index in sick else one for index, one in fitness.items()}
+
+
+def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) -> Plan:
+    """Return a plan in which every child that stands in the place of a sick agent is a mutant of the elite.
+
+    ``before`` are the agents in slot order, as the strategy saw them. Where the plan keeps a sick agent (nobody is
+    fit to be a parent, or its strategy replaces nobody) or gives slots up, it is left as it is.
+    """
+    if plan.elite in sick or len(plan.slots) != len(before):
+        return plan
+    known = {birth.child for birth in plan.births}
+    heirs = {new for old, new in zip(before, plan.slots) if old in sick and new in known}
+    births = tuple(
+        replace(birth, parent=plan.elite, hyperparameters_from=None) if birth.child in heirs else birth
+        for birth in plan.births
+    )
+    mutants = tuple(index for index in plan.slots if index in heirs or index in plan.mutants)
+    return replace(plan, births=births, mutants=mutants)
+
+
+def _finite(values: Sequence[float]) -> np.ndarray:
+    numbers = np.asarray(values, dtype=np.float64)
+    return numbers[np.isfinite(numbers)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    numbers = _finite(values)
+    return float(numbers.mean()) if numbers.size else math.nan
+
+
+def _apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    a, b = _finite(ours), _finite(theirs)
+    if min(a.size, b.size) < _LEAST:
+        return False
+    error = math.sqrt(a.var(ddof=1) / a.size + b.var(ddof=1) / b.size)
+    return bool(abs(a.mean() - b.mean()) > _ERRORS * error)
+
+
+def _far(ours: Sequence[float], theirs: Sequence[float], factor: float, *, above: bool = False) -> bool:
+    """Return whether our mean is ``factor`` times smaller than theirs or, with ``above``, larger."""
+    a, b = _mean(ours), _mean(theirs)
+    return (b > 0 and factor * a < b) or (above and 0 < factor * b < a)

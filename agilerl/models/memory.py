@@ -1,0 +1,55 @@
+"""What memory turns out to hold: sizes that are halved when it runs out, and stay so for the rest of the run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+__all__ = ["MemoryLimits", "attempt"]
+
+Result = TypeVar("Result")
+
+_SIGNS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch and the drivers say in errors that have no type of their own."""
+
+
+@dataclass
+class MemoryLimits:
+    """Sizes learned from running out of memory; None: it never ran out."""
+
+    train_tokens: int | None = None
+    """Padded tokens of one training forward."""
+    decode_rows: int | None = None
+    """Completions decoded at once."""
+
+    def tokens(self, wanted: int) -> int:
+        """Return how many tokens one training forward may have, at most ``wanted``."""
+        return wanted if self.train_tokens is None else min(wanted, self.train_tokens)
+
+    def rows(self, wanted: int, length: int) -> int:
+        """Return how many rows of a padded length one training forward may have: 1 to ``wanted``."""
+        return wanted if self.train_tokens is None else max(1, min(wanted, self.train_tokens // length))
+
+    def decoding(self, wanted: int) -> int:
+        """Return how many completions may be decoded at once, at most ``wanted``."""
+        return wanted if self.decode_rows is None else min(wanted, self.decode_rows)
+
+
+def attempt(call: Callable[[], Result]) -> Result | None:
+    """Return what a call returns; None where memory ran out in it, on a GPU or on the CPU."""
+    try:
+        return call()
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+    # Only here, outside the handler, are the frames gone that held on to the tensors of the call.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    return None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(sign in str(error) for sign in _SIGNS)

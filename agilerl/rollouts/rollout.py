@@ -1,0 +1,52 @@
+"""One training batch of every agent of a population."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agilerl.data import Trajectory
+from agilerl.rollouts.collect import CollectReport
+from agilerl.rollouts.failures import Failure, Outcome, check_error_rate, sampling_outcome
+
+__all__ = ["Rollout"]
+
+
+@dataclass
+class Rollout:
+    """One batch of trajectories of every agent."""
+
+    trajectories: dict[int, list[Trajectory]]
+    """All that was sampled, by agent index, groups in prompt order."""
+    times: CollectReport
+    dropped: dict[int, set[int]] = field(default_factory=dict)
+    """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
+    skipped: dict[int, int] = field(default_factory=dict)
+    """By agent index: training rows that are too long, in whose place another one stands."""
+    levels: dict[int, list[int]] = field(default_factory=dict)
+    """By agent index: the level of each prompt where the task has a curriculum."""
+    samples: dict[int, int] = field(default_factory=dict)
+    """By agent index: completions or episodes that were asked for."""
+    failures: dict[int, list[Failure]] = field(default_factory=dict)
+    """By agent index: those that have no grade because something failed."""
+
+    def batch(self, index: int) -> list[Trajectory]:
+        """Return the trajectories that an agent trains on."""
+        dropped = self.dropped.get(index, ())
+        return [t for t in self.trajectories[index] if t.group not in dropped]
+
+    def outcome(self, index: int) -> Outcome:
+        """Return what came of sampling an agent's batch."""
+        return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()))
+
+    def note(self, report: CollectReport, owners: Sequence[int], samples: Sequence[int]) -> None:
+        """Take in what a collection took and what failed in it; request k was for ``samples[k]`` of ``owners[k]``."""
+        self.times.rollout += report.rollout
+        self.times.reward += report.reward
+        for owner, count in zip(owners, samples, strict=True):
+            self.samples[owner] = self.samples.get(owner, 0) + count
+        for failure in report.failures:
+            self.failures.setdefault(owners[failure.request], []).append(failure)
+
+    def check(self, max_error_rate: float, *, episodes: bool) -> None:
+        """Raise RewardError, or EnvError for episodes, where more than this share of all samples failed."""
+        failures = [failure for own in self.failures.values() for failure in own]
+        check_error_rate(sum(self.samples.values()), failures, max_error_rate, episodes=episodes)

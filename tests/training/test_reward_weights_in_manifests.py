@@ -1,0 +1,127 @@
+"""Weights of the reward as genes of a manifest: a run whose weights evolve, and what a manifest may not ask for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.parameters import Gene
+from agilerl.hpo.schedule import hyperparameter_schedule
+from agilerl.training.config import RunConfig
+from agilerl.training.setup import check, document, genes, hyperparameters
+from tests.training.small_runs import lines, run_here
+
+GRADERS = [
+    {"name": "task"},
+    {"name": "length", "weight": 0.1, "params": {"target": 6}, "label": "short"},
+    {"name": "regex", "weight": 0.5, "params": {"pattern": "^[a-z]+$"}, "label": "only.letters"},
+]
+SHORT = "reward_weights.short"
+
+
+def manifest(
+    selection: dict[str, Any] | None = None, weights: Any = None, algorithm: str = "GRPO", **environment: Any
+) -> RunConfig:
+    chosen = {"graders": GRADERS, "fitness_grader": "task", **environment}
+    return RunConfig.from_dict(
+        {
+            "algorithm": {"name": algorithm, **({} if weights is None else {"reward_weights": weights})},
+            "environment": {name: value for name, value in chosen.items() if value is not None},
+            "mutation": {"rl_hp_selection": {SHORT: {"max": 0.4}} if selection is None else selection},
+        }
+    )
+
+
+def test_a_gene_starts_at_the_weight_of_its_grader() -> None:
+    config = manifest({SHORT: {"max": 0.4}, "reward_weights.only.letters": {"min": 0.1, "max": 2, "scale": "log"}})
+    assert genes(config) == {
+        SHORT: Gene(SHORT, "float", min=0.0, max=0.4, scale="linear"),
+        "reward_weights.only.letters": Gene("reward_weights.only.letters", "float", min=0.1, max=2.0, scale="log"),
+    }
+    assert document(config)["algorithm"]["reward_weights"] == {"short": 0.1, "only.letters": 0.5}
+    again = RunConfig.from_dict(document(config))
+    assert (document(again), genes(again)) == (document(config), genes(config))
+    check(config)
+    given = hyperparameters(manifest(weights={"task": 2, "short": 0.3}))
+    assert given.model_dump()["reward_weights"] == {"task": 2.0, "short": 0.3}
+    assert document(manifest({}))["algorithm"]["reward_weights"] == {}
+    assert genes(manifest(algorithm="choice[GRPO, CISPO]")).keys() == {SHORT, "algorithm"}
+
+
+def test_choices_of_a_number_may_be_whole() -> None:
+    """They become what the hyperparameter is: else an agent that chose one could not be cloned."""
+    found = genes(manifest({SHORT: {"choices": [0, 0.1, 1]}, "temperature": {"choices": [0.5, 1]}}))
+    assert [type(choice) for gene in found.values() for choice in gene.choices] == [float] * 5
+    assert found["temperature"].contains(1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"fitness_grader": None},
+            r"reward_weights\.short: a weight that evolves needs environment\.fitness_grader.* one of task, short",
+        ),
+        ({"selection": {"reward_weights.shrot": {}}}, r"environment\.graders has no 'shrot'; did you mean 'short'\?"),
+        ({"selection": {"reward_weights.": {}}}, r"environment\.graders has no ''; known: task, short"),
+        ({"selection": {"reward_weights": {}}}, r"does not evolve; did you mean 'reward_weights\.<name>'\?"),
+        ({"selection": {"reward_wieghts.short": {}}}, r"no hyperparameter 'reward_wieghts\.short'"),
+        ({"selection": {"lr.short": {}}}, r"lr\.short: this hyperparameter does not evolve; known: lr"),
+        (
+            {"selection": {SHORT: {"min": 0.2}}},
+            r"\[0\.2, 1\] excludes the start, algorithm\.reward_weights\.short=0\.1",
+        ),
+        ({"selection": {}, "weights": {"shrot": 1}}, r"algorithm\.reward_weights\.shrot: .*did you mean 'short'\?"),
+        ({"weights": {"short": "much"}}, r"algorithm\.reward_weights\.short: input should be a valid number"),
+        ({"weights": {"short": True}}, r"algorithm\.reward_weights\.short: input should be a number, found a boolean"),
+        ({"weights": {"short": float("nan")}}, r"algorithm\.reward_weights\.short: input should be a finite number"),
+        ({"weights": 3}, r"algorithm\.reward_weights: input should be a valid dictionary, found 3"),
+        ({"graders": None, "fitness_grader": None}, r"the reward is not made of parts; name them in environment\.gra"),
+        (
+            {"graders": None, "fitness_grader": None, "algorithm": "SFT", "env_type": "sft"},
+            r"SFT has no hyperparameter 'reward_weights\.short'",
+        ),
+    ],
+)
+def test_what_a_manifest_may_not_ask_for(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(manifest(**settings))
+
+
+@pytest.mark.model
+def test_a_run_whose_weights_evolve(tmp_path: Path) -> None:
+    graders = json.dumps(GRADERS)
+    root = run_here(
+        tmp_path / "run",
+        f"environment.graders={graders}",
+        "environment.fitness_grader=task",
+        f"mutation.rl_hp_selection={{{SHORT}: {{min: 0.05, max: 2.0, scale: log}}}}",
+    )
+    records, lineage = lines(root / "metrics.jsonl"), lines(root / "lineage.jsonl")
+    births = {line["agent"]: line["hyperparameters"] for line in lineage if line["event"] == "birth"}
+    assert births[0] == {SHORT: 0.1}
+    assert len({values[SHORT] for agent, values in births.items() if agent < 3}) == 3
+    mutations = [line for line in lineage if line["event"] == "mutation"]
+    assert {change["gene"] for line in mutations for change in line["changes"]} == {SHORT}
+    # In every iteration the reward is by the weight that the agent had then.
+    changed = {(line["agent"], line["generation"]): line["changes"][0]["new"] for line in mutations}
+    mutated = False
+    for record in (record for record in records if record["kind"] == "train"):
+        agent, generation = record["agent"], record["generation"]
+        weight = births[agent][SHORT]
+        for earlier in range(generation):
+            weight = changed.get((agent, earlier), weight)
+        part = {name: record[f"rewards/{name}/mean"] for name in ("task", "short", "only.letters")}
+        expected = part["task"] + weight * part["short"] + 0.5 * part["only.letters"]
+        assert record["reward"] == pytest.approx(expected, abs=1e-6)
+        mutated |= weight != births[agent][SHORT]
+    assert mutated, "some agent has trained with a weight that it was not born with"
+    exams = [record["eval/reward_mean"] for record in records if record["kind"] == "eval"]
+    assert all((8 * mean) % 1 == 0 for mean in exams), "the share of 8 words that are right, whatever the weights"
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["elite"]["hyperparameters"].keys() == {SHORT}
+    assert json.loads((root / "run.json").read_text())["config"]["algorithm"]["reward_weights"] == {"short": 0.1}
+    assert SHORT in (root / "report.html").read_text(encoding="utf-8")
+    assert hyperparameter_schedule(lineage, summary["elite"]["index"])["genes"].keys() == {SHORT}
