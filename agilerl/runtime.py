@@ -181,7 +181,7 @@ class Runtime:
 
     @torch.no_grad()
     def _fixed(self, rows: AgentRows, micro_rows: int, *, entropy: bool = False) -> Tensor:
-        count, length = rows.batch.ids.shape
+        (count, length), before = rows.batch.ids.shape, self.limits.train_tokens
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
         start = 0
         while start < count:
@@ -190,6 +190,7 @@ class Runtime:
             outputs = attempt(partial(self.forward, [part], entropy=entropy))
             if outputs is None:
                 if end - start == 1:
+                    self.limits.train_tokens = before
                     raise MemoryExhaustedError(f"memory does not hold a forward pass over one row of {length} tokens")
                 self.limits.train_tokens = (end - start) * length // 2
                 continue

@@ -44,6 +44,8 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
         made = model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
+    for path in _beyond_64_bits(values):
+        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that 64 bits hold")
     for path in _converted_booleans(values, made):
         raise ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
     return made
@@ -98,6 +100,15 @@ def _plain(annotation: Any) -> Any:
         parts = [part for part in typing.get_args(annotation) if part is not type(None)]
         return _plain(parts[0]) if len(parts) == 1 else annotation
     return annotation
+
+
+def _beyond_64_bits(given: Any) -> Iterator[list[str]]:
+    """Yield the place of each whole number that neither torch nor numpy could hold."""
+    if isinstance(given, int) and not -(2**63) <= given < 2**63:
+        yield []
+    items = given.items() if isinstance(given, Mapping) else enumerate(given) if isinstance(given, list | tuple) else ()
+    for key, value in items:
+        yield from ([str(key), *rest] for rest in _beyond_64_bits(value))
 
 
 def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:

@@ -137,6 +137,7 @@ def broken() -> None:
 
 def test_an_environment_that_raises_is_masked_out_and_does_not_stop_the_others() -> None:
     population = make_population(EpisodeTask(lambda: Moody(broken)), 1, prompts_per_step=8)
+    population.max_error_rate = 0.9
     rollout = population.rollout()
     rows = rollout.trajectories[0]
     failed = [t for t in rows if t.outcome is not None and t.outcome.error is not None]
@@ -173,6 +174,7 @@ def test_an_environment_that_hangs_is_left_behind() -> None:
     release = threading.Event()
     task = EpisodeTask(lambda: Moody(release.wait), step_timeout=0.3)
     population = make_population(task, 1, prompts_per_step=8)
+    population.max_error_rate = 0.9
     start = time.monotonic()
     rows = population.rollout().trajectories[0]
     assert time.monotonic() - start < 30

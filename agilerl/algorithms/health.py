@@ -35,11 +35,11 @@ class Health:
         self.outcomes = dict.fromkeys(get_args(Outcome), 0)
         self.vitals = {name: [] for name in (*_MEASURES.values(), "reward_before")}
 
-    def note_step(self, taken: bool) -> None:
+    def note_step(self, *, taken: bool) -> None:
         """Count an optimizer step that was taken, or skipped because something was not finite."""
         self.bad_steps = 0 if taken else self.bad_steps + 1
         if self.bad_steps >= BAD_STEPS:
-            self.sick = f"a loss or gradient was not finite in {self.bad_steps} optimizer steps in a row"
+            self.sick = f"loss, gradient or samples were not finite in {self.bad_steps} optimizer steps in a row"
 
     def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
         """Count an iteration, and keep what the collapse guard looks at."""

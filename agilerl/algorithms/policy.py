@@ -60,7 +60,7 @@ class PolicyConfig(LLMConfig):
     """Name of the algorithm: the value of the gene ``algorithm``."""
     loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
-    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(name, name))] = (
+    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(str(name), name))] = (
         "seq-mean-token-mean"
     )
     """How token losses become one number: GRPO's paper, ``token-mean`` (DAPO), or ``fixed-length`` (Dr. GRPO)."""

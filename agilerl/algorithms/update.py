@@ -180,6 +180,9 @@ def learn_together(
 
 def _begin(agent: "LLMAlgorithm", batch: RolloutBatch, outcome: Outcome) -> _Update:
     nothing = batch.select(slice(0, 0))
+    if outcome == "nonfinite":
+        agent.skipped_steps += 1
+        agent.note_step(taken=False)
     if outcome != "ok":
         return _Update(agent, agent.prepare(nothing), outcome=outcome)
     try:
@@ -202,7 +205,7 @@ def accumulate_batch(
     share = Share(agent, experience, torch.arange(len(experience)), denominator, metrics, loss)
     if accumulate_all(agent.runtime, [share], keep_pending=True):
         raise MemoryExhaustedError(
-            f"memory does not hold an update on {agent.rows_per_unit} row of {experience.batch.ids.shape[1]} tokens"
+            f"memory does not hold an update on {agent.rows_per_unit} x {experience.batch.ids.shape[1]} tokens"
         )
     return metrics
 
@@ -212,9 +215,11 @@ def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: b
 
     All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
     to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
-    passes. Returns the agents of which memory does not hold the least, without a gradient from here.
+    passes. Returns the agents of which memory does not hold the least, without a gradient from here; the others' passes
+    are what they would be without them.
     """
     store, unfit, left = runtime.store, list["LLMAlgorithm"](), list(shares)
+    before = runtime.limits.train_tokens
     slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
     pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
     while True:
@@ -226,6 +231,7 @@ def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: b
             store.grad[slot] = pending.get(slot, 0.0)
         agent = _halve(runtime, full)
         if agent is not None:
+            runtime.limits.train_tokens = before
             unfit.append(agent)
             left = [share for share in left if share.agent is not agent]
     for share, (pieces, idle_tokens) in zip(left, cuts):
@@ -247,13 +253,11 @@ def _accumulate_packs(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> li
 
 def _halve(runtime: Runtime, full: Sequence[Piece]) -> "LLMAlgorithm | None":
     """Allow half the tokens of what memory did not hold; returns the agent that cannot make do with fewer."""
-    limits, first = runtime.limits, full[0]
-    before, length = limits.train_tokens, first.experience.batch.select(first.rows).ids.shape[1]
-    limits.train_tokens = max(1, sum(len(piece.rows) for piece in full) * length // 2)
-    if len(full) > 1 or first.agent.micro_rows(first.experience.batch) < len(first.rows):
-        return None
-    limits.train_tokens = before
-    return first.agent
+    first = full[0]
+    length = first.experience.batch.select(first.rows).ids.shape[1]
+    runtime.limits.train_tokens = max(1, sum(len(piece.rows) for piece in full) * length // 2)
+    alone_and_least = len(full) == 1 and first.agent.micro_rows(first.experience.batch) >= len(first.rows)
+    return first.agent if alone_and_least else None
 
 
 def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
@@ -359,7 +363,7 @@ def optim_step(agents: Sequence["LLMAlgorithm"], metrics: Sequence[MetricReducer
     stepped = [all(a for a, owner in zip(applied, owners) if owner == i) for i in range(len(agents))]
     for i, agent in enumerate(agents):
         agent.skipped_steps += not stepped[i]
-        agent.note_step(stepped[i])
+        agent.note_step(taken=stepped[i])
         first = owners.index(i)
         metrics[i].add("grad_norm", norms[first])
         metrics[i].add("learning_rate", settings[first].lr)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -125,7 +126,7 @@ def _follow(
     from agilerl.cli.progress import watch
     from agilerl.training.stopping import Interrupted, stop_on_signals
 
-    with stop_on_signals(_say) as stop:
+    with stop_on_signals(_say_at_once) as stop:
         try:
             summary = watch(start(stop), session, console)
         except Interrupted as interrupted:
@@ -163,6 +164,12 @@ def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path)
 
 def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
+
+
+def _say_at_once(sentence: str) -> None:
+    """Say something from within a signal handler, where a stream that is being written to refuses a second writer."""
+    with suppress(OSError):  # nobody may be listening any more
+        os.write(2, f"{sentence}\n".encode())
 
 
 def _config(arguments: Sequence[str], seed: int | None) -> RunConfig:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from agilerl.errors import EnvError, RewardError
-from agilerl.rewards.grader import Outcome, check_score
+from agilerl.rewards.grader import Outcome, check_score, outcome_of
 from agilerl.rewards.grades import Grades, grades_of
 
 __all__ = ["Message", "MultiTurnEnv", "Row", "Split", "Task", "grade_completions", "score_completions"]
@@ -75,6 +75,8 @@ class Task(ABC):
                 outcomes.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
             except RewardError as error:
                 outcomes.append(error)
+            except Exception as error:  # whatever it is, it is the failure of this completion alone
+                outcomes.append(outcome_of(error, f"the reward of {self.name}"))
         return grades_of(self.grader, outcomes)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:

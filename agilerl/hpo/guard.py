@@ -36,9 +36,10 @@ class Vitals:
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
     """Return the agents that lie outside the elite's confidence band, each with the reason in words.
 
-    With means m, standard deviations s (ddof 1) and n iterations of an agent a and the elite e, both n at least 3, a
-    statistic is *apart* where ``|m_a - m_e| > 4 sqrt(s_a^2 / n_a + s_e^2 / n_e)``. An agent has collapsed where its
-    reward is apart and lower than the elite's, and one of these holds:
+    Of the iterations since the last selection the later half counts, and no fewer than the last three: an agent that
+    collapses begins in order. With means m, standard deviations s (ddof 1) and n of these of an agent a and the elite
+    e, a statistic is *apart* where ``|m_a - m_e| > 4 sqrt(s_a^2 / n_a + s_e^2 / n_e)``. An agent has collapsed where
+    its reward is apart and lower than the elite's, and one of these holds:
 
     * entropy: apart, and ``10 m_a < m_e``;
     * length: apart, and ``4 m_a < m_e`` or ``m_a > 4 m_e``;
@@ -46,10 +47,12 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
       generation: its first reward). One that is merely slow stands where it was, and one that has only rewards below
       zero has no such scale: that is what selection is for.
 
-    Numbers that are not finite are left out. The elite itself is never among them.
+    Numbers that are not finite are left out; nothing is said with fewer than three. The elite itself is never among
+    them.
     """
-    leader, found = vitals[elite], {}
-    for index, own in vitals.items():
+    leader, found = _late(vitals[elite]), dict[int, str]()
+    for index, whole in vitals.items():
+        own = _late(whole)
         if index == elite or not (_apart(own.reward, leader.reward) and _mean(own.reward) < _mean(leader.reward)):
             continue
         reasons = [
@@ -60,7 +63,7 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
             )
             if _apart(ours, theirs) and _far(ours, theirs, _FACTOR[name], above=long)
         ]
-        before = own.reward_before or own.reward[:1]
+        before = whole.reward_before or whole.reward[:1]
         if _far(own.reward, leader.reward, _FACTOR["reward"]) and _far(own.reward, before, _FACTOR["reward"]):
             reasons.append(f"reward {_mean(own.reward):.3g}, before {_mean(before):.3g}")
         if reasons:
@@ -89,6 +92,12 @@ def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) 
     )
     mutants = tuple(index for index in plan.slots if index in heirs or index in plan.mutants)
     return replace(plan, births=births, mutants=mutants)
+
+
+def _late(vitals: Vitals) -> Vitals:
+    """Return the later half of the iterations."""
+    size = max(_LEAST, -(-len(vitals.length) // 2))
+    return Vitals(vitals.entropy[-size:], vitals.length[-size:], vitals.reward[-size:], vitals.reward_before)
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:

@@ -120,7 +120,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file; raises CheckpointError where the disk refuses."""
     try:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, {"format": "pt"})
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:  # how safetensors reports that the disk is full
         raise CheckpointError(f"{path} could not be written: {error}") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from agilerl.errors import RewardError, RewardTimeoutError
 
-__all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name"]
+__all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name", "outcome_of"]
 
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
@@ -76,13 +76,13 @@ def attempt_grader(
         arguments = _select(name, grader, {**columns, "prompts": list(prompts), "completions": list(completions)})
         (scores,) = _run([lambda: grader(**arguments)])
         if not isinstance(scores, Exception):
-            return [_outcome(score, name) for score in _check_list(scores, len(completions), name)]
+            return [outcome_of(score, name) for score in _check_list(scores, len(completions), name)]
         if len(completions) == 1:
-            return [_outcome(scores, name)]
+            return [outcome_of(scores, name)]
         alone = zip(completions, rows, prompts)
         return [attempt_grader(grader, [text], [row], [prompt])[0] for text, row, prompt in alone]
     calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
-    return [_outcome(score, name) for score in _run(calls)]
+    return [outcome_of(score, name) for score in _run(calls)]
 
 
 def check_score(value: object, name: str = "the reward function") -> float | None:
@@ -114,7 +114,7 @@ def grader_name(grader: Grader) -> str:
     return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
-def _outcome(score: object, name: str) -> Outcome:
+def outcome_of(score: object, name: str) -> Outcome:
     """Return a score as it is checked, or the failure that stands in its place."""
     if isinstance(score, Exception):
         kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"

@@ -47,8 +47,8 @@ class IsolatedGrader(BaseGrader):
         """Name the function.
 
         Args:
-            grader: a function of a module, or ``"package.module:function"``; either signature. Columns of the rows
-                reach it as JSON, hence tuples as lists.
+            grader: a function of a module, ``"package.module:function"`` or ``"file.py:function"``; either signature.
+                Columns of the rows reach it as JSON, hence tuples as lists.
             timeout: seconds for one completion, more than 0.
             memory_bytes: address space of a worker, its libraries included.
             workers: processes, 1 or more.

@@ -9,9 +9,9 @@ from agilerl.errors import EnvError, RewardError, RewardTimeoutError
 __all__ = ["Failure", "Outcome", "check_error_rate", "failure_of", "lost_places", "sampling_outcome"]
 
 Outcome = Literal["ok", "nonfinite", "oom", "reward_error", "timeout"]
-"""What came of one iteration of one agent. ``nonfinite``: a loss or gradient was not, so an optimizer step was skipped.
-``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed, ``timeout``: for want of time.
-After the last three the agent did not learn in this iteration."""
+"""What came of one iteration of one agent. ``nonfinite``: a loss, a gradient or the log-probs of a sample were not, and
+an optimizer step was skipped. ``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed;
+``timeout``: for want of time. After the last three the agent did not learn in this iteration."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,17 @@ def failure_of(request: int, error: RewardError) -> Failure:
     return Failure(request, "timeout" if isinstance(error, RewardTimeoutError) else "reward_error", str(error))
 
 
-def sampling_outcome(samples: int, failures: Sequence[Failure]) -> Outcome:
+def sampling_outcome(samples: int, failures: Sequence[Failure], *, broken: bool) -> Outcome:
     """Return what came of the samples of one agent, before it learns from them.
 
-    Memory that ran out for one sample decides; grades that failed do where no sample has one.
+    Memory that ran out for one sample decides, and log-probs that were not finite in one (``broken``); grades that
+    failed do where no sample has one.
     """
     kinds = [failure.kind for failure in failures]
     if "oom" in kinds:
         return "oom"
+    if broken:
+        return "nonfinite"
     if not kinds or len(kinds) < samples:
         return "ok"
     return "timeout" if set(kinds) == {"timeout"} else "reward_error"

@@ -35,7 +35,8 @@ class Rollout:
 
     def outcome(self, index: int) -> Outcome:
         """Return what came of sampling an agent's batch."""
-        return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()))
+        broken = any(t.finish_reason == "error" for t in self.trajectories[index])
+        return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()), broken=broken)
 
     def note(self, report: CollectReport, owners: Sequence[int], samples: Sequence[int]) -> None:
         """Take in what a collection took and what failed in it; request k was for ``samples[k]`` of ``owners[k]``."""

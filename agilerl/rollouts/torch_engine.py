@@ -77,7 +77,7 @@ class TorchEngine:
         rows: dict[int | None, list[tuple[int, int]]] = {}
         for place, request in enumerate(requests):
             rows.setdefault(request.slot, []).extend((place, sample) for sample in range(request.samples))
-        waiting = self._batches(rows)
+        waiting, before = self._batches(rows), self.limits.decode_rows
         while waiting:
             batch = waiting.pop(0)
             count = sum(len(unit.rows) for unit in batch)
@@ -89,6 +89,8 @@ class TorchEngine:
                 self.limits.decode_rows = count // 2
                 waiting.insert(0, batch)
                 continue
+            if done is None:  # this one row is too much by itself, which says nothing about the others
+                self.limits.decode_rows = before
             for (place, sample), completion in zip(*done or (batch[0].rows, [Completion([], [], "oom")])):
                 results[place][sample] = completion
         return [[c for c in group if c is not None] for group in results]

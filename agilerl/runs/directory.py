@@ -109,8 +109,8 @@ class RunDirectory(RunLayout):
                 "files": dict(files or {}),
             }
             run = cls(root, lock, info)
-            run.completions.mkdir(exist_ok=True)
-            run.checkpoints.mkdir(exist_ok=True)
+            for folder in (run.completions, run.checkpoints):
+                _make(folder)
             # Last, for this is what makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
@@ -201,6 +201,13 @@ def check_not_in_use(root: Path) -> None:
     """Raise CheckpointError with the owner's process id where another process works in the directory now."""
     if (root / _LOCK).exists():
         DirectoryLock(root / _LOCK).release()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be made: {error.strerror or error}.") from error
 
 
 def _check_plain(root: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from agilerl.errors import CheckpointError
@@ -36,8 +37,12 @@ class DirectoryLock:
         except OSError as error:
             os.close(descriptor)
             raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
         self._descriptor = descriptor
         _held.add(self)
 
@@ -49,7 +54,8 @@ class DirectoryLock:
     def release(self) -> None:
         """Give the lock back; the file stays, for removing it would race with the next owner."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
+            with suppress(OSError):  # the name stays in the file then, of a process that holds nothing
+                os.ftruncate(self._descriptor, 0)
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
 

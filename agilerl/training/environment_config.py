@@ -91,6 +91,10 @@ class GraderConfig(Section):
     """What its score is multiplied by; one of weight 0 is logged and no more."""
     params: Params = Field(default_factory=dict)
     """Its parameters, as in Python. No secrets: those come from environment variables."""
+    isolate: bool = False
+    """Run a function of one's own in a process of its own, which is killed when it hangs; for functions alone."""
+    timeout: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds for one completion of an isolated grader; more is no grade, and counted."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
     """What metrics call it, in place of ``name``."""
 

@@ -10,6 +10,7 @@ from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.errors import ConfigError
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader
+from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.training.environment_config import EnvironmentConfig, GraderConfig
 from agilerl.training.own_code import load_code, names_code
@@ -88,7 +89,10 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
             raise ConfigError(f"{where}: the task's own reward has no parameters, found {shown(entry.params)}")
         return TaskGrader(task)
     if names_code(entry.name):
-        return _own(where, entry, load_code(f"{where}.name", entry.name, allowed=allow_code))
+        found = load_code(f"{where}.name", entry.name, allowed=allow_code)
+        return _isolated(where, entry, found) if entry.isolate else _own(where, entry, found)
+    if entry.isolate:
+        raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(entry.name)}; leave it out")
     if entry.name not in LIBRARY:
         raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
     if entry.name == "judge":
@@ -97,6 +101,16 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
         return library_grader(entry.name, entry.params)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _isolated(where: str, entry: GraderConfig, found: Any) -> Grader:
+    """Return a function as a grader in a process of its own."""
+    if isinstance(found, type) or entry.params:
+        raise ConfigError(
+            f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that has "
+            "them in it"
+        )
+    return IsolatedGrader(entry.name, timeout=entry.timeout, name=entry.called)
 
 
 def _own(where: str, entry: GraderConfig, found: Any) -> Grader:

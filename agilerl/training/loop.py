@@ -118,7 +118,7 @@ def _run(
             yield _evolve(session, records, progress, progress.exam)
         progress.generation, progress.step, progress.exam = progress.generation + 1, 0, None
         records.checkpoint(population, progress, keep=t.keep_checkpoints)
-        if stop.signal is not None and progress.spent(config) < 1:
+        if stop.signal is not None:
             raise Interrupted(stop.code, run.root)
     yield PhaseStarted("test")
     yield _finish(session, run, records, progress)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.errors import CheckpointError
 from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
 from agilerl.models.adapters import write_adapter
@@ -43,6 +44,7 @@ class RunRecords:
         self.run = run
         at = Positions(0, 0, 0) if saved is None else saved.positions
         self.checkpoints = CheckpointStore(run.checkpoints)
+        self._saved = None if saved is None else saved.progress.iteration
         with ExitStack() as opened:
             self.metrics = opened.enter_context(JsonLines(run.metrics, keep=at.metrics_bytes))
             self.lineage = opened.enter_context(JsonLines(run.lineage, keep=at.lineage_bytes))
@@ -159,7 +161,12 @@ class RunRecords:
         self.metrics.write({"kind": "test", "who": who, "agent": agent, **line})
 
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
-        """Commit the whole population after an iteration: every agent, and the state around them."""
+        """Commit the whole population after an iteration: every agent, and the state around them.
+
+        Where that has been done already, time ran out before another iteration, and there is nothing new to keep.
+        """
+        if progress.iteration == self._saved:
+            return
         # First, so that no checkpoint points behind the end of a file that a power cut has shortened.
         self.metrics.sync()
         self.lineage.sync()
@@ -169,6 +176,7 @@ class RunRecords:
             lambda folder: write_checkpoint(folder, population.agents, progress, population.next_index, positions),
             keep=self._kept(progress, keep),
         )
+        self._saved = progress.iteration
         self._note_commit(folder)
 
     def prune(self, progress: Progress, *, keep: int) -> None:
@@ -193,7 +201,10 @@ class RunRecords:
         def write(folder: Path) -> None:
             factors = runtime.store.adapter(agent.slot)
             write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
-            runtime.tokenizer.save_pretrained(str(folder))
+            try:
+                runtime.tokenizer.save_pretrained(str(folder))
+            except Exception as error:  # tokenizers has no other type for a full disk
+                raise CheckpointError(f"the tokenizer could not be written to {self.run.elite}: {error}") from error
 
         if self.run.elite.exists():  # of a process that died while the run was being finished
             remove_folder(self.run.elite)

@@ -24,8 +24,7 @@ __all__ = ["CLOCK", "Positions", "SavedCheckpoint", "SavedRun", "open_run", "rea
 
 _ELITE = "elite"
 CLOCK = "clock.json"
-"""What a checkpoint says of wall time, and the lengths of files that depend on it, for a signal saves once more: not the
-same twice."""
+"""What a checkpoint says of wall time and of the lengths of files that depend on it: not the same twice."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class SavedCheckpoint:
     positions: Positions
     memory: MemoryLimits
     """What memory had turned out to hold."""
+    bank_rank: int
+    """Largest rank that the bank of adapters has had room for."""
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
@@ -95,6 +96,7 @@ def write_checkpoint(
         "agents": [agent.index for agent in agents],
         "lineage_bytes": positions.lineage_bytes,
         "memory": asdict(agents[0].runtime.limits),
+        "bank_rank": agents[0].runtime.store.max_rank,
     }
     clock = {
         "seconds": progress.seconds,
@@ -119,7 +121,7 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
         positions = Positions(clock["metrics_bytes"], state["lineage_bytes"], clock["journal_records"])
         progress = Progress.from_dict(state["progress"], elite, seconds=float(clock["seconds"]))
         memory = MemoryLimits(**state["memory"])
-        return SavedCheckpoint(folder, states, state["next_index"], progress, positions, memory)
+        return SavedCheckpoint(folder, states, state["next_index"], progress, positions, memory, state["bank_rank"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / STATE} does not hold what a checkpoint of this version does ({error!r}); go on with the "

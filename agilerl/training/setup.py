@@ -13,7 +13,7 @@ from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import ConfigError
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
 from agilerl.hpo.selection import NoSelection, SelectionStrategy
@@ -274,7 +274,7 @@ def build(config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool
     made = task(config, allow_code=allow_code)
     runtime = load_runtime(config)
     saved = None if checkpoint is None else read_checkpoint(checkpoint, runtime)
-    agents = _founders(config, runtime) if saved is None else _survivors(saved, runtime)
+    agents = _founders(config, runtime) if saved is None else _survivors(config, saved, runtime)
     population = Population(
         agents,
         made,
@@ -293,7 +293,8 @@ def build(config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool
 def _founders(config: RunConfig, runtime: Runtime) -> list[LLMAlgorithm]:
     """Return the first generation."""
     t, classes = config.training, algorithm_classes(config)
-    start = hyperparameters(config).model_dump(exclude_unset=True)
+    # As run.json has them, so that a run that begins anew from that writes the same files.
+    start = {name: value for name, value in document(config)["algorithm"].items() if name != "name"}
     agents: list[LLMAlgorithm] = list(
         classes[0].population(t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start)
     )
@@ -305,8 +306,17 @@ def _founders(config: RunConfig, runtime: Runtime) -> list[LLMAlgorithm]:
     return agents
 
 
-def _survivors(saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
-    """Return the agents of a checkpoint."""
+def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
+    """Return the agents of a checkpoint; raises CheckpointError where they are larger than the run allows."""
+    most = max(config.network.lora_config.r, config.mutation.rank_range[1])
+    if saved.bank_rank > most:
+        raise CheckpointError(
+            f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; go on "
+            "from an older checkpoint"
+        )
+    # How wide the bank has become decides the last bits of every agent, also of those with a smaller rank.
+    if saved.bank_rank > runtime.store.max_rank:
+        runtime.store.widen(saved.bank_rank)
     return [ALGORITHMS[state.algorithm].from_state(state, runtime) for state in saved.states]
 
 

@@ -49,6 +49,7 @@ class _Memory(SavedValues):
 class _State(SavedValues):
     progress: _Progress
     memory: _Memory
+    bank_rank: Annotated[int, Field(ge=1)]
     next_index: Count
     agents: Annotated[list[Count], Field(min_length=1)]
     lineage_bytes: Count

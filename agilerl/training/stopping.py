@@ -47,9 +47,11 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def stop(number: int, _: FrameType | None) -> None:
+        if request.signal is not None:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+            return
         request.signal = number
-        for caught in _SIGNALS:
-            signal.signal(caught, before[caught])
         told(
             f"{signal.Signals(number).name}: stopping after this iteration, with a checkpoint; a second signal leaves "
             "at once"

@@ -343,7 +343,7 @@ def test_batches_of_demonstrations_have_the_level(curriculum, levels):
         (["environment.curriculum.prompts_per_level=0"], "curriculum.prompts_per_level: .*greater than or equal to 1"),
         (["environment.curriculum.max_level=0"], "curriculum.max_level: .*greater than or equal to 1"),
         (["environment.curriculum.attributes=[]"], "curriculum.attributes: .*at least 1"),
-        (["environment.curriculum.levels=3"], "environment.curriculum.levels'; known: prompts_per_level, max_level"),
+        (["environment.curriculum.levels=3"], "unknown key 'environment.curriculum.levels'; did you mean 'max_level'"),
         (
             ["environment.dataset=rows.jsonl", "environment.curriculum={}"],
             "environment.curriculum=.* is for environment.task, found environment.dataset; leave it out",

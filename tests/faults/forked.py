@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-
 _LATE = ("agilerl.cli.app", "agilerl.cli.progress", "agilerl.report", "pandas", "pyarrow.dataset", "rich.live")
 """What else is imported while a run goes on."""
 

@@ -71,6 +71,7 @@ def default_session() -> Session:
         ("training.pop_size=2", lambda s: len(s.population), 2),
         ("training.eval_max_new_tokens=3", lambda s: s.population.eval_max_new_tokens, 3),
         ("training.max_tokens_in_flight=128", lambda s: s.population.runtime.max_tokens, 128),
+        ("training.max_error_rate=0.1", lambda s: s.population.max_error_rate, 0.1),
         ("training.max_rows_in_flight=32", lambda s: s.population.runtime.engine.max_rows, 32),
         ("training.init=same", lambda s: len({a.lr for a in s.population.agents}), 1),
         ("training.seed=9", lambda s: s.population.agents[0].seed, 9),

@@ -1,0 +1,59 @@
+"""Runs of this process that end before they are done, and go on in the same directory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from agilerl.training.config import load_manifest
+from agilerl.training.events import Event, IterationDone, PhaseStarted
+from agilerl.training.loop import resume, train
+from agilerl.training.saved import open_run
+from agilerl.training.setup import build
+from tests.faults.evidence import SHORT
+
+
+def begin(out: Path, *overrides: str) -> Iterator[Event]:
+    """Start a run."""
+    return train(build(load_manifest(None, [*SHORT, *overrides])), out, command=["test"])
+
+
+def go_on(out: Path) -> Iterator[Event]:
+    """Resume a run as a process that knows nothing but its directory."""
+    complaints: list[str] = []
+    saved = open_run(out, report=complaints.append)
+    assert complaints == []
+    return resume(build(saved.config, saved.checkpoint), saved.run)
+
+
+def whole(out: Path, *overrides: str) -> Path:
+    """Run to the end in one go."""
+    for _ in begin(out, *overrides):
+        pass
+    return out
+
+
+def stop_after(events: Iterator[Event], count: int) -> bool:
+    """Leave a run after this many events; returns whether there are more."""
+    for _ in range(count):
+        if next(events, None) is None:
+            return False
+    events.close()  # type: ignore[attr-defined]
+    return True
+
+
+def an_iteration_each(out: Path, *overrides: str) -> int:
+    """Run to the end, each iteration by another process; returns how many there were."""
+    events, count = begin(out, *overrides), 1
+    while _one_iteration(events):
+        events, count = go_on(out), count + 1
+    return count
+
+
+def _one_iteration(events: Iterator[Event]) -> bool:
+    """Leave a run when the checkpoint after its first iteration has been committed; returns whether it goes on."""
+    done = 0
+    for event in events:
+        done += isinstance(event, IterationDone)
+        if done > 1 or (done and isinstance(event, PhaseStarted) and event.name in ("train", "test")):
+            events.close()  # type: ignore[attr-defined]
+            return True
+    return False

@@ -1,0 +1,240 @@
+"""Graders and environments that fail: for one agent it is that agent's trouble, for most of them the run's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.graded import GradedTask, TaskGrader
+from agilerl.envs.text_env import TextEnv
+from agilerl.errors import EnvError, RewardError, RewardTimeoutError
+from agilerl.population import Population
+from agilerl.rewards.combine import CombinedGrader
+from agilerl.rewards.isolated import IsolatedGrader
+from agilerl.rollouts.failures import Failure, check_error_rate, lost_places, sampling_outcome
+from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
+
+BATCH = PROMPTS * GROUP
+
+
+def raises() -> float:
+    raise ZeroDivisionError("no denominator")
+
+
+def hangs() -> float:
+    raise TimeoutError("nothing within 1 s")
+
+
+def says_nothing_finite() -> float:
+    return float("inf")
+
+
+def failing(size: int, fault: Callable[[], float], places: range) -> Population:
+    task = Parity()
+    task.fault, task.faulty = fault, places
+    return make_population(size, task=task)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("fault", "outcome"), [(raises, "reward_error"), (hangs, "timeout"), (says_nothing_finite, "reward_error")]
+)
+def test_one_agent_without_a_grade_skips_the_update(fault: Callable[[], float], outcome: str) -> None:
+    healthy = iterate(make_population(3), 2)
+    population = failing(3, fault, range(BATCH, 2 * BATCH))
+    before = weights(population.agent(1))
+    found = iterate(population, 2)
+    assert {i: found[i] == healthy[i] for i in range(3)} == {0: True, 1: False, 2: True}
+    assert all(float((a - b).abs().max()) == 0 for a, b in zip(before, weights(population.agent(1))))
+    assert [agent.outcome for agent in population.agents] == ["ok", outcome, "ok"]
+    assert population.agent(1).outcomes[outcome] == 2
+    assert found[1].metrics[0]["completions/mean_length"] == healthy[1].metrics[0]["completions/mean_length"]
+    assert "reward" not in found[1].metrics[0]
+    assert not population.agent(1).sick
+
+
+@pytest.mark.model
+def test_some_failures_are_masked_out_and_no_outcome() -> None:
+    population = failing(2, raises, range(BATCH, 2 * BATCH - 3))
+    iterate(population, 1)
+    assert [agent.outcome for agent in population.agents] == ["ok", "ok"]
+    assert population.agent(1).steps == 3
+
+
+@pytest.mark.model
+def test_the_run_stops_where_too_many_fail() -> None:
+    most = int(0.5 * 2 * BATCH)
+    failing(2, raises, range(most)).rollout()
+    with pytest.raises(
+        RewardError, match=rf"{most + 1} of {2 * BATCH} completions, more than training.max_error_rate=0.5"
+    ):
+        failing(2, raises, range(most + 1)).rollout()
+    with pytest.raises(RewardError, match=f"all {2 * BATCH} completions; .*ZeroDivisionError: no denominator"):
+        failing(2, raises, range(2 * BATCH)).rollout()
+    patient = failing(2, raises, range(2 * BATCH))
+    patient.max_error_rate = 1.0
+    iterate(patient, 1)
+    assert {agent.outcome for agent in patient.agents} == {"reward_error"}
+    strict = failing(2, raises, range(1))
+    strict.max_error_rate = 0.0
+    with pytest.raises(RewardError, match="1 of"):
+        strict.rollout()
+
+
+@pytest.mark.model
+def test_an_exam_that_nobody_can_be_graded_in_stops_the_run() -> None:
+    with pytest.raises(RewardError, match="all 24 completions"):
+        failing(2, raises, range(24)).evaluate()
+    with pytest.raises(RewardError, match="all 12 completions"):
+        failing(2, raises, range(12)).evaluate_base()
+    population = failing(2, raises, range(12))
+    assert {i: f.is_finite for i, f in population.evaluate().items()} == {0: False, 1: True}
+    # One agent by itself may be at fault for what it says.
+    assert not population.evaluate("test", agents=population.agents[:1])[0].is_finite
+
+
+@pytest.mark.model
+def test_a_broken_protocol_is_put_down_to_whose_texts_break_it() -> None:
+    def count_odd(prompts: list[str], completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+        scores = [float(sum(ids) % 2) for ids in completion_ids]
+        return scores[1:] if "poison" in calls and any(ids in poison for ids in completion_ids) else scores
+
+    calls: list[str] = []
+    poison: list[list[int]] = []
+    task = GradedTask(Parity(), count_odd)
+    healthy = make_population(2, task=task)
+    first = healthy.rollout()
+    others = [t.token_ids for t in first.trajectories[1]]
+    poison += [t.token_ids for t in first.trajectories[0] if t.token_ids not in others][:1]
+    assert poison
+    calls.append("poison")
+    population = make_population(2, task=task)
+    rollout = population.rollout()
+    assert [rollout.outcome(0), rollout.outcome(1)] == ["reward_error", "ok"]
+    assert [t.rewards for t in rollout.trajectories[1]] == [t.rewards for t in first.trajectories[1]]
+    assert {f.message for f in rollout.failures[0]} == {
+        f"count_odd must return a list of {BATCH} numbers (one for each completion), found {BATCH - 1} of them"
+    }
+
+
+@pytest.mark.model
+def test_a_combined_grader_says_which_failed_and_why() -> None:
+    def late(completion: str) -> float:
+        raise RewardTimeoutError("nothing within 5 s")
+
+    task = GradedTask(Parity(), CombinedGrader({"task": TaskGrader(Parity()), "late": (late, 0.0)}))
+    with pytest.raises(RewardError, match=f"all {BATCH} completions; the first time: late: nothing within 5 s"):
+        make_population(1, task=task).rollout()
+
+
+def sleepy(completion: str) -> float:
+    import time
+
+    time.sleep(60)
+    return 1.0
+
+
+def test_a_worker_that_is_killed_for_its_time_counts_as_a_timeout() -> None:
+    with IsolatedGrader(sleepy, timeout=0.2) as grader:
+        (found,) = grader(["a prompt"], ["a text"])
+    assert isinstance(found, RewardTimeoutError)
+
+
+class Board(TextEnv):
+    """Two turns; breaks where it has a fault."""
+
+    max_turns = 2
+    fault: Callable[[], Any] | None = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.turn = 0
+        return "start", {}
+
+    def step(self, action: str) -> Any:
+        self.turn += 1
+        if self.fault is not None:
+            self.fault()
+        return "more", 1.0 if len(action) % 2 else 0.0, self.turn == 2, False, {}
+
+
+class Episodes:
+    """Makes boards; those of some places of a batch break when they are used."""
+
+    def __init__(self, fault: Callable[[], Any], places: range, *, at_once: bool = False) -> None:
+        self.fault, self.places, self.at_once, self.made = fault, places, at_once, 0
+
+    def __call__(self) -> TextEnv:
+        board = Board()
+        if self.made in self.places:
+            board.fault = self.fault
+            if self.at_once:
+                board.reset = lambda **options: self.fault()  # type: ignore[method-assign]
+        self.made += 1
+        return board
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("fault", "outcome"), [(raises, "reward_error"), (hangs, "timeout")])
+def test_environments_that_fail_for_one_agent(fault: Callable[[], Any], outcome: str, at_once: bool) -> None:
+    boards = Episodes(fault, range(BATCH, 2 * BATCH), at_once=at_once)
+    population = make_population(3, task=EpisodeTask(boards, exam_episodes=4))  # type: ignore[arg-type]
+    boards.made = 1  # the first one was made to look at, and is used first
+    found = iterate(population, 1)
+    healthy = iterate(make_population(3, task=EpisodeTask(Board, exam_episodes=4)), 1)  # type: ignore[arg-type]
+    assert {i: found[i] == healthy[i] for i in range(3)} == {0: True, 1: False, 2: True}
+    assert [agent.outcome for agent in population.agents] == ["ok", outcome, "ok"]
+
+
+@pytest.mark.model
+def test_environments_that_fail_for_most_stop_the_run() -> None:
+    boards = Episodes(raises, range(2 * BATCH), at_once=True)
+    population = make_population(3, task=EpisodeTask(boards, exam_episodes=4))  # type: ignore[arg-type]
+    boards.made = 1  # the first one was made to look at, and is used first
+    with pytest.raises(EnvError, match=f"in {2 * BATCH} of {3 * BATCH} episodes, more than .*no denominator"):
+        population.rollout()
+
+
+@pytest.mark.model
+def test_one_agent_that_breaks_every_exam_episode_costs_the_others_none() -> None:
+    boards = Episodes(raises, range(8, 16))
+    population = make_population(3, task=EpisodeTask(boards, exam_episodes=8))  # type: ignore[arg-type]
+    boards.made = 1  # the first one was made to look at, and is used first
+    fitness = population.evaluate()
+    assert {i: (f.is_finite, f.n) for i, f in fitness.items()} == {0: (True, 8), 1: (False, 8), 2: (True, 8)}
+
+
+# -- the rules, without a model ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "samples", "broken", "outcome"),
+    [
+        ([], 4, False, "ok"),
+        (["reward_error"] * 3, 4, False, "ok"),
+        (["reward_error"] * 4, 4, False, "reward_error"),
+        (["timeout"] * 4, 4, False, "timeout"),
+        (["timeout", "timeout", "timeout", "reward_error"], 4, False, "reward_error"),
+        (["oom"], 4, False, "oom"),
+        (["oom"], 4, True, "oom"),
+        (["reward_error"] * 4, 4, True, "nonfinite"),
+        ([], 0, False, "ok"),
+    ],
+)
+def test_outcome_of_a_batch(kinds: list[Any], samples: int, broken: bool, outcome: str) -> None:
+    failures = [Failure(0, kind, "why") for kind in kinds]
+    assert sampling_outcome(samples, failures, broken=broken) == outcome
+
+
+def test_memory_is_no_fault_of_a_grader() -> None:
+    check_error_rate(4, [Failure(0, "oom", "full")] * 4, 0.0, episodes=False)
+
+
+def test_places_of_an_exam_that_count_for_nobody() -> None:
+    assert lost_places([{1: "a"}, {2: "b"}, {}], 4) == {1, 2}
+    assert lost_places([{0: "a", 1: "a", 2: "a"}, {2: "b"}], 4) == {2}
+    with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
+        lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4)
+    with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
+        lost_places([{0: "a", 1: "b", 2: "c"}], 4)

@@ -1,0 +1,100 @@
+"""A disk that is full, breaks, or may not be written to: the old stays intact, and one sentence says what happened."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agilerl.errors import CheckpointError
+from agilerl.runs import Journal
+from tests.cli.conftest import agilerl  # noqa: F401
+from tests.cli.outcome import Outcome
+from tests.faults.unfinished import Unfinished, contents
+from tests.training.small_runs import ROOT, environment
+
+pytestmark = pytest.mark.model
+
+ACTIONS = ("commit", "journal", "metrics", "completions", "elite", "summary", "start")
+HARMLESS = ("mkdir ", "ftruncate ")
+"""Operations that may fail and nothing is lost: making a folder that is there, emptying a lock that is given back."""
+
+
+def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(unfinished: Unfinished, tmp_path: Path) -> None:
+    root = unfinished.copy(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.refusing_disk", str(root), *ACTIONS],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    attempts = [json.loads(line) for line in done.stdout.splitlines()]
+    for name in ACTIONS:
+        assert sum(attempt["action"] == name for attempt in attempts) >= 3, name
+    kinds = {attempt["call"].partition(" ")[0] for attempt in attempts}
+    assert kinds >= {"write", "half", "fsync", "rename", "replace", "open", "mkdir"}
+    assert sum(attempt["action"].endswith("on a full disk") for attempt in attempts) == 12
+    for attempt in attempts:
+        assert attempt["wrong"] == "", attempt
+        if attempt["call"].startswith(HARMLESS) and not attempt["kind"]:
+            continue
+        assert attempt["kind"] == "CheckpointError", attempt
+        assert attempt["reason"] in attempt["message"], attempt
+        assert "\n" not in attempt["message"]
+
+
+def test_a_line_that_cannot_be_taken_back_is_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk refuses the rest of a line, and then to cut what it took: nothing may be written after that."""
+    from agilerl.runs import journal
+
+    path = tmp_path / "journal.jsonl"
+    broken = Journal(path)
+    broken.append({"number": 1})
+    write = journal.os.write
+
+    def half(descriptor: int, data: bytes) -> int:
+        if len(data) < 60:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data[: len(data) // 2])
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.os, "write", half)
+        patched.setattr(journal.os, "ftruncate", refuse)
+        with pytest.raises(CheckpointError, match="No space left"):
+            broken.append({"text": "x" * 200})
+    with pytest.raises(CheckpointError, match="is closed"):
+        broken.append({"number": 2})
+    with Journal(path) as again:
+        assert again.records == [{"number": 1}]
+        assert again.append({"number": 2}) == 1
+
+
+def test_a_run_on_a_disk_without_room_ends_in_one_sentence_and_can_go_on(
+    unfinished: Unfinished,
+    tmp_path: Path,
+    agilerl: Callable[..., Outcome],  # noqa: F811
+) -> None:
+    """A limit on the size of files, as ``ulimit -f`` sets it, stands for the disk."""
+    root = unfinished.copy(tmp_path / "run")
+    before = contents(root)
+    command = f"ulimit -f 8; exec {sys.executable} -m agilerl resume run"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "could not be written" in done.stderr
+    assert "File too large" in done.stderr
+    now = contents(root)
+    assert {k: v for k, v in now.items() if k.startswith("checkpoints/")} == {
+        k: v for k, v in before.items() if k.startswith("checkpoints/")
+    }
+    again = agilerl("resume", "run")
+    assert again.code == 0, again.errors
+    assert json.loads((root / "summary.json").read_text())["status"] == "finished"

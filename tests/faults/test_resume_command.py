@@ -1,0 +1,198 @@
+"""`agilerl resume` and `agilerl train --resume auto`: what they say, and what they refuse."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agilerl.cli import main
+from agilerl.runs.directory import RunDirectory
+from agilerl.training.events import IterationDone, PhaseStarted
+from agilerl.training.loop import resume
+from agilerl.training.saved import open_run
+from agilerl.training.setup import build
+from tests.cli.outcome import Outcome
+from tests.faults.evidence import SHORT, differences, evidence
+from tests.faults.pieces import begin
+
+pytestmark = pytest.mark.model
+
+Agilerl = Callable[..., Outcome]
+TINY = (*SHORT, "training.pop_size=2", "training.max_steps=64", "environment.data_batch_size_per_gpu=2")
+TINY += ("environment.eval_prompts=4", "environment.test_prompts=4")
+
+
+@pytest.fixture
+def agilerl(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Outcome]:
+    """The command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["agilerl", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        output, errors = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), " ".join(output.split()), " ".join(errors.split()))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run when it is ``done``, ``early``, before a checkpoint, ``half`` done, and ``late``, before its test."""
+    place = tmp_path_factory.mktemp("runs")
+    for event in begin(place / "done", *TINY):
+        if isinstance(event, PhaseStarted) and event.name in ("base test", "test"):
+            shutil.copytree(place / "done", place / {"base test": "early", "test": "late"}[event.name])
+        if isinstance(event, IterationDone) and event.iteration == 3:
+            shutil.copytree(place / "done", place / "half")
+    return place
+
+
+def copy(kept: Path, name: str, place: Path) -> Path:
+    return Path(shutil.copytree(kept / name, place / "run"))
+
+
+@pytest.mark.parametrize("command", [("resume", "run"), ("train", *TINY, "--out", "run", "--resume", "auto")])
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    command: tuple[str, ...], kept: Path, agilerl: Agilerl, tmp_path: Path
+) -> None:
+    root = copy(kept, "done", tmp_path)
+    before = {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.name != ".lock"}
+    outcome = agilerl(*command)
+    assert (outcome.code, outcome.errors) == (0, "")
+    assert outcome.output == "The run in run is finished: nothing is left to do. Results: run/summary.json"
+    assert {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.name != ".lock"} == before
+    as_json = agilerl(*command, "--json")
+    assert json.loads(as_json.output) == json.loads((root / "summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("early", "Resuming run: no checkpoint yet, so from the beginning."),
+        ("half", "Resuming run after iteration 2 (checkpoint 000002): generation 1, 2 agents, 32 of 64 samples."),
+        ("late", "Resuming run after iteration 4 (checkpoint 000004): generation 2, 2 agents, 64 of 64 samples."),
+    ],
+)
+def test_it_says_where_it_goes_on_and_gets_to_the_same_end(
+    name: str, words: str, kept: Path, agilerl: Agilerl, tmp_path: Path
+) -> None:
+    copy(kept, name, tmp_path)
+    outcome = agilerl("resume", "run")
+    assert (outcome.code, outcome.errors) == (0, "")
+    assert outcome.output.startswith(words)
+    assert "Held-out test" in outcome.output
+    assert differences(evidence(tmp_path / "run"), evidence(kept / "done")) == []
+
+
+def test_a_death_while_it_was_being_finished(kept: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    """The elite folder is there, or half of it; then the summary, but no report."""
+    root = copy(kept, "late", tmp_path)
+    shutil.copytree(kept / "done" / "elite", root / "elite")
+    shutil.copytree(kept / "done" / "elite", root / ".elite.4711.tmp")
+    (root / "elite" / "adapter_model.safetensors").write_bytes(b"of another time")
+    for name in (".summary.json.4711.tmp", "completions/.step_000004.parquet.4711.tmp", ".report.html.4711.tmp"):
+        (root / name).write_bytes(b"half")
+    assert agilerl("resume", "run", "--quiet") == Outcome(0, "", "")
+    assert differences(evidence(root), evidence(kept / "done")) == []
+
+    (root / "report.html").rename(root / ".report.html.4711.tmp")
+    assert agilerl("resume", "run").output.startswith("The run in run is finished")
+    assert differences(evidence(root), evidence(kept / "done")) == []
+
+
+@pytest.mark.parametrize("name", ["half", "done"])
+def test_other_settings_are_refused_and_the_first_is_named(
+    name: str, kept: Path, agilerl: Agilerl, tmp_path: Path
+) -> None:
+    root = copy(kept, name, tmp_path)
+    other = ("algorithm.lr=3e-4", "training.evo_steps=3")
+    assert agilerl("train", *TINY, *other, "--out", "run", "--resume", "auto") == Outcome(
+        2,
+        "",
+        "error: the run in 'run' was started with algorithm.lr=1e-05, now it is 0.0003; use the same settings, or "
+        "another directory",
+    )
+    assert evidence(root) == evidence(kept / name)
+
+
+def test_a_setting_that_was_given_and_no_longer_is(agilerl: Agilerl, tmp_path: Path) -> None:
+    """Where the algorithm is a choice, defaults are not written down."""
+    several = (*TINY, "algorithm={name: 'choice[GRPO, CISPO]', group_size: 4, batch_size: 8}")
+    next(events := begin(tmp_path / "run", *several, "algorithm.lr=1e-3"))
+    events.close()  # type: ignore[attr-defined]
+    outcome = agilerl("train", *several, "--out", "run", "--resume", "auto")
+    assert outcome.code == 2
+    assert "started with algorithm.lr=0.001, now it is None" in outcome.errors
+
+
+def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Path) -> None:
+    """Also in what a process leaves that dies before ``run.json`` is there."""
+    for folder in ("completions", "checkpoints"):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+    for name in (".lock", ".run.json.4711.tmp"):
+        (tmp_path / "run" / name).touch()
+    short = (*TINY, "training.max_steps=16", "training.evo_steps=1")
+    outcome = agilerl("train", *short, "--out", "run", "--resume", "auto")
+    assert (outcome.code, outcome.errors) == (0, "")
+    assert "iteration 1 (100%" in outcome.output
+    assert (tmp_path / "run" / "summary.json").exists()
+    without = agilerl("train", *short, "--resume", "auto")
+    assert without.code == 2
+    assert without.errors == "error: --resume auto goes on with the run in --out, found no --out; name the directory"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("nowhere", "error: expected a run directory at nowhere, found nothing."),
+        ("file", "error: expected a run directory at file, found a file."),
+        ("empty", "error: empty is not a run directory: it has no run.json. Give the folder a run was written to."),
+    ],
+)
+def test_what_is_no_run_is_refused(place: str, message: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert agilerl("resume", place) == Outcome(2, "", message)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_run_that_somebody_works_on_is_refused(kept: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    root = copy(kept, "half", tmp_path)
+    with RunDirectory.open(root):
+        before = evidence(root)
+        for command in (("resume", "run"), ("train", *TINY, "--out", "run", "--resume", "auto")):
+            outcome = agilerl(*command)
+            assert (outcome.code, outcome.output) == (2, "")
+            assert f"run is in use by process {os.getpid()} on " in outcome.errors
+        assert evidence(root) == before
+
+
+def test_without_resume_an_unfinished_run_is_left_alone(kept: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    root = copy(kept, "half", tmp_path)
+    outcome = agilerl("train", *TINY, "--out", "run")
+    assert outcome == Outcome(2, "", "error: run holds an unfinished run; resume it, or choose another directory.")
+    assert evidence(root) == evidence(kept / "half")
+
+
+def test_time_that_ran_out_while_nobody_worked_on_the_run(tmp_path: Path) -> None:
+    """Then nothing is trained any more, but the run gets its exam, its test and its summary."""
+    events = begin(tmp_path / "run", *TINY, "training.max_seconds=3600")
+    while not isinstance(event := next(events), IterationDone) or event.iteration < 2:
+        pass
+    events.close()  # type: ignore[attr-defined]
+    saved = open_run(tmp_path / "run", report=print)
+    session = build(saved.config, saved.checkpoint)
+    assert session.saved is not None
+    session.saved.progress.seconds_before = 3601
+    assert [e for e in resume(session, saved.run) if isinstance(e, IterationDone)] == []
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["iterations"], summary["test"]["elite"]["n"]) == (1, 4)

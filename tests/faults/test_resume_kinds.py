@@ -1,0 +1,67 @@
+"""Every kind of agent, and of source to learn from, is saved whole: each iteration in another process, equal files."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.evidence import differences, evidence
+from tests.faults.pieces import an_iteration_each, whole
+from tests.training.small_runs import lines
+
+pytestmark = pytest.mark.model
+
+TINY = ("training.pop_size=2", "training.max_steps=48", "environment.data_batch_size_per_gpu=2")
+TINY += ("environment.eval_prompts=4", "environment.test_prompts=4")
+"""3 iterations of 2 agents, a selection after 2."""
+HOT = ("algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {}}")
+EVERYBODY_MUTATES = "mutation.mutate_elite=true"
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "PPO": (
+        "algorithm={name: PPO, lr_actor: 1e-3, lr_critic: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 6}",
+        "mutation.rl_hp_selection={lr_actor: {}, lr_critic: {}}",
+    ),
+    "algorithm as a gene": (
+        "algorithm={name: 'choice[GRPO, CISPO]', lr: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 6}",
+        *("training.pop_size=3", "training.max_steps=72"),
+    ),
+    "rank": (
+        *HOT,
+        *("mutation.probabilities={arch_mut: 1.0, rl_hp_mut: 0.0}", "mutation.rank_range=[2, 16]", EVERYBODY_MUTATES),
+        *("training.pop_size=3", "training.evo_steps=1", "training.max_steps=144", "training.seed=2"),
+    ),
+    "noise": (*HOT, "mutation.probabilities={params_mut: 1.0, rl_hp_mut: 0.0}", EVERYBODY_MUTATES),
+    "reference of its own and adaptive KL": (
+        *HOT,
+        *("algorithm.use_separate_reference_adapter=true", "algorithm.beta=0.05", "algorithm.kl_target=0.001"),
+        "algorithm.kl_horizon=64",
+    ),
+    "dynamic sampling": (*HOT, "algorithm.dynamic_sampling=true", "algorithm.update_epochs=2", "training.max_steps=96"),
+    "truncation": (*HOT, "selection_strategy={name: truncation}", "training.pop_size=4", "training.max_steps=96"),
+    "DPO": (
+        "algorithm={name: DPO, lr: 1e-3, beta: 0.1, batch_size: 4, max_output_tokens: 6}",
+        *("environment.env_type=preference", "training.max_steps=24"),
+        "mutation.rl_hp_selection={lr: {}, beta: {}}",
+    ),
+    "SFT": (
+        "algorithm={name: SFT, lr: 1e-3, batch_size: 2, max_output_tokens: 6}",
+        *("environment.env_type=sft", "training.max_steps=12"),
+    ),
+    "episodes": (
+        *HOT,
+        "environment={env_type: multiturn, env_id: agilerl/GuessTheNumber-v0, params: {max_number: 9}, "
+        "data_batch_size_per_gpu: 2, eval_prompts: 4, test_prompts: 4}",
+        "algorithm.max_output_tokens=3",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_iteration_in_another_process(kind: str, tmp_path: Path) -> None:
+    """Ranks: agents of a larger one than survives have widened the bank, which decides the others' last bits."""
+    settings = (*TINY, *KINDS[kind])
+    expected = evidence(whole(tmp_path / "whole", *settings))
+    assert an_iteration_each(tmp_path / "pieces", *settings) >= 4
+    assert differences(evidence(tmp_path / "pieces"), expected) == []
+    trained = [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
+    assert any(line["grad_norm"] > 0 for line in trained)  # or else equal files would say little

@@ -1,0 +1,127 @@
+"""A run with one sick agent: what it writes about it, and that it goes on the same after an interruption."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.hpo.fitness import Fitness
+from agilerl.runs.journal import read_lines
+from agilerl.runs.strict_json import read_json
+from agilerl.training.config import load_manifest
+from agilerl.training.events import IterationDone
+from agilerl.training.loop import resume, train
+from agilerl.training.saved import open_run
+from agilerl.training.setup import Session, build
+from tests.faults.evidence import SHORT, evidence
+from tests.training.small_runs import lines
+
+pytestmark = pytest.mark.model
+
+SICK = 1
+
+
+def sick_session(*overrides: str) -> Session:
+    """Return a run in which everything that agent 1 learns in its first iteration is not a number."""
+    session = build(load_manifest(None, [*SHORT, *overrides]))
+    agent = session.population.agent(SICK)
+    objective = agent.objective
+    agent.objective = lambda *given: objective(*given) * (float("nan") if agent.updates == 0 else 1)  # type: ignore[method-assign]
+    return session
+
+
+def complete(events: Any) -> None:
+    for _ in events:
+        pass
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sick") / "run"
+    complete(train(sick_session(), root, command=["test"]))
+    return root
+
+
+def test_the_run_says_what_happened(whole: Path) -> None:
+    train_lines = [line for line in read_lines(whole / "metrics.jsonl") if line["kind"] == "train"]
+    outcomes = {(line["step"], line["agent"]): line["outcome"] for line in train_lines if line["generation"] == 0}
+    assert outcomes == {
+        **{(step, agent): "ok" for step in (1, 2) for agent in (0, 1, 2)},
+        (1, SICK): "nonfinite",
+    }
+    reason = "loss, gradient or samples were not finite in 2 optimizer steps in a row"
+    lineage = list(read_lines(whole / "lineage.jsonl"))
+    deaths = {line["agent"]: line["reason"] for line in lineage if line["event"] == "death"}
+    assert deaths[SICK] == reason
+    journal = [line["data"] for line in lines(whole / "journal.jsonl")]
+    (evolution,) = [entry for entry in journal if entry["kind"] == "evolution"]
+    assert evolution["sick"] == {str(SICK): reason}
+    plan = evolution["plan"]
+    child = plan["slots"][1]
+    assert {birth["child"]: birth["parent"] for birth in plan["births"]}[child] == plan["elite"] != SICK
+    assert child in plan["mutants"]
+    assert all(line["agent"] != SICK for line in lineage if line["event"] == "elite")
+    kept = read_json(whole / f"checkpoints/000002/agent_{plan['elite']}/agent.json")["counters"]
+    assert (kept["outcomes"]["ok"], kept["bad_steps"], kept["sick"]) == (2, 0, "")
+
+
+def test_an_interruption_changes_nothing_of_it(whole: Path, tmp_path: Path) -> None:
+    events = train(sick_session(), tmp_path / "run", command=["test"])
+    for event in events:
+        if isinstance(event, IterationDone) and event.iteration == 2:
+            break
+    events.close()  # type: ignore[attr-defined]
+    saved = open_run(tmp_path / "run", report=print)
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.name == "000001"
+    counters = read_json(saved.checkpoint / f"agent_{SICK}/agent.json")["counters"]
+    assert counters["bad_steps"] == 2
+    complete(resume(build(saved.config, saved.checkpoint), saved.run))
+    assert evidence(tmp_path / "run") == evidence(whole)
+
+
+def test_a_sick_agent_is_not_the_elite_of_the_run_whatever_its_exam_says(tmp_path: Path) -> None:
+    session = sick_session("selection_strategy.name=none")
+    examine = session.population.evaluate
+
+    def flattering(split: Any = "exam", **options: Any) -> dict[int, Fitness]:
+        found = examine(split, **options)
+        return {i: Fitness(1.0, 0.0, one.n) if i == SICK and split == "exam" else one for i, one in found.items()}
+
+    session.population.evaluate = flattering  # type: ignore[method-assign]
+    events = train(session, tmp_path / "run", command=["test"])
+    for event in events:
+        if isinstance(event, IterationDone) and event.iteration == 3:
+            break
+    events.close()  # type: ignore[attr-defined]
+    lineage = list(read_lines(tmp_path / "run/lineage.jsonl"))
+    exam = {line["agent"]: line["mean"] for line in lineage if line["event"] == "fitness"}
+    assert exam[SICK] == 1.0 > max(mean for agent, mean in exam.items() if agent != SICK)
+    (elite,) = [line["agent"] for line in lineage if line["event"] == "elite"]
+    assert elite != SICK
+    state = read_json(tmp_path / "run/checkpoints/000002/state.json")
+    assert state["progress"]["best"] == exam[elite] < 1.0
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite(guard: bool) -> None:
+    settings = ("training.pop_size=3", "environment.data_batch_size_per_gpu=16", "algorithm.batch_size=64")
+    session = build(load_manifest(None, settings))
+    population = session.population
+    for agent, rate in zip(population.agents, (3e-3, 1e-3, 0.3)):
+        agent.hp_config = None
+        agent.lr = rate
+    for _ in range(4):
+        population.learn(population.rollout())
+    fitness = {0: Fitness(0.7, 0.02, 50), 1: Fitness(0.6, 0.02, 50), 2: Fitness(0.65, 0.02, 50)}
+    evolution = population.evolve(
+        fitness, session.selection, session.mutations, generation=0, seed=1, collapse_guard=guard
+    )
+    if not guard:
+        assert evolution.sick == {}
+        return
+    assert set(evolution.sick) == {2}
+    assert evolution.sick[2].startswith("collapsed: ")
+    child = evolution.plan.slots[2]
+    assert {birth.child: birth.parent for birth in evolution.plan.births}[child] == evolution.plan.elite == 0
+    assert 2 in evolution.plan.deaths
