@@ -2,11 +2,11 @@
 
     python benchmarking/soak.py OUT [--minutes 30] [--seed 0]
 
-Processes of the command line are started one after the other with ``--resume auto`` and get SIGKILL (mostly), SIGTERM or
-SIGINT after a random time. Where a run gets to its end, every file of it must equal the reference's but for wall times;
-then it is deleted and the next begins. Meanwhile memory, file descriptors and threads of the processes and the disk
-space are measured, and their slopes printed: all should be about 0. ``OUT/soak.json`` holds the numbers; the exit code is
-1 where anything differed. Ctrl-C ends it early, with the results so far.
+Processes of the command line are started one after the other with ``--resume auto`` and get SIGKILL (mostly), SIGTERM
+or SIGINT after a random time. Where a run gets to its end, every file of it must equal the reference's but for wall
+times; then it is deleted and the next begins. Meanwhile memory, file descriptors and threads of the processes and the
+disk space are measured, and their slopes printed: all should be about 0. ``OUT/soak.json`` holds the numbers; the exit
+code is 1 where anything differed. Ctrl-C ends it early, with the results so far.
 """
 
 import argparse
@@ -30,10 +30,12 @@ sys.path.insert(0, str(ROOT))
 from tests.faults.evidence import SHORT, differences, evidence  # noqa: E402
 from tests.training.small_runs import environment  # noqa: E402
 
-SETTINGS = (*SHORT, "training.max_steps=9600", "training.evo_steps=10", "mutation.rl_hp_selection={lr: {}}")
-"""200 iterations in 20 generations, a checkpoint after each."""
-WARM = 15.0
-"""Seconds after which a process has imported and allocated what it needs."""
+SETTINGS = (*SHORT, "training.max_steps=19200", "training.evo_steps=10", "mutation.rl_hp_selection={lr: {}}")
+"""400 iterations in 40 generations, a checkpoint after each iteration."""
+WARM = 0.25
+"""Share of the reference's time after which a process has imported and allocated what it needs."""
+ENDS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, 143, 130)
+"""Exit codes of a process that got a signal: one that has not imported everything yet dies of it."""
 SIGNALS = {signal.SIGKILL: 0.7, signal.SIGTERM: 0.15, signal.SIGINT: 0.15}
 
 
@@ -66,13 +68,17 @@ class Soak:
     failures: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     peaks: list[tuple[float, float]] = field(default_factory=list)
-    """Moment and peak memory in MiB of each process that lived beyond ``WARM``."""
+    """Moment and peak memory in MiB of each process that lived long enough to be warm."""
     disk: list[tuple[float, float]] = field(default_factory=list)
     """Moment and MiB in ``OUT``, whenever a run has been deleted."""
 
     @property
     def now(self) -> float:
         return time.monotonic() - self.begun
+
+    @property
+    def warm(self) -> list[Sample]:
+        return [s for s in self.samples if s.age > WARM * self.reference_seconds]
 
     def make_reference(self) -> None:
         start = time.monotonic()
@@ -94,7 +100,7 @@ class Soak:
                 shutil.rmtree(root)
                 self.disk.append((self.now, _mebibytes(self.out)))
                 return
-            if code not in (-signal.SIGKILL, -signal.SIGTERM, 143, 130):
+            if code not in ENDS:
                 self.failures.append(f"run {self.finished}: exit code {code}: {(self.out / 'log').read_text()[-2000:]}")
                 shutil.rmtree(root, ignore_errors=True)
                 return
@@ -137,7 +143,7 @@ class Soak:
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        warm = [s.memory for s in self.samples if s.child == number and s.age > WARM]
+        warm = [s.memory for s in self.warm if s.child == number]
         if warm:
             self.peaks.append((self.now, max(warm)))
         self.ends[str(child.returncode)] = self.ends.get(str(child.returncode), 0) + 1
@@ -155,7 +161,7 @@ class Soak:
 
     def result(self) -> dict[str, Any]:
         """Return the numbers; slopes within processes are those of all of them, each from its own level."""
-        warm = [s for s in self.samples if s.age > WARM]
+        warm = self.warm
         return {
             "minutes": round(self.now / 60, 1),
             "processes": self.children,
@@ -215,7 +221,8 @@ def main() -> None:
         interrupted = True
     result = soak.result()
     (out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    for name, value in {**result, **result.pop("slopes")}.items():
+    slopes = result.pop("slopes")
+    for name, value in {**result, **slopes}.items():
         print(f"{name.replace('_', ' '):45} {value}")
     sys.exit(130 if interrupted else 1 if soak.failures else 0)
 

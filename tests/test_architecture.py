@@ -40,7 +40,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dynamic_imports": (
         "agilerl: import_module",  # names of the package itself, imported when they are asked for
         "agilerl.envs.adapters.kinds: import_module",  # module:Class, typed on the command line or in Python
-        "agilerl.rewards.worker: import_module",  # the grader that IsolatedGrader was given, in a process of its own
+        # The grader that IsolatedGrader was given, in a process of its own; a file only where --allow-code let it in:
+        "agilerl.rewards.worker: import_module",
+        "agilerl.rewards.worker: exec_module",
         # --allow-code, and nothing else:
         "agilerl.training.own_code: import_module",
         "agilerl.training.own_code: exec_module",

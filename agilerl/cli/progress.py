@@ -48,6 +48,7 @@ class _View:
         self.best: int | None = None
         self.out = Path()
         self.started = perf_counter()
+        self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config)
         self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), _Clock(), console=console)
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
@@ -93,11 +94,22 @@ class _View:
         if self.live is None:
             self.console.print(text, soft_wrap=True)
 
+    @staticmethod
+    def _learned(metrics: Sequence[Mapping[str, float]]) -> "_Column":
+        """Return the rewards, or the losses of algorithms that learn from data."""
+        what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
+        return _Column(what, [_cell(m.get(what), "{:.3f}") for m in metrics], "right")
+
     def _iteration_line(self, event: IterationDone) -> str:
-        rewards = ", ".join(f"{i}: {m['reward']:.3f}" for i, m in event.metrics.items() if "reward" in m)
+        what = "reward" if any("reward" in m for m in event.metrics.values()) else "loss"
+        values = ", ".join(f"{i}: {m[what]:.3f}" for i, m in event.metrics.items() if what in m)
+        left = f", about {self._left(event):.0f} s left" if event.progress > self.resumed_at else ""
+        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {what} {values}"
+
+    def _left(self, event: IterationDone) -> float:
+        """Return the seconds left at the pace of this process."""
         spent = perf_counter() - self.started
-        left = spent / event.progress - spent if event.progress > 0 else 0.0
-        return f"iteration {event.iteration} ({event.progress:.0%}, about {left:.0f} s left): reward {rewards}"
+        return spent / (event.progress - self.resumed_at) * (1 - event.progress)
 
     def table(self) -> Table:
         """Return one row an agent, with as many columns as the terminal has room for."""
@@ -109,7 +121,7 @@ class _View:
             _Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], "right", 3),
             _Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
             _Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
-            _Column("reward", [_cell(m.get("reward"), "{:.3f}") for m in metrics], "right"),
+            self._learned(metrics),
             _Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
             _Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
             _Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
@@ -180,7 +192,8 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> No
         result = summary["test"].get(key)
         if result is not None:
             index = result.get("index") if key != "elite" else elite["index"]
-            who = label if index is None else f"{label} (agent {index})"
+            when = f" after iteration {elite['step']}" if key == "elite" else ""
+            who = label if index is None else f"{label} (agent {index}{when})"
             table.add_row(who, *(_cell(result[k], "{:.3f}") for k in ("mean", "stderr")), str(result["n"]))
     console.print("Held-out test (greedy)")
     console.print(table)

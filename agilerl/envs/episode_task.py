@@ -21,7 +21,8 @@ _SPLITS: tuple[Split, ...] = ("train", "exam", "test")
 class EpisodeTask:
     """A multi-turn environment as something to train on: endless training seeds, fixed exam and test seeds.
 
-    Seeds of the three splits never coincide. Whether different seeds are different episodes is up to the environment:
+    Seeds of the three splits never coincide: they have the remainders 0, 1 and 2 modulo 3, so an environment should draw
+    from a generator made of the seed and do no arithmetic on it. Whether different seeds are different episodes is up to the environment:
     one with few episodes shows the same ones in training and in the exam.
     """
 
@@ -151,6 +152,11 @@ class EpisodeTask:
             self._idle.pop().close()
 
     def _made(self) -> TextEnv:
+        if not callable(self.env_factory):
+            raise ConfigError(
+                f"expected a class or function that makes an environment, found {self.env_factory!r}; for one by name "
+                "give partial(make_env, name), with make_env from agilerl.envs.adapters"
+            )
         try:
             made = self.env_factory(**self.env_config)
         except ConfigError:

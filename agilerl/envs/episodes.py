@@ -104,7 +104,11 @@ class Episode:
             ConfigError: a chat template that refuses the messages.
         """
         self.seed = seed
-        observation, self.info = self.env.reset(seed=seed)
+        begun = self.env.reset(seed=seed)
+        if not isinstance(begun, tuple) or len(begun) != 2:
+            found = f"a {type(begun).__name__}" + (f" of {len(begun)}" if isinstance(begun, tuple) else "")
+            raise EnvError(f"{_name(self.env)}.reset must return (observation, info), found {found}; see agilerl check")
+        observation, self.info = begun[0], dict(begun[1] or {})
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
         self._opening = system + _observed(observation)
         self._messages = list(self._opening)
@@ -218,9 +222,14 @@ def _observed(observation: Observation) -> list[dict[str, Any]]:
         raise EnvError(str(error)) from None
 
 
+def _name(env: TextEnv) -> str:
+    """Return the class of an environment as its author knows it: of what an adapter wraps."""
+    return type(getattr(env.unwrapped, "inner", env.unwrapped)).__name__
+
+
 def _checked(result: Any, env: TextEnv) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
     """Return what a step gave, with a float as the reward; raises EnvError where it is no five-tuple."""
-    name = type(env.unwrapped).__name__
+    name = _name(env)
     if not isinstance(result, tuple) or len(result) != 5:
         found = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
         raise EnvError(
@@ -231,7 +240,7 @@ def _checked(result: Any, env: TextEnv) -> tuple[Observation, float, bool, bool,
     try:
         score = check_score(reward, f"the reward of {name}.step")
     except RewardError as error:
-        raise EnvError(str(error)) from None
+        raise EnvError(str(error).replace(" or None", "").partition("; return None")[0]) from None
     if score is None:
-        raise EnvError(f"the reward of {name}.step must be a finite number, found None")
+        raise EnvError(f"the reward of {name}.step must be a finite number, found None; a turn without reward has 0.0")
     return observation, score, bool(terminated), bool(truncated), dict(info or {})

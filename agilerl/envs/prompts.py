@@ -59,6 +59,8 @@ def render_prompt(
     if not messages:
         raise EnvError("expected at least one message with content in a prompt, found none")
     if use_template and getattr(tokenizer, "chat_template", None):
+        if any(message["role"] == "system" for message in messages):
+            _check_system_role(tokenizer)
         ids = _ids(_apply_template(tokenizer, messages, prefill, tools=tools))
     else:
         ids = _ids(tokenizer("\n".join(message["content"] for message in messages)))
@@ -99,6 +101,17 @@ def render_text(
         ConfigError: a malformed message, or a template that refuses the messages.
     """
     return str(_apply_template(tokenizer, [_checked(m) for m in messages], False, tools=tools, tokenize=False))
+
+
+def _check_system_role(tokenizer: Any) -> None:
+    """Raise ConfigError where the chat template leaves out what the system says."""
+    mark = "agilerl:the-system-speaks"
+    conversation = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
+    if mark not in str(_apply_template(tokenizer, conversation, False, tokenize=False)):
+        raise ConfigError(
+            "the tokenizer's chat template leaves out system messages, so the model would never see this one; move its "
+            "text into the user message"
+        )
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:

@@ -17,6 +17,8 @@ Grader = Callable[..., Any]
 Outcome = float | RewardError | None
 """A score, None (not applicable), or why there is none: the grader failed."""
 
+_LARGEST = 3.4e38
+"""Rewards are float32 tensors in the end; a larger one would become infinite there."""
 POSITIONAL = ("completion", "answer", "question")
 NAMED_KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -100,12 +102,14 @@ def check_score(value: object, name: str = "the reward function") -> float | Non
         )
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(f"{name} must return one number, found {_shown(value)}, which is not one: {error}") from error
     if not math.isfinite(number):
         raise RewardError(
             f"{name} must return a finite number or None, found {number}; return None where it has no score"
         )
+    if abs(number) > _LARGEST:
+        raise RewardError(f"{name} must return a number that float32 holds (up to 3.4e38), found {number:g}; scale it")
     return number
 
 

@@ -33,6 +33,8 @@ def _caught(call: Callable[[], object]) -> Exception | None:
         call()
     except Exception as error:
         return error
+    except SystemExit as error:  # an environment does not end the process
+        return RuntimeError(f"it wanted to leave the process (SystemExit: {error.code})")
     return None
 
 

@@ -39,6 +39,9 @@ def graded(config: EnvironmentConfig, task: Task, *, allow_code: bool = False) -
         if name in named:
             raise ConfigError(f"{where}: two graders are called {name!r}; give one of them another label")
         named[name] = (_grader(where, entry, task, allow_code), entry.weight)
+    # Weights that evolve may start at 0; they need a fitness grader.
+    if not any(weight for _, weight in named.values()) and config.fitness_grader is None:
+        raise ConfigError("environment.graders: every weight is 0, so there is nothing to learn; raise one of them")
     made = GradedTask(task, CombinedGrader(named), _fitness(config.fitness_grader, named, task))
     made.prepare()
     return made

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 __all__ = ["Interrupted", "StopRequest", "stop_on_signals"]
 
@@ -44,7 +45,7 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def stop(number: int, _: FrameType | None) -> None:
         if request.signal is not None:

@@ -111,15 +111,18 @@ def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
 
 def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> EpisodeTask:
     env_id = config.env_id or ""
+    params = dict(config.params)
     if names_code(env_id):
         factory = load_code("environment.env_id", env_id, allowed=allow_code)
     else:
+        if ":" in env_id and config.max_turns is not None:  # other packages' environments may not say it themselves
+            params.setdefault("max_turns", config.max_turns)
         if ":" not in env_id:
             _check_id(env_id)
         factory = partial(make_env, env_id)
     return EpisodeTask(
         factory,
-        config.params,
+        params,
         name=code_name(env_id).removeprefix("agilerl/"),
         max_turns=config.max_turns,
         exam_episodes=config.eval_prompts,

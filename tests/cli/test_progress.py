@@ -51,7 +51,7 @@ def story(session: Session, *, sick: bool = False) -> Iterator[Event]:
     if sick:
         fitness = {index: Fitness(math.nan, math.nan, 9) for index in fitness}
     yield ExamDone(0, fitness)
-    elite = None if sick else {"index": 2, "hyperparameters": {}}
+    elite = None if sick else {"index": 2, "step": 2, "hyperparameters": {}}
     test = {"base": {"mean": 0.4, "stderr": 0.02, "n": 9}, "elite": {"mean": 0.9, "stderr": 0.01, "n": 9}}
     yield RunFinished(
         Path("runs/[red]x[/red]"),

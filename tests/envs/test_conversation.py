@@ -92,6 +92,15 @@ def test_a_system_message_where_there_is_no_such_role(tokenizer_without_system_r
         ChatFormat(tokenizer_without_system_role).prompt([{"role": "system", "content": "s"}, *OPENING])
 
 
+def test_a_template_that_leaves_the_system_out_is_refused() -> None:
+    deaf = make_tokenizer(
+        TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
+    )
+    with pytest.raises(ConfigError, match="leaves out system messages"):
+        ChatFormat(deaf).prompt([{"role": "system", "content": "s"}, *OPENING])
+    assert ChatFormat(deaf).prompt(OPENING)
+
+
 @pytest.mark.parametrize("observation", [3, None, [], ["text"], [{"role": "user"}], b"bytes", {"role": "user"}])
 def test_an_observation_is_text_or_messages(observation: Any) -> None:
     with pytest.raises(ConfigError, match="text or a list of messages"):

@@ -123,7 +123,7 @@ class Broken(Echo):
         (("x", 1.0, False, {}), "must return .observation, reward, terminated, truncated, info., found a tuple of 4"),
         ("x", "found a str"),
         (None, "found a NoneType"),
-        (("x", float("nan"), False, False, {}), "finite number or None, found nan"),
+        (("x", float("nan"), False, False, {}), "finite number, found nan"),
         (("x", "1", False, False, {}), "found '1' of type str"),
         (("x", None, False, False, {}), "must be a finite number, found None"),
         (("x", [1, 2], False, False, {}), "found \\[1, 2\\] of type list"),

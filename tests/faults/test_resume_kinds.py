@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.errors import CheckpointError
 from tests.faults.evidence import differences, evidence
-from tests.faults.pieces import an_iteration_each, whole
+from tests.faults.pieces import an_iteration_each, go_on, whole
+from tests.faults.unfinished import change_json, leave_unfinished, newest, sealed
 from tests.training.small_runs import lines
 
 pytestmark = pytest.mark.model
@@ -65,3 +67,12 @@ def test_each_iteration_in_another_process(kind: str, tmp_path: Path) -> None:
     assert differences(evidence(tmp_path / "pieces"), expected) == []
     trained = [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
     assert any(line["grad_norm"] > 0 for line in trained)  # or else equal files would say little
+
+
+def test_a_bank_of_more_ranks_than_the_run_allows_is_refused(tmp_path: Path) -> None:
+    """What a checkpoint says of memory is not believed without limit."""
+    run = leave_unfinished(tmp_path / "run")
+    change_json(newest(run.root) / "state.json", lambda state: {**state, "bank_rank": 10**9})
+    sealed(newest(run.root))
+    with pytest.raises(CheckpointError, match="rank 1000000000, but this run goes up to 64"):
+        next(go_on(run.root))

@@ -11,6 +11,7 @@ import torch
 
 from agilerl.algorithms.state import read_state
 from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import NoSelection
 from agilerl.hpo.tournament import TournamentSelection
@@ -122,8 +123,10 @@ def test_it_is_replaced_by_a_mutant_of_the_elite(fault: Callable[[Population], N
     assert fitness[SICK].is_finite is not by_exam
     if not by_exam:  # the weights are as good as they were, and the exam may say so
         fitness[SICK] = Fitness(1.0, 0.0, 12)
-    evolution = population.evolve(fitness, strategy, MUTATIONS, generation=0, seed=0)
-    plan, place = evolution.plan, list(fitness).index(SICK)
+    place = list(fitness).index(SICK)
+    seed = seed_of_another_parent(strategy, fitness, place)
+    evolution = population.evolve(fitness, strategy, MUTATIONS, generation=0, seed=seed)
+    plan = evolution.plan
     assert plan.elite != SICK
     assert SICK in plan.deaths
     assert all(birth.parent != SICK for birth in plan.births)
@@ -133,6 +136,16 @@ def test_it_is_replaced_by_a_mutant_of_the_elite(fault: Callable[[Population], N
         assert "not finite in " in evolution.sick[SICK]
         assert next(birth.parent for birth in plan.births if birth.child == child) == plan.elite
     assert all(not a.sick and not any(a.vitals[n] for n in ("reward", "entropy")) for a in population.agents)
+
+
+def seed_of_another_parent(strategy: Any, fitness: dict[int, Fitness], place: int) -> int:
+    """Return a seed by which the strategy itself would give the sick agent's place to a child of not the elite."""
+    for seed in range(200):
+        plan = strategy.plan(quarantined(fitness, {SICK}), 0, seed, len(fitness))
+        if any(birth.child == plan.slots[place] and birth.parent != plan.elite for birth in plan.births):
+            return seed
+    assert isinstance(strategy, TruncationSelection)  # of four agents the best quarter is the elite
+    return 0
 
 
 def test_once_is_not_twice_in_a_row() -> None:

@@ -61,8 +61,8 @@ def test_the_run_says_what_happened(whole: Path) -> None:
     assert {birth["child"]: birth["parent"] for birth in plan["births"]}[child] == plan["elite"] != SICK
     assert child in plan["mutants"]
     assert all(line["agent"] != SICK for line in lineage if line["event"] == "elite")
-    kept = read_json(whole / f"checkpoints/000002/agent_{plan['elite']}/agent.json")["counters"]
-    assert (kept["outcomes"]["ok"], kept["bad_steps"], kept["sick"]) == (2, 0, "")
+    kept = read_json(whole / f"checkpoints/000003/agent_{plan['elite']}/agent.json")["counters"]
+    assert (kept["outcomes"]["ok"], kept["bad_steps"], kept["sick"]) == (3, 0, "")
 
 
 def test_an_interruption_changes_nothing_of_it(whole: Path, tmp_path: Path) -> None:
