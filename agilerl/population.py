@@ -66,11 +66,11 @@ class Population:
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
+        if len({id(a.runtime) for a in agents}) > 1:
+            raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         indices = [a.index for a in agents]
         if len(set(indices)) < len(indices):
             raise ConfigError(f"agents of a population need different indices, found {indices}; give each its index=")
-        if len({id(a.runtime) for a in agents}) > 1:
-            raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         _check_source(agents, task)
         for agent in agents:
             all_weights(task, _own_weights(agent))

@@ -40,13 +40,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dynamic_imports": (
         "agilerl: import_module",  # names of the package itself, imported when they are asked for
         "agilerl.envs.adapters.kinds: import_module",  # module:Class, typed on the command line or in Python
-        # The grader that IsolatedGrader was given, in a process of its own; a file only where --allow-code let it in:
+        # The grader that IsolatedGrader was given, in a process of its own:
         "agilerl.rewards.worker: import_module",
-        "agilerl.rewards.worker: exec_module",
-        # --allow-code, and nothing else:
+        # --allow-code, and nothing else; the file in that process as well:
         "agilerl.training.own_code: import_module",
-        "agilerl.training.own_code: exec_module",
-        "agilerl.training.own_code: source_to_code",
+        "agilerl.source_files: exec_module",
+        "agilerl.source_files: source_to_code",
     ),
 }
 

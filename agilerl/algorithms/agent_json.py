@@ -72,7 +72,7 @@ class _Agent(SavedValues):
     pad: _Pad
     schedule: _Schedule | None
     counters: dict[str, Any]
-    optimizer_steps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    optimizer_steps: Annotated[float, Field(ge=0, le=2**53)]
     own_loss: str | None
 
 

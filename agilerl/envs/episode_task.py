@@ -21,9 +21,9 @@ _SPLITS: tuple[Split, ...] = ("train", "exam", "test")
 class EpisodeTask:
     """A multi-turn environment as something to train on: endless training seeds, fixed exam and test seeds.
 
-    Seeds of the three splits never coincide: they have the remainders 0, 1 and 2 modulo 3, so an environment should draw
-    from a generator made of the seed and do no arithmetic on it. Whether different seeds are different episodes is up to the environment:
-    one with few episodes shows the same ones in training and in the exam.
+    Seeds of the three splits never coincide: they have the remainders 0, 1 and 2 modulo 3, so an environment should
+    draw from a generator made of the seed and do no arithmetic on it. Whether different seeds are different episodes is
+    up to the environment: one with few episodes shows the same ones in training and in the exam.
     """
 
     grader = "return"

@@ -5,13 +5,12 @@ anything of the package.
 """
 
 import importlib
-import importlib.util
 import json
 import os
 import resource
 import signal
 import sys
-from types import ModuleType
+from pathlib import Path
 
 
 def main() -> None:
@@ -26,7 +25,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, name = settings["grader"].rpartition(":")
-    grader = _from_file(module) if module.endswith(".py") else importlib.import_module(module)
+    if module.endswith(".py"):
+        from agilerl.source_files import run_file
+
+        grader = run_file(Path(module).absolute())
+    else:
+        grader = importlib.import_module(module)
     for part in name.split("."):
         grader = getattr(grader, part)
     from agilerl.rewards.grader import attempt_grader
@@ -43,17 +47,6 @@ def main() -> None:
             os._exit(0)
         answer = {"error": str(outcome)} if isinstance(outcome, Exception) else {"score": outcome}
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def _from_file(path: str) -> ModuleType:
-    """Run a file that no import finds, and return it as a module."""
-    spec = importlib.util.spec_from_file_location("_agilerl_grader", os.path.abspath(path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while it runs
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

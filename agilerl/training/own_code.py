@@ -1,16 +1,15 @@
 """Python that a manifest names: ``rewards.py:my_reward`` or ``module:Name``. It runs where the user allows it."""
 
-import hashlib
 import importlib
-import importlib.util
 import os
 import sys
-from importlib.machinery import PathFinder, SourceFileLoader
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from agilerl.errors import ConfigError
+from agilerl.source_files import run_file
 from agilerl.validation import shown
 
 __all__ = ["PACKAGES", "code_name", "file_of", "load_code", "names_code"]
@@ -62,7 +61,7 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     if not place or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:
-        found: Any = _run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
+        found: Any = run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
     except (Exception, SystemExit) as error:  # whatever foreign code raises, the user gets its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
@@ -73,31 +72,6 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     if not callable(found):
         raise ConfigError(f"{where}: expected {shown(name)} to be a function or a class, found {shown(found)}")
     return found
-
-
-class _SourceAlone(SourceFileLoader):
-    """Reads the source and no compiled copy beside it, which could hold something else, and writes none."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code of the source."""
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _run_file(path: Path) -> ModuleType:
-    own = f"_agilerl_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]}"
-    if own in sys.modules:
-        return sys.modules[own]
-    spec = importlib.util.spec_from_file_location(own, path, loader=_SourceAlone(own, str(path)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[own] = module  # dataclasses look their module up while it runs
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[own]
-        raise
-    return module
 
 
 def _import(name: str) -> ModuleType:

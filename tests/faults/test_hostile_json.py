@@ -1,0 +1,246 @@
+"""JSON of a run directory that means harm, ``run.json`` among it: one typed error each, within a second."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.algorithms import ALGORITHMS
+from agilerl.errors import AgileRLError
+from agilerl.training.saved import read_checkpoint
+from tests.cli.conftest import agilerl  # noqa: F401
+from tests.cli.outcome import Outcome
+from tests.faults.hostile import go_on, refused
+from tests.faults.unfinished import Unfinished, change_config, change_json, newest, sealed
+
+pytestmark = pytest.mark.model
+
+Damage = Callable[[Path], Any]
+
+
+TEXTS = {
+    "deep": "[" * 100_000,
+    "deep but balanced": '{"a":' * 500 + "1" + "}" * 500,
+    "a giant number": '{"iteration": ' + "9" * 100_000 + "}",
+    "a list": "[]",
+    "null": "null",
+    "no text": "\xff\xfe",
+    "twice": '{"a": 1, "a": 2}',
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["state.json", "clock.json", "agent_*/agent.json", "agent_*/actor/adapter_config.json"]
+)
+@pytest.mark.parametrize("text", TEXTS)
+def test_json_that_is_no_state(text: str, name: str, unfinished: Unfinished, tmp_path: Path) -> None:
+    root = unfinished.copy(tmp_path / "run")
+    next(newest(root).glob(name)).write_bytes(TEXTS[text].encode("latin-1"))
+    sealed(newest(root))
+    refused(root, unfinished)
+
+
+VALUES: dict[str, list[tuple[str, Any]]] = {
+    "state.json": [
+        ("agents", []),
+        ("agents", ["../../outside"]),
+        ("agents", [-1]),
+        ("agents", [10**30]),
+        ("agents", [0.0]),
+        ("agents", list(range(100_000))),
+        ("next_index", 0),
+        ("next_index", "7"),
+        ("next_index", None),
+        ("lineage_bytes", -1),
+        ("lineage_bytes", 10**12),
+        ("progress", None),
+        ("progress.iteration", "2"),
+        ("progress.iteration", True),
+        ("progress.samples", 10**400),
+        ("progress.samples", -5),
+        ("progress.tokens", []),
+        ("progress.tokens", {"generated": "1"}),
+        ("progress.fitness", {"../x": {"mean": 0.0, "stderr": 0.0, "n": 1, "scores": []}}),
+        ("progress.fitness", {"1": {"mean": "x", "stderr": 0.0, "n": 1, "scores": []}}),
+        ("progress.base", 5),
+        ("progress.best", "Infinity and more"),
+        ("progress.median", {"index": 1}),
+        ("memory", {"train_tokens": "many", "decode_rows": None}),
+        ("unknown", 1),
+    ],
+    "clock.json": [
+        ("seconds", -1.0),
+        ("seconds", "Infinity"),
+        ("seconds", "soon"),
+        ("metrics_bytes", 10**12),
+        ("metrics_bytes", -1),
+        ("metrics_bytes", None),
+        ("journal_records", 10**6),
+        ("journal_records", 0.5),
+    ],
+    "agent_*/agent.json": [
+        ("algorithm", "os.system"),
+        ("algorithm", "DPO"),
+        ("algorithm", None),
+        ("base", 5),
+        ("config.actor_network", "x"),
+        ("config.runtime", "x"),
+        ("config.config", {"lr": 1}),
+        ("config.hp_config", {"lr": 1}),
+        ("config.device", "cuda:7"),
+        ("config.loss", "os:system"),
+        ("config.index", "../x"),
+        ("config.lr", "__import__('os')"),
+        ("config.lr", -1.0),
+        ("config.group_size", 10**30),
+        ("config.seed", "NaN"),
+        ("genes.lr", {"name": "lr"}),
+        ("genes.nonsense", {"dtype": "float"}),
+        ("genes", []),
+        ("lora.r", 10**9),
+        ("lora.r", 5),
+        ("lora.r", "4"),
+        ("lora.lora_alpha", "Infinity"),
+        ("lora.use_rslora", "yes"),
+        ("pad.pad_token_id", -3),
+        ("pad", {}),
+        ("schedule", {"num_epochs": 0, "warmup_proportion": 0.5}),
+        ("schedule", {"num_epochs": 5, "evil": 1}),
+        ("counters", []),
+        ("counters.index", "0"),
+        ("counters.index", 77),
+        ("counters.parent", "x"),
+        ("counters.fitness", {"a": 1}),
+        ("counters.scores", [[1]]),
+        ("counters.tokens", {"generated": 1}),
+        ("counters.tokens", {"generated": -1, "trained": 0, "evaluated": 0}),
+        ("counters.position", 10**40),
+        ("counters.mut", 5),
+        ("optimizer_steps", "NaN"),
+        ("optimizer_steps", -1),
+        ("own_loss", "os:system"),
+        ("unknown", 1),
+    ],
+    "agent_*/actor/adapter_config.json": [
+        ("r", 10**9),
+        ("r", "8"),
+        ("r", None),
+        ("lora_alpha", {"a": 1}),
+        ("peft_type", "PROMPT_TUNING; import os"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [(name, key, value) for name, all_ in VALUES.items() for key, value in all_]
+)
+def test_values_of_another_kind(name: str, key: str, value: Any, unfinished: Unfinished, tmp_path: Path) -> None:
+    root = unfinished.copy(tmp_path / "run")
+
+    def change(document: Any) -> None:
+        *way, last = key.split(".")
+        for part in way:
+            document = document[part]
+        document[last] = value
+
+    change_json(next(newest(root).glob(name)), change)
+    sealed(newest(root))
+    if (name, key) in (
+        ("agent_*/actor/adapter_config.json", "lora_alpha"),
+        ("agent_*/actor/adapter_config.json", "peft_type"),
+    ):
+        go_on(root, unfinished)  # what agent.json says counts, and these are never used
+    else:
+        refused(root, unfinished)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of settings that are odd and allowed
+def test_every_value_of_every_file_replaced_by_others(unfinished: Unfinished, tmp_path: Path) -> None:
+    """Wherever a value of another kind stands: a typed error, or it makes no difference to what is built."""
+    root = unfinished.copy(tmp_path / "run")
+    folder = newest(root)
+    for path in (folder / "state.json", folder / "clock.json", next(folder.glob("agent_*")) / "agent.json"):
+        good = json.loads(path.read_text())
+        for way in ways(good):
+            for value in (None, "x", -1, 1e400, [], {"a": {}}, 2**70):
+                path.write_text(json.dumps(replaced(good, way, value)))
+                with suppress(AgileRLError):
+                    read_and_build(folder, unfinished)
+        path.write_text(json.dumps(good))
+
+
+def read_and_build(folder: Path, unfinished: Unfinished) -> None:
+    runtime = unfinished.session.population.runtime
+    for state in read_checkpoint(folder, runtime).states[:1]:
+        ALGORITHMS[state.algorithm].from_state(state, runtime).clean_up()
+
+
+def ways(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every value; of long lists the first one's."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    return [way, *(deeper for key, item in items for deeper in ways(item, (*way, key)))]
+
+
+def replaced(value: Any, way: tuple[Any, ...], new: Any) -> Any:
+    if not way:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[way[0]] = replaced(value[way[0]], way[1:], new)
+    return copy
+
+
+# -- run.json, which is a manifest -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(training=5), "training must be a mapping"),
+        (lambda c: c.update(evil={}), "unknown key 'evil'"),
+        (lambda c: c["training"].update(pop_siz=1), "did you mean 'pop_size'"),
+        (lambda c: c["training"].update(pop_size="x" * 10_000), "training.pop_size"),
+        (lambda c: c["environment"].update(allow_code=True), "unknown key 'environment.allow_code'"),
+        (lambda c: c["environment"].update(dataset=[{"path": "/etc/hosts.json"}], task=None, params={}), "hosts.json"),
+        (lambda c: c["environment"].update(dataset=[{"path": "a\0b.json"}], task=None), "control characters"),
+        (lambda c: c["environment"].update(graders=[{"name": "judge", "params": {"api_key": "k"}}]), "a secret"),
+    ],
+)
+def test_a_configuration_that_no_manifest_could_hold(
+    change: Damage, words: str, unfinished: Unfinished, tmp_path: Path
+) -> None:
+    root = unfinished.copy(tmp_path / "run")
+    change_config(root, change)
+    assert words in refused(root, unfinished)
+
+
+def test_rows_of_another_file_are_not_read(unfinished: Unfinished, tmp_path: Path) -> None:
+    """A run directory says where its rows are, but not what they hold: a stranger's would have them sent back."""
+    secret = tmp_path / "credentials.json"
+    secret.write_text('[{"question": "private", "answer": "key"}]')
+    root = unfinished.copy(tmp_path / "run")
+    change_config(root, lambda c: c["environment"].update(dataset=[{"path": str(secret)}], task=None, params={}))
+    sentence = refused(root, unfinished)
+    assert "is not recorded in run.json" in sentence
+    assert "--allow-changes" in sentence
+    change_json(root / "run.json", lambda info: {**info, "files": {"data": {str(secret): "0" * 64}}})
+    assert "has changed since the run began" in refused(root, unfinished)
+    assert "private" not in sentence
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"schema_version": 1e400}', "x"])
+def test_a_run_json_that_is_none(
+    text: str,
+    unfinished: Unfinished,
+    tmp_path: Path,
+    agilerl: Callable[..., Outcome],  # noqa: F811
+) -> None:
+    root = unfinished.copy(tmp_path / "run")
+    (root / "run.json").write_text(text)
+    refused(root, unfinished)
+    for command in (["resume", "run"], ["train", "--out", "run", "--resume", "auto"], ["report", "run"]):
+        ended = agilerl(*command)
+        assert (ended.code, ended.errors.count("\n")) == (2, 1)
+        assert "run.json" in ended.errors
