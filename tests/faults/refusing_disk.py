@@ -1,7 +1,7 @@
 """A process whose disk refuses: each change of a run directory is tried with an error at each of its operations.
 
-``python -m tests.faults.refusing_disk RUN ACTION`` prints a line of JSON an attempt. ``RUN`` is an unfinished run that
-is worked on in place.
+``python -m tests.faults.refusing_disk RUN EVERY ACTION ...`` prints a line of JSON an attempt. ``RUN`` is an
+unfinished run that is worked on in place.
 """
 
 import errno
@@ -140,7 +140,8 @@ class Actions:
         return ""
 
 
-def attempts(actions: Actions, disk: Disk, name: str) -> Iterator[dict[str, Any]]:
+def attempts(actions: Actions, disk: Disk, name: str, every: int) -> Iterator[dict[str, Any]]:
+    """Try an action with an error at every operation, or at one of ``every`` so many."""
     act: Callable[[], None] = getattr(actions, name)
     undo: Callable[[], None] = getattr(actions, f"undo_{name}", lambda: None)
     disk.trust()
@@ -150,9 +151,9 @@ def attempts(actions: Actions, disk: Disk, name: str) -> Iterator[dict[str, Any]
     undo()
     actions.reopen()
     before = contents(actions.run.root)
-    for number, call in enumerate(calls):
-        stays = number % 2 == 0
-        disk.refuse(number, ERRORS[number % 3], stays=stays)
+    for number, call in list(enumerate(calls))[:: every if len(calls) > 20 else 1]:
+        stays = number // every % 2 == 0
+        disk.refuse(number, ERRORS[number // every % 3], stays=stays)
         raised = outcome_of(act)
         disk.trust()
         actions.records.close()
@@ -186,7 +187,7 @@ def outcome_of(act: Callable[[], None]) -> dict[str, str]:
     return {"kind": "", "message": ""}
 
 
-def main(root: Path, names: list[str]) -> None:
+def main(root: Path, every: int, names: list[str]) -> None:
     disk = Disk()
     actions = Actions(root)
     for name in ("commit", "elite"):
@@ -194,11 +195,11 @@ def main(root: Path, names: list[str]) -> None:
             print(json.dumps({"action": f"{name} on a full disk", **attempt}), flush=True)
     arm(root.parent, disk.visit)
     for name in names:
-        for attempt in attempts(actions, disk, name):
+        for attempt in attempts(actions, disk, name, every):
             print(json.dumps({"action": name, **attempt}), flush=True)
         getattr(actions, f"undo_{name}", lambda: None)()
         actions.reopen()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

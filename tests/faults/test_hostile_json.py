@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from agilerl.algorithms import ALGORITHMS
+from agilerl.algorithms import GRPO
+from agilerl.algorithms.state import read_state
 from agilerl.errors import AgileRLError
 from agilerl.training.saved import read_checkpoint
 from tests.cli.conftest import agilerl  # noqa: F401
@@ -168,14 +169,17 @@ def test_every_value_of_every_file_replaced_by_others(unfinished: Unfinished, tm
             for value in (None, "x", -1, 1e400, [], {"a": {}}, 2**70):
                 path.write_text(json.dumps(replaced(good, way, value)))
                 with suppress(AgileRLError):
-                    read_and_build(folder, unfinished)
+                    read_and_build(path, unfinished)
         path.write_text(json.dumps(good))
 
 
-def read_and_build(folder: Path, unfinished: Unfinished) -> None:
+def read_and_build(path: Path, unfinished: Unfinished) -> None:
     runtime = unfinished.session.population.runtime
-    for state in read_checkpoint(folder, runtime).states[:1]:
-        ALGORITHMS[state.algorithm].from_state(state, runtime).clean_up()
+    if path.name != "agent.json":
+        read_checkpoint(path.parent, runtime)
+        return
+    state = read_state(path.parent, runtime.store.layers)
+    GRPO.from_state(state, runtime).clean_up()
 
 
 def ways(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -22,10 +22,13 @@ HARMLESS = ("mkdir ", "ftruncate ")
 """Operations that may fail and nothing is lost: making a folder that is there, emptying a lock that is given back."""
 
 
-def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(unfinished: Unfinished, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(
+    every: int, unfinished: Unfinished, tmp_path: Path
+) -> None:
     root = unfinished.copy(tmp_path / "run")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.refusing_disk", str(root), *ACTIONS],
+        [sys.executable, "-m", "tests.faults.refusing_disk", str(root), str(every), *ACTIONS],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

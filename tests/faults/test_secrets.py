@@ -13,7 +13,7 @@ from agilerl.errors import ConfigError
 from agilerl.runs import RunDirectory
 from agilerl.runs.completions import completion_steps, read_completions
 from agilerl.runs.redaction import names_a_secret, redacted
-from agilerl.training.config import load_manifest
+from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import check
 from agilerl.training.tasks import task
 from tests.cli.conftest import agilerl  # noqa: F401
@@ -107,6 +107,18 @@ def test_a_key_among_the_settings_is_refused_and_not_repeated(
     with pytest.raises(ConfigError) as caught:
         read_and_checked(tmp_path / "it.yaml")
     assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"api_key": KEY}, {"request": {"extra": [{"hfToken": KEY}]}}, {"request": {"headers": {"Authorization": KEY}}}],
+)
+def test_a_secret_is_recognised_wherever_it_is_nested(params: dict[str, Any]) -> None:
+    for section in ({"graders": [{"name": "judge", "params": params}]}, {"params": params}):
+        with pytest.raises(ConfigError, match="is the name of a secret, and settings are written down") as caught:
+            RunConfig.from_dict({"environment": section})
+        assert KEY not in str(caught.value)
+    RunConfig.from_dict({"environment": {"params": {"api_key_env": "MY_KEY", "max_tokens": "5", "api_key": None}}})
 
 
 def read_and_checked(path: Path) -> None:
