@@ -95,6 +95,8 @@ def test_the_second_signal_does_what_the_first_would_have_done() -> None:
     before = signal.getsignal(signal.SIGTERM)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+    # A shell starts what it runs in the background with SIGINT ignored, and these tests may be.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with stop_on_signals(told.append) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -109,6 +111,7 @@ def test_the_second_signal_does_what_the_first_would_have_done() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
     assert len(told) == 2
 
 
