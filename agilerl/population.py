@@ -273,7 +273,7 @@ class Population:
             for number in range(size)
         ]
         groups, report = self.source.collect(self.runtime.engine, asks)
-        lost = self._check_exam(report.failures, len(who), size) if everybody else set[int]()
+        lost = self._check_exam(report.failures, len(who), size, everybody=everybody)
         scores = []
         for k, (_, agent) in enumerate(who):
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
@@ -284,15 +284,16 @@ class Population:
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
 
-    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int) -> set[int]:
-        """Return the places of an exam that count for nobody; raises where nobody's could be graded."""
+    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, everybody: bool) -> set[int]:
+        """Return the places of an exam that count for nobody; raises where ``everybody`` was examined in vain."""
         errors = [failure for failure in failures if failure.kind != "oom"]
-        if isinstance(self.task, EpisodeTask):
-            own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
-            return lost_places(own, size)
-        if len(errors) == examined * size:
+        own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
+        if not everybody:
+            return {place for places in own if len(places) <= size / 2 for place in places}
+        episodes = isinstance(self.task, EpisodeTask)
+        if not episodes and len(errors) == examined * size:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
-        return set()
+        return lost_places(own, size, episodes=episodes)
 
     def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
         room = self.runtime.base.context_length - prompt_length

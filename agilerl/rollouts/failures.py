@@ -60,17 +60,19 @@ def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, 
     raise RewardError(f"grading failed on {count} completions{allowed}; the first time: {errors[0].message}")
 
 
-def lost_places(failed: Sequence[Mapping[int, str]], size: int) -> set[int]:
-    """Return the places of an exam that count for nobody, because somebody's environment failed there.
+def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: bool) -> set[int]:
+    """Return the places of an exam that count for nobody, because somebody's grade (or environment) failed there.
 
     ``failed`` maps, for each agent, the places where its own failed to the reason. An agent that fails in more than
-    half of the exam is at fault itself: it costs nobody else a place. Raises EnvError where that is everybody, or the
-    others lose more than half of the exam.
+    half of the exam is at fault itself: it costs nobody else a place. Raises RewardError, or EnvError for episodes,
+    where that is everybody, or the others lose more than half of the exam.
     """
     counted = [places for places in failed if len(places) <= size / 2]
     lost = {place for places in counted for place in places}
     if len(lost) > size / 2 or not counted:
         places = {place: error for own in (counted or failed) for place, error in own.items()}
         first = places[min(places)]
+        if not episodes:
+            raise RewardError(f"grading failed on {len(places)} of {size} answers of the exam; the first time: {first}")
         raise EnvError(f"the environment failed in {len(places)} of {size} exam episodes; the first: {first}")
     return lost

@@ -131,7 +131,9 @@ class CheckpointStore:
         except OSError as failure:
             self._report(f"{error} The checkpoint {folder} is passed over ({failure.strerror or failure}).")
         else:
-            self._report(f"{error} The checkpoint was put aside as {aside}; an older one is used instead.")
+            self._report(
+                f"{error} The checkpoint was put aside as {aside}; the one before it, if there is one, takes its place."
+            )
 
     def prune(self, keep: Collection[int]) -> None:
         """Delete all but the newest two that are intact and the numbers in ``keep``; ``commit`` ends with it."""

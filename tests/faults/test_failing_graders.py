@@ -1,6 +1,6 @@
 """Graders and environments that fail: for one agent it is that agent's trouble, for most of them the run's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ def says_nothing_finite() -> float:
     return float("inf")
 
 
-def failing(size: int, fault: Callable[[], float], places: range) -> Population:
+def failing(size: int, fault: Callable[[], float], places: Sequence[int]) -> Population:
     task = Parity()
     task.fault, task.faulty = fault, places
     return make_population(size, task=task)
@@ -92,6 +92,14 @@ def test_an_exam_that_nobody_can_be_graded_in_stops_the_run() -> None:
     assert {i: f.is_finite for i, f in population.evaluate().items()} == {0: False, 1: True}
     # One agent by itself may be at fault for what it says.
     assert not population.evaluate("test", agents=population.agents[:1])[0].is_finite
+
+
+@pytest.mark.model
+def test_an_exam_leaves_out_the_answers_that_could_not_be_graded() -> None:
+    population = failing(2, raises, [0, 13])  # the first answer of one agent, the second of the other
+    assert {i: (f.is_finite, f.n) for i, f in population.evaluate().items()} == {0: (True, 10), 1: (True, 10)}
+    alone = failing(1, raises, [3]).evaluate_base()
+    assert (alone.is_finite, alone.n) == (True, 11)
 
 
 @pytest.mark.model
@@ -232,9 +240,11 @@ def test_memory_is_no_fault_of_a_grader() -> None:
 
 
 def test_places_of_an_exam_that_count_for_nobody() -> None:
-    assert lost_places([{1: "a"}, {2: "b"}, {}], 4) == {1, 2}
-    assert lost_places([{0: "a", 1: "a", 2: "a"}, {2: "b"}], 4) == {2}
+    assert lost_places([{1: "a"}, {2: "b"}, {}], 4, episodes=True) == {1, 2}
+    assert lost_places([{0: "a", 1: "a", 2: "a"}, {2: "b"}], 4, episodes=True) == {2}
     with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
-        lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4)
+        lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4, episodes=True)
     with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
-        lost_places([{0: "a", 1: "b", 2: "c"}], 4)
+        lost_places([{0: "a", 1: "b", 2: "c"}], 4, episodes=True)
+    with pytest.raises(RewardError, match="3 of 4 answers of the exam; the first time: a"):
+        lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4, episodes=False)
