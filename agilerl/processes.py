@@ -1,0 +1,146 @@
+"""Processes that work on one run together: bytes and tensors between them, over torch.distributed."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agilerl.errors import ConfigError, EngineError
+
+__all__ = ["ALONE", "Processes", "joined", "launched"]
+
+T = TypeVar("T")
+
+_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun and accelerate launch set in the environment of every process they start."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """A group of processes, seen from one of them.
+
+    All processes of a group make the same calls in the same order. What travels is bytes and tensors: nothing that is
+    received can run code. Every call raises EngineError where another process is lost.
+    """
+
+    rank: int = 0
+    """Place of this process in the group, from 0."""
+    size: int = 1
+    """Processes of the group."""
+    group: Any = None
+    """The group of torch.distributed; None: this process is alone."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what every process gave, in the order of their ranks."""
+        if self.size == 1:
+            return [data]
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        _together(lambda: dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = own
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        if longest:
+            _together(lambda: dist.all_gather(received, padded, group=self.group))
+        return [_bytes(part[: int(length)]) for part, length in zip(received, lengths)]
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """Return the bytes that the process of rank ``source`` gave; the others give None."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0])
+        _together(lambda: dist.broadcast(length, group=self.group, group_src=source))
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        if data:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(content):
+            _together(lambda: dist.broadcast(content, group=self.group, group_src=source))
+        return _bytes(content)
+
+    def add_(self, tensor: Tensor) -> None:
+        """Replace a tensor by its sum over all processes: the same bits on each of them."""
+        if self.size > 1:
+            _together(lambda: dist.all_reduce(tensor, group=self.group))
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        self.gather(b"")
+
+    def share(self, count: int) -> range:
+        """Return which of ``count`` places are this process's: consecutive ones, the first processes one more."""
+        return self.shares(count)[self.rank]
+
+    def shares(self, count: int) -> list[range]:
+        """Return the places of every process."""
+        least, more = divmod(count, self.size)
+        starts = [rank * least + min(rank, more) for rank in range(self.size + 1)]
+        return [range(start, end) for start, end in pairwise(starts)]
+
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> "Processes":
+        """Divide the processes of this group by their ranks, and return the part that this one is in."""
+        own = ALONE
+        for ranks in groups:
+            # Every process takes part in making every group.
+            world = [dist.get_global_rank(self.group, rank) if self.group is not None else rank for rank in ranks]
+            made = dist.new_group(world) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = Processes(list(ranks).index(self.rank), len(ranks), made)
+        return own
+
+
+ALONE = Processes()
+"""One process by itself."""
+
+
+def launched() -> bool:
+    """Return whether a launcher such as torchrun has started this process as one of several."""
+    return all(name in os.environ for name in _LAUNCH) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[Processes]:
+    """Meet the other processes that a launcher has started, and take leave of them at the end.
+
+    Raises ConfigError where the meeting place cannot be used, EngineError where not everybody comes in time.
+    """
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+    except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise ConfigError(
+                f"the port of {place} is in use by another program; give the launcher a free one, for instance "
+                "torchrun --master-port 29511"
+            ) from error
+        raise EngineError(f"the processes of this run could not meet at {place}: {_reason(error)}") from error
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def _together(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except RuntimeError as error:  # gloo has one kind of error for all that can happen to the others
+        raise EngineError(
+            f"another process of this run is lost or does not answer ({_reason(error)}); go on from the last "
+            "checkpoint with agilerl resume, or under the launcher with --resume auto"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].strip()[:200] if str(error).strip() else type(error).__name__
+
+
+def _bytes(content: Tensor) -> bytes:
+    return content.numpy().tobytes()
