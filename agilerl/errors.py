@@ -4,6 +4,9 @@
 class AgileRLError(Exception):
     """Base of all errors raised on purpose; its message says what was expected, what was found and what to do."""
 
+    everywhere: bool = False
+    """Whether every process that works on the same agents raises it, so that one of them is enough to say it."""
+
 
 class ConfigError(AgileRLError, ValueError):
     """A setting is unknown, out of range, or contradicts another one."""
@@ -23,6 +26,10 @@ class RewardTimeoutError(RewardError):
 
 class CheckpointError(AgileRLError):
     """A checkpoint or run directory is missing, damaged, in use, or does not fit."""
+
+
+class WriteError(CheckpointError):
+    """The disk refused: it is full, broken, or may not be written to."""
 
 
 class EngineError(AgileRLError):

@@ -1,16 +1,15 @@
 """A population: N agents on one base that roll out, learn, are examined and evolve together."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.policy import record_batch
+from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Split, Task
@@ -18,32 +17,21 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, trajectories
 from agilerl.envs.graded import all_weights, check_evolving_weights
 from agilerl.errors import ConfigError
-from agilerl.functional import MetricReducer, zero_variance_groups
-from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.guard import collapsed, quarantined, replaced_by_elite
+from agilerl.functional import MetricReducer
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.guard import quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
+from agilerl.hpo.parameters import Value
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
+from agilerl.members import Checkup, Evolution, Known, check_source, own_weights, sick_members
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import CollectReport, grader_metrics
 from agilerl.rollouts.episodes import episode_metrics
 from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
-from agilerl.rollouts.rollout import Rollout
+from agilerl.rollouts.rollout import Rollout, teaches_nothing
 from agilerl.rollouts.sources import Ask, EpisodeSource, Panel, QuestionSource, Source
 
 __all__ = ["Evolution", "Population", "Rollout"]
-
-
-@dataclass
-class Evolution:
-    """What one generation change did."""
-
-    plan: Plan
-    mutations: list[Mutation]
-    """One for each agent of the new population."""
-    inherited: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Gene values each child was born with, before its own mutation."""
-    sick: dict[int, str] = field(default_factory=dict)
-    """Agents that could be neither elite nor parent, and why."""
 
 
 class Population:
@@ -71,9 +59,9 @@ class Population:
         indices = [a.index for a in agents]
         if len(set(indices)) < len(indices):
             raise ConfigError(f"agents of a population need different indices, found {indices}; give each its index=")
-        _check_source(agents, task)
+        check_source(agents, task)
         for agent in agents:
-            all_weights(task, _own_weights(agent))
+            all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
         self.agents = list(agents)
         self.task = task
@@ -107,6 +95,16 @@ class Population:
                 return agent
         raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
 
+    @property
+    def everyone(self) -> Sequence[Known]:
+        """All agents of the run, in the order of the population; ``agents`` are those that this process trains."""
+        return self.agents
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Completions a prompt (or rows an example) of each agent of the run."""
+        return [agent.config.group_size for agent in self.agents]  # type: ignore[attr-defined]
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def rollout(self) -> Rollout:
@@ -127,18 +125,18 @@ class Population:
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
-            groups, report = self.source.collect(self.runtime.engine, asks)
+            groups, report = self.runtime.collect(self.source, asks)
             owners = [a.index for a in asking for _ in range(missing[a.index])]
             rollout.note(report, owners, [ask.samples for ask in asks])
             for agent in asking:
                 own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
                 rollout.trajectories[agent.index] += [t for group in own for t in group]
                 sampled[agent.index] += len(own)
-                flat = {group[0].group for group in own if group and _teaches_nothing(group)}
+                flat = {group[0].group for group in own if group and teaches_nothing(group)}
                 if agent.index in rollout.dropped:
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
-        rollout.check(self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
+        self._check_rollout(rollout)
         for agent in self.agents:
             positions = range(agent.position, agent.position + sampled[agent.index])
             rollout.skipped[agent.index] = self.source.skipped(positions, agent.context_length)
@@ -148,9 +146,12 @@ class Population:
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
         return rollout
 
+    def _check_rollout(self, rollout: Rollout) -> None:
+        rollout.check(self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
+
     def _asks(self, agent: LLMAlgorithm, first: int, count: int) -> list[Ask]:
         """Return what to ask for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
-        weights = all_weights(self.task, _own_weights(agent))
+        weights = all_weights(self.task, own_weights(agent))
         return [
             Ask(
                 agent.slot,
@@ -258,6 +259,10 @@ class Population:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
         return results
 
+    def evaluate_agent(self, index: int, split: Split) -> Fitness:
+        """Examine one agent."""
+        return self.evaluate(split, agents=[self.agent(index)])[index]
+
     def evaluate_base(self, split: Split = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
         return Fitness.from_scores(self._examine(split, [(None, None)], everybody=True)[0])
@@ -272,7 +277,7 @@ class Population:
             for slot, _ in who
             for number in range(size)
         ]
-        groups, report = self.source.collect(self.runtime.engine, asks)
+        groups, report = self.runtime.collect(self.source, asks)
         lost = self._check_exam(report.failures, len(who), size, everybody=everybody)
         scores = []
         for k, (_, agent) in enumerate(who):
@@ -331,30 +336,50 @@ class Population:
         sick = self.sick(fitness, collapse_guard=collapse_guard)
         plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index)
         plan = replaced_by_elite(plan, list(fitness), sick)
+        inherited = self._become(plan)
+        planned = self._mutate(lambda members: mutations.plan(members, plan.elite, generation, seed, plan.mutants))
+        return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
+
+    def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
+        """Clone and give up agents as a plan says; returns everybody's gene values before any mutation."""
         _, agents = apply_plan(plan, self.agents)
+        self._replace(agents)
+        self.next_index += len(plan.births)
+        return {a.index: dict(a.hyperparameters) for a in agents}
+
+    def _replace(self, agents: list[LLMAlgorithm]) -> None:
+        """Give up those who are not among the new agents, and close ranks."""
         alive = {id(agent) for agent in agents}
         for agent in self.agents:
             if id(agent) not in alive:
                 agent.clean_up()
         self._settle(agents)
         self.agents = agents
-        self.next_index += len(plan.births)
-        inherited = {a.index: dict(a.hyperparameters) for a in agents}
-        planned = mutations.plan([Member.of(a) for a in agents], plan.elite, generation, seed, plan.mutants)
-        for agent, mutation in zip(agents, planned):
+
+    def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
+        """Plan a mutation for every agent, and carry them out."""
+        planned = plan([Member.of(agent) for agent in self.agents])
+        for agent, mutation in zip(self.agents, planned):
             agent.apply_mutation(mutation)
-        return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
+        return planned
 
     def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
         """Return who is neither elite nor parent at a selection by this fitness, whatever it says, and why."""
-        sick = {agent.index: agent.sick for agent in self.agents if agent.sick}
-        elite = ranking(quarantined(fitness, sick))[0]
-        if not collapse_guard or elite in sick:
-            return sick
-        weights = _own_weights(self.agent(elite))
-        sound = [agent for agent in self.agents if agent.index not in sick]
-        vitals = {a.index: a.present_vitals(with_rewards=_own_weights(a) == weights) for a in sound}
-        return sick | collapsed(vitals, elite)
+        return sick_members(self._checkups(), fitness, collapse_guard=collapse_guard)
+
+    def _checkups(self) -> dict[int, Checkup]:
+        return {agent.index: Checkup.of(agent) for agent in self.agents}
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def state_of(self, index: int) -> AgentState | None:
+        """Return a copy of an agent; None in a process that has no use for it."""
+        return self.agent(index).state()
+
+    def states(self) -> Iterator[AgentState]:
+        """Go through copies of all agents of the run, made one by one."""
+        for agent in self.agents:
+            yield agent.state()
 
     def _settle(self, agents: Sequence[LLMAlgorithm]) -> None:
         """Move children into the slots of the dead, so that the population stays side by side in the bank."""
@@ -363,29 +388,3 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
-
-
-def _check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:
-    """Raise ConfigError unless the agents learn from one kind of source, and the task is one."""
-    wanted = {agent.env_type if isinstance(agent, DataAlgorithm) else "reasoning" for agent in agents}
-    if len(wanted) > 1:
-        raise ConfigError(f"all agents of a population learn from the same source, found {', '.join(sorted(wanted))}")
-    (kind,) = wanted
-    if kind != "reasoning" and (not isinstance(task, DataTask) or task.kind != kind):
-        name = {"sft": "SFTTask", "preference": "PreferenceTask"}[kind]
-        raise ConfigError(
-            f"{type(agents[0]).__name__} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
-            f"it: {name}(task)"
-        )
-
-
-def _own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
-    """Return the weights that an agent has for parts of the reward; none where it learns from data."""
-    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
-    return weights
-
-
-def _teaches_nothing(group: Sequence[Trajectory]) -> bool:
-    """Return whether all completions of a prompt earned the same, or fewer than two have a grade."""
-    returns = torch.tensor([t.episode_return for t in group])
-    return bool(zero_variance_groups(returns, torch.zeros(len(group), dtype=torch.int64)).all())

@@ -6,20 +6,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from time import monotonic, sleep
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from agilerl.errors import ConfigError, EngineError
 
-__all__ = ["ALONE", "Processes", "joined", "launched"]
+__all__ = ["ALONE", "Processes", "joined"]
 
 T = TypeVar("T")
 
-_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun and accelerate launch set in the environment of every process they start."""
+_CONNECTING, _POLL = timedelta(seconds=120), 0.05
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,19 @@ class Processes:
             _together(lambda: dist.broadcast(content, group=self.group, group_src=source))
         return _bytes(content)
 
+    def send(self, data: bytes, target: int) -> None:
+        """Give bytes to the process of rank ``target``, which calls :meth:`receive` now."""
+        for part in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            _together(lambda part=part: dist.send(part, group=self.group, group_dst=target))  # type: ignore[misc]
+
+    def receive(self, source: int) -> bytes:
+        """Return the bytes that the process of rank ``source`` gives with :meth:`send`; at least one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        _together(lambda: dist.recv(length, group=self.group, group_src=source))
+        content = torch.zeros(int(length), dtype=torch.uint8)
+        _together(lambda: dist.recv(content, group=self.group, group_src=source))
+        return _bytes(content)
+
     def add_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes: the same bits on each of them."""
         if self.size > 1:
@@ -101,20 +116,22 @@ ALONE = Processes()
 """One process by itself."""
 
 
-def launched() -> bool:
-    """Return whether a launcher such as torchrun has started this process as one of several."""
-    return all(name in os.environ for name in _LAUNCH) and int(os.environ["WORLD_SIZE"]) > 1
-
-
 @contextmanager
 def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[Processes]:
     """Meet the other processes that a launcher has started, and take leave of them at the end.
 
-    Raises ConfigError where the meeting place cannot be used, EngineError where not everybody comes in time.
+    Raises ConfigError where the launcher's variables or the meeting place cannot be used, EngineError where not
+    everybody comes in time.
     """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not os.environ.get(name, "").isdigit():
+            raise ConfigError(
+                f"the launcher of this process has set {name}={os.environ.get(name)!r}, expected a whole number; use "
+                "torchrun, accelerate launch, or distributed.backend=none for one process"
+            )
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds))
+        _meet("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(
@@ -126,6 +143,43 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
         yield Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(backend: str, patience: timedelta) -> None:
+    """Start torch.distributed as soon as every process is there; from then on it takes little time, or hangs."""
+    found, rank, size = next(rendezvous("env://", timeout=patience))
+    # torchrun's store outlives the processes that it starts again, and with it the addresses of those that have ended.
+    store = dist.PrefixStore(_meeting(found, rank, size, patience), found)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=min(patience, _CONNECTING))
+    dist.distributed_c10d._set_pg_timeout(patience)
+
+
+def _meeting(store: Any, rank: int, size: int, patience: timedelta) -> str:
+    """Return a word that only the processes that are here now know.
+
+    Each calls with a word that nobody ever said before; the first answers every call, those of the dead too, until all
+    that are alive have answered back.
+    """
+    if rank:
+        own = uuid4().hex
+        store.set(f"call {rank}", own)
+        store.wait([f"answer {own}"], patience)
+        word = str(store.get(f"answer {own}").decode())
+        store.set(f"{word} here {rank}", "")
+        store.wait([f"{word} complete"], patience)
+        return word
+    word, end = uuid4().hex, monotonic() + patience.total_seconds()
+    missing = set(range(1, size))
+    while missing:
+        if monotonic() > end:
+            raise RuntimeError(f"of {size} processes {len(missing)} did not come")
+        for other in missing:
+            if store.check([f"call {other}"]):
+                store.set(f"answer {store.get(f'call {other}').decode()}", word)
+        sleep(_POLL)
+        missing = {other for other in missing if not store.check([f"{word} here {other}"])}
+    store.set(f"{word} complete", "")
+    return word
 
 
 def _together(call: Callable[[], T]) -> T:

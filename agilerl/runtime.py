@@ -10,16 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agilerl.data import RolloutBatch
-from agilerl.errors import ConfigError, MemoryExhaustedError
+from agilerl.data import Completion, RolloutBatch, Trajectory
+from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
-from agilerl.models.base import BaseModel, from_model, load_base, load_tokenizer, lora_layers
+from agilerl.models.accelerators import (
+    Sharding,
+    check_accelerator,
+    check_whole,
+    loading_whole,
+    processes_of,
+    sharding_of,
+)
+from agilerl.models.agreement import agreed
+from agilerl.models.base import BaseModel, from_model, load_base, load_tokenizer
 from agilerl.models.heads import token_values
+from agilerl.models.lockstep import Lockstep
 from agilerl.models.lora import attach, detach
 from agilerl.models.memory import MemoryLimits, attempt
+from agilerl.models.quantised import check_loaded
+from agilerl.models.sharding import shard_base
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.rollouts.engine import RolloutEngine
+from agilerl.models.targets import lora_layers
+from agilerl.processes import ALONE, Processes
+from agilerl.rollouts.collect import CollectReport
+from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
+from agilerl.rollouts.shared import collect_shared, generate_beside
+from agilerl.rollouts.sources import Ask, Source
 from agilerl.rollouts.torch_engine import TorchEngine
+from agilerl.rollouts.vllm_engine import VLLMEngine
+from agilerl.shared_options import LOADING, SharedOptions, contradiction
+from agilerl.vllm_config import VLLMConfig
 
 __all__ = ["AgentRows", "Runtime", "TokenOutputs"]
 
@@ -54,6 +74,7 @@ class Runtime:
 
     Every agent built on the same model object borrows the same runtime, so a population never holds a second copy
     of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it).
+    ``options`` are those of the base; what is set there, no agent can change.
     """
 
     def __init__(
@@ -65,22 +86,33 @@ class Runtime:
         seed: int = 42,
         max_tokens: int = 4096,
         max_rows: int = 1024,
+        options: SharedOptions | None = None,
     ) -> None:
         self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens
         self.lora_config = copy.deepcopy(lora_config) if lora_config is not None else adapters.default_lora_config()
         adapters.check_lora_config(self.lora_config)
         self.store = AdapterStore(
-            lora_layers(base.model, self.lora_config),
+            lora_layers(base.model, self.lora_config, None if options is None else options.lora_target_scope),
             max_rank=self.lora_config.r,
             head_features=base.hidden_size,
             device=str(base.device),
         )
         attach(base.model, self.store)
+        base.store = self.store
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)
+        self.processes: Processes = ALONE
+        """The processes that train these agents together; each of them holds all of the agents, always equal."""
+        self.accelerator: Any = None
+        """The ``accelerate.Accelerator`` that the agents were given."""
+        self.lockstep: Lockstep | None = None
+        """What keeps forward passes in step where each process holds a part of the base; None: each holds all of it."""
         _RUNTIMES[id(base.model)] = self
         self._finalizer = weakref.finalize(self, detach, base.model, self.store)
+        self.options = SharedOptions() if options is None else options
+        self._fixed = frozenset(self.options.model_fields_set)
+        self._apply(self.options)
 
     @classmethod
     def from_pretrained(
@@ -88,7 +120,8 @@ class Runtime:
     ) -> "Runtime":
         """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor."""
         tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
-        return cls(load_base(name, dtype=dtype, device=device or "cpu"), tokenizer=tokenizer, **options)
+        base = load_base(name, dtype=dtype, device=device or "cpu", options=options.get("options"))
+        return cls(base, tokenizer=tokenizer, **options)
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
@@ -98,6 +131,7 @@ class Runtime:
         """
         known = _RUNTIMES.get(id(model))
         if known is None:
+            check_loaded(model, options.get("options"))
             base = from_model(model)
             base.check_head()
             return cls(base, **options)
@@ -107,11 +141,19 @@ class Runtime:
                 f"this model already carries a population whose adapters target {known.lora_config.target_modules!r}; "
                 f"found lora_config.target_modules={wanted.target_modules!r}. Agents on one base adapt the same layers"
             )
+        known.configure(options.get("options") or SharedOptions())
         return known
 
     @classmethod
     def resolve(
-        cls, runtime: "Runtime | None", name: str | None, model: Any, *, device: str | None = None, **options: Any
+        cls,
+        runtime: "Runtime | None",
+        name: str | None,
+        model: Any,
+        *,
+        device: str | None = None,
+        accelerator: Any = None,
+        **options: Any,
     ) -> "Runtime":
         """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
         given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
@@ -120,11 +162,54 @@ class Runtime:
                 "an agent needs exactly one of runtime, model_name and actor_network, found "
                 f"{' and '.join(given) or 'none'}"
             )
+        if device is None and accelerator is not None:
+            device = str(getattr(accelerator, "device", None) or "cpu")
         if runtime is not None:
-            return runtime
-        if name is not None:
-            return cls.from_pretrained(name, device=device, **options)
-        return cls.for_model(model if device is None else model.to(device), **options)
+            runtime.configure(options.get("options") or SharedOptions())
+        elif name is not None:
+            with loading_whole(accelerator):
+                runtime = cls.from_pretrained(name, device=device, **options)
+        else:
+            check_whole(model)
+            runtime = cls.for_model(model if device is None else model.to(device), **options)
+        runtime.accelerate(accelerator)
+        return runtime
+
+    def configure(self, options: SharedOptions) -> None:
+        """Take the options that an agent was given; those that it was not given stay what they are.
+
+        The first agent decides. Raises ConfigError where another one, or the runtime's own ``options``, have it
+        differently, and for what this base or machine cannot do.
+        """
+        given = {name: getattr(options, name) for name in sorted(options.model_fields_set)}
+        for name, value in given.items():
+            present = getattr(self.options, name)
+            if value != present and (self.store.used or name in self._fixed or name in LOADING):
+                raise contradiction(name, present, value)
+        changed = self.options.model_copy(update=given)
+        if changed != self.options:
+            self._apply(changed)
+
+    def _apply(self, options: SharedOptions) -> None:
+        """Make the base and the engine work as the options say; nothing changes where one cannot be had."""
+        self.base.configure(options)
+        own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
+        if isinstance(own, TorchEngine):
+            own.prompts_at_once = options.hf_generate_chunk_size
+        self.engine = self._vllm(options, own) if options.use_vllm else own
+        self.options = options
+
+    def _vllm(self, options: SharedOptions, own: RolloutEngine) -> VLLMEngine:
+        return VLLMEngine(
+            self.base,
+            self.store,
+            options.vllm_config or VLLMConfig(),
+            seed=self.seed,
+            lora_config=self.lora_config,
+            tokenizer=self.tokenizer,
+            own=own,
+            offload=options.use_memory_efficient_params,
+        )
 
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"
@@ -138,8 +223,7 @@ class Runtime:
         device = self.base.device
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
         masks = [p.batch.action_mask.to(device) for p in parts]
-        with self.store.routed(_route(parts)):
-            hidden = self.base.hidden(ids)[:, :-1]
+        hidden = self._hidden(parts, ids)[:, :-1]
         speaking = torch.cat([m & (not p.values) for p, m in zip(parts, masks)])
         rows = torch.tensor([len(p.batch) for p in parts])
         temperature = torch.repeat_interleave(torch.tensor([p.temperature for p in parts]), rows).to(device)
@@ -164,28 +248,120 @@ class Runtime:
             )
         return outputs
 
+    def _hidden(self, parts: Sequence[AgentRows], ids: Tensor) -> Tensor:
+        """Return the hidden states ``[B, T, H]`` of all parts, each row by its own adapter."""
+        if not (self.options.use_sequence_packing and torch.is_grad_enabled()):
+            with self.store.routed(_route(parts, [len(p.batch) for p in parts])):
+                return self.base.hidden(ids)
+        lengths = torch.cat([p.batch.lengths for p in parts]).to(ids.device)
+        return self.base.packed(
+            ids, lengths, [len(p.batch) for p in parts], lambda rows: self.store.routed(_route(parts, rows))
+        )
+
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).
 
         Where memory runs out, the rows of a forward are halved; raises MemoryExhaustedError where it does not hold one.
         """
-        return self._fixed(AgentRows(slot, batch, temperature), micro_rows)
+        return self._without_gradient(AgentRows(slot, batch, temperature), micro_rows)
 
     def fixed_values(self, slot: int, batch: RolloutBatch, micro_rows: int) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
-        return self._fixed(AgentRows(slot, batch, 1.0, values=True), micro_rows)
+        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), micro_rows)
 
     def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
-        return self._fixed(AgentRows(slot, batch, temperature), micro_rows, entropy=True)
+        return self._without_gradient(AgentRows(slot, batch, temperature), micro_rows, entropy=True)
+
+    def share(self, processes: Processes, sharding: Sharding = "none") -> None:
+        """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
+
+        From here on all of them make the same calls: they divide the work, and each has all of its results. Raises
+        ConfigError for a base that cannot be divided.
+        """
+        if self.lockstep is not None:
+            raise EngineError("the base is divided among processes already; make a new runtime to divide it anew")
+        if sharding != "none" and self.options.torch_compiler is not None:
+            raise ConfigError(
+                f"torch_compiler={self.options.torch_compiler!r} compiles layers whose weights come and go where "
+                f"sharding={sharding!r} divides the base; leave one of the two out"
+            )
+        if sharding != "none" and self.options.use_vllm:
+            raise ConfigError(
+                f"use_vllm=True loads a whole base in every process, which sharding={sharding!r} is there to avoid; leave "
+                "one of the two out"
+            )
+        self.lockstep = shard_base(self.base, self.store, processes, sharding)
+        self.processes = processes
+
+    def accelerate(self, accelerator: Any) -> None:
+        """Work with the processes of an ``accelerate.Accelerator``, the base divided as its plugin says.
+
+        None leaves things as they are. Raises ConfigError where it does not fit this base, or another one is in use.
+        """
+        if accelerator is None or accelerator is self.accelerator:
+            return
+        if self.accelerator is not None or self.processes.size > 1:
+            raise ConfigError(
+                "the base that this agent shares works with other processes already; give all agents on one base the "
+                "same accelerator"
+            )
+        check_accelerator(accelerator, str(self.base.device), str(self.base.dtype).removeprefix("torch."))
+        self.share(processes_of(accelerator), sharding_of(accelerator))
+        self.accelerator = accelerator
+
+    def collect(self, source: Source, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectReport]:
+        """Return the graded trajectories of each ask, in order; the processes share the work."""
+        return collect_shared(self.processes, self.lockstep, source, self.engine, asks)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of each request of this process, in order; all processes generate at the same time."""
+        return generate_beside(self.processes, self.lockstep, self.engine, requests)
+
+    def first_number(self, count: int) -> int:
+        """Return the number of the first of ``count`` things of this process, where all of them are numbered on."""
+        if self.processes.size == 1:
+            return 0
+        counts = [int.from_bytes(part) for part in self.processes.gather(count.to_bytes(8))]
+        return sum(counts[: self.processes.rank])
 
     @torch.no_grad()
-    def _fixed(self, rows: AgentRows, micro_rows: int, *, entropy: bool = False) -> Tensor:
+    def _without_gradient(self, rows: AgentRows, micro_rows: int, *, entropy: bool = False) -> Tensor:
+        """Compute a batch in parts of ``micro_rows``, of which each process takes some."""
         (count, length), before = rows.batch.ids.shape, self.limits.train_tokens
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
-        start = 0
-        while start < count:
-            end = min(start + self.limits.rows(micro_rows, length), count)
+        if self.processes.size == 1:
+            self._fill(result, range(count), rows, micro_rows, entropy=entropy)
+            return result
+        most = self.limits.rows(micro_rows, length)
+        own, *others = (
+            range(share.start * most, min(share.stop * most, count))
+            for share in (self.processes.share(-(-count // most)), *self.processes.shares(-(-count // most)))
+        )
+
+        def compute() -> bytes:
+            self._fill(result, own, rows, micro_rows, entropy=entropy)
+            learned = self.limits.train_tokens or 0
+            return learned.to_bytes(8) + result[own.start : own.stop].cpu().numpy().tobytes()
+
+        try:
+            received = agreed(self.processes, compute, self.lockstep)
+        except MemoryExhaustedError:
+            self.limits.train_tokens = before
+            raise
+        for share, part in zip(others, received):
+            found = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
+            result[share.start : share.stop] = found.view(len(share), *result.shape[1:]).to(result.device)
+        # What one of them has learned of memory, all keep to: they have to cut the same rows in the same way.
+        self.limits.train_tokens = min((n for part in received if (n := int.from_bytes(part[:8]))), default=None)
+        return result
+
+    def _fill(self, result: Tensor, places: range, rows: AgentRows, micro_rows: int, *, entropy: bool) -> None:
+        """Compute some rows of a batch into ``result``; halves the rows of a forward where memory runs out."""
+        length, before = rows.batch.ids.shape[1], self.limits.train_tokens
+        start = places.start
+        while start < places.stop:
+            end = min(start + self.limits.rows(micro_rows, length), places.stop)
             part = replace(rows, batch=rows.batch.select(slice(start, end)))
             outputs = attempt(partial(self.forward, [part], entropy=entropy))
             if outputs is None:
@@ -198,11 +374,11 @@ class Runtime:
             assert found is not None
             result[start:end, : found.shape[1]] = found.float()
             start = end
-        return result
 
 
-def _route(parts: Sequence[AgentRows]) -> Route | None:
-    pairs = [(p.slot, len(p.batch)) for p in parts if p.slot is not None]
+def _route(parts: Sequence[AgentRows], rows: Sequence[int]) -> Route | None:
+    """Return the route of a batch in which each part has so many rows."""
+    pairs = [(p.slot, count) for p, count in zip(parts, rows) if p.slot is not None]
     return Route(tuple(s for s, _ in pairs), tuple(n for _, n in pairs)) if pairs else None
 
 

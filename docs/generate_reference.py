@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.hpo.parameters import genes_from
+from agilerl.shared_options import SharedOptions
 from agilerl.training.config import RunConfig
 
 TARGET = Path(__file__).resolve().parent / "manifest.md"
@@ -61,6 +62,7 @@ def _algorithms() -> Iterator[str]:
         "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range under *evolves in* can be a"
         "\ngene: name it in `mutation.rl_hp_selection`, with that range (`lr: {}`) or one of your own."
     )
+    yield f"### of the base, whatever the algorithm\n\n{SharedOptions.__doc__}\n\n{_table(SharedOptions)}"
     for name, algorithm in ALGORITHMS.items():
         yield f"### name: {name}\n\n{algorithm.__doc__}\n\n{_table(algorithm.Config, genes=True)}"
 
@@ -84,7 +86,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
     listed = set()
     for name, field in model.model_fields.items():
         inner, is_list = _model(field.annotation), _has_list(field.annotation)
-        if inner is None or is_list:
+        if inner is None or is_list or field.metadata:  # what a validator turns into a section has other forms as well
             yield prefix + name, field
         if inner is not None and inner not in listed:
             of_many = "<name>." if get_origin(field.annotation) is dict else ""

@@ -8,13 +8,13 @@ from functools import cached_property
 FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 400, 60, 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "streams", "validation", "source_files", "processes", "shared_options"),
+    ("errors", "streams", "validation", "source_files", "processes", "shared_options", "vllm_config"),
     ("functional", "data", "hpo"),
     ("models", "envs", "rewards"),
     ("rollouts", "runs"),
     ("runtime",),
     ("algorithms",),
-    ("population",),
+    ("population", "members"),
     ("training", "distributed", "report"),
     ("cli", "__main__", "llm_envs", "utils", "algorithms.core"),
 )
@@ -29,6 +29,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "algorithms": (
         "agilerl.rollouts.torch_engine",
         "agilerl.rollouts.vllm_engine",
+        "agilerl.rollouts.vllm_colocated",
+        "agilerl.rollouts.vllm_server",
         "agilerl.rollouts.scripted",
         "agilerl.rollouts.kv_cache",
         "agilerl.rollouts.sampling",

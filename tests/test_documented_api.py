@@ -48,7 +48,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": False,
     },
 }  # fmt: skip
-REFUSED = {"gradient_checkpointing": True, "action_granularity": "turn"}
+REFUSED = {"action_granularity": "turn"}
 
 SIBLINGS: dict[str, dict[str, Any]] = {
     "GSPO": {"group_size": 8, "adv_norm": "mean_std", "lr": 1e-5},

@@ -96,7 +96,7 @@ class EvolvableAlgorithm(ABC):
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
         for name in keywords:
             if name not in cls.Config.model_fields:
-                known = [*cls.Config.model_fields, *_constructor_keywords(cls)]
+                known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
                 raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
         given = {} if config is None else config.model_dump(exclude_unset=True)
         return validated(cls.Config, {**given, **keywords})

@@ -1,5 +1,6 @@
 """Documented names that mean little for an agent that is one adapter slot: thin, truthful, all in this file."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,32 +14,26 @@ from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
+from agilerl.shared_options import SharedOptions, split_options
+from agilerl.validation import validated
 
 __all__ = ["DocumentedSurface"]
 
 # Accepted with exactly these values, because that is how the shared base works already.
 _IMPLIED: dict[str, tuple[Any, ...]] = {
-    "accelerator": (None,),
     "wrap": (True, False),
     "clone": (False, True),
     "calc_position_embeddings": (True,),
     "reduce_memory_peak": (True, False, None),
-    "use_memory_efficient_params": (True, False),
-    "gradient_checkpointing": (False, None),
-    "torch_compiler": (None,),
-    "use_vllm": (False,),
-    "vllm_config": (None,),
-    "use_liger_loss": (False,),
-    "quantization_config": (None,),
-    "activation_offload": (False,),
-    "lora_target_scope": (None,),
-    "use_sequence_packing": (False,),
-    "cast_logprobs_to_fp32": (True,),
-    "fused_logprobs_chunk_rows": (None,),
-    "fused_loss_chunk_rows": (None,),
-    "hf_generate_chunk_size": (None,),
-    "model_config": (None,),
 }
+
+
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature of an agent with the options of the shared base, each once."""
+    parameters = dict(signature.parameters)
+    for name, field in SharedOptions.model_fields.items():
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+    return signature.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
 
 
 class DocumentedSurface:
@@ -48,10 +43,17 @@ class DocumentedSurface:
     slot: int
     reference_slot: int | None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _with_options(inspect.signature(cls))  # type: ignore[attr-defined]
+
     @staticmethod
-    def _split_documented(arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Take out keywords that need no action here; raise ConfigError for a value that would."""
-        rest = dict(arguments)
+    def _split_documented(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SharedOptions]:
+        """Take out the options of the shared base, and keywords that need no action here.
+
+        Raises ConfigError for an option that is wrong, and for a value that would need an action.
+        """
+        rest, options = split_options(arguments)
         for name, accepted in _IMPLIED.items():
             if name in rest:
                 value = rest.pop(name)
@@ -60,7 +62,7 @@ class DocumentedSurface:
                         f"{name}={value!r} is not available with the shared base; expected "
                         f"{' or '.join(map(repr, accepted))}"
                     )
-        return rest
+        return rest, validated(SharedOptions, options)
 
     def get_lr_names(self) -> list[str]:
         """Return the names of the learning rates."""
@@ -131,7 +133,7 @@ class DocumentedSurface:
         return accelerator, LambdaLR(optimizer, lambda update: lr_factor(scheduler_config, update))
 
     def recompile(self) -> None:
-        """Do nothing: nothing is compiled."""
+        """Do nothing: ``torch_compiler`` compiles the layers of the base, which no mutation changes."""
 
     def set_training_mode(self, training: bool) -> None:
         """Do nothing: a frozen base without dropout computes the same in both modes."""

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.processes import Processes
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
 
-__all__ = ["examine"]
+__all__ = ["examine", "of_all"]
 
 _EXAM_SEED = 2**31
 """Seed of the first exam episode; training, which counts from 0, does not reach it."""
@@ -30,6 +31,13 @@ def examine(agent: "LLMAlgorithm", env: Any, loop: int) -> np.ndarray:
             prompts, reward = env.step(action.completion_ids)
             rewards.append(np.asarray(reward, dtype=np.float64).reshape(-1))
     return np.concatenate(rewards)
+
+
+def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
+    """Return the scores that all processes have found, each with its own part of the exam."""
+    if processes.size == 1:
+        return scores
+    return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])
 
 
 def _play(agent: "LLMAlgorithm", env: TokenObservationWrapper, number: int) -> float:

@@ -1,7 +1,7 @@
 """Between the documented tuples of tensors and the typed batch."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,12 @@ from torch import Tensor
 from agilerl.data import Completion, RolloutBatch
 from agilerl.data.batch import padded_length
 from agilerl.errors import ConfigError
+from agilerl.rollouts import GenerationRequest
 
-__all__ = ["ActionResult", "action_result", "to_batch"]
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+
+__all__ = ["ActionResult", "action_result", "generation_requests", "to_batch"]
 
 
 class ActionResult(NamedTuple):
@@ -22,6 +26,23 @@ class ActionResult(NamedTuple):
     """Per prompt [G, P + L - 1], True where the next token was sampled."""
     sampling_logps: list[Tensor]
     """Per row, prompts in order: 1-D log-probs of the sampled tokens."""
+
+
+def generation_requests(
+    agent: "LLMAlgorithm", prompts: Sequence[Sequence[int]], samples: int, *, training: bool
+) -> list[GenerationRequest]:
+    """Return what to ask the engine for, for each prompt; the prompts of several processes are numbered on."""
+    return [
+        GenerationRequest(
+            agent.slot,
+            prompt,
+            samples,
+            agent.sampling(len(prompt), greedy=not training),
+            purpose="rollout" if training else "act",
+            key=(agent.index, agent.rollouts, number),
+        )
+        for number, prompt in enumerate(prompts, agent.runtime.first_number(len(prompts)))
+    ]
 
 
 def action_result(

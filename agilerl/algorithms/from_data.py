@@ -8,6 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.examination import of_all
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import LLMConfig
@@ -72,7 +73,7 @@ class DataAlgorithm(LLMAlgorithm):
                 found.append(self.score(batch).double().cpu().numpy())
                 self.tokens["evaluated"] += int(batch.lengths.sum())
                 batch = env.step() if number + 1 < loop else batch
-        scores = np.concatenate(found)
+        scores = of_all(self.runtime.processes, np.concatenate(found))
         self.fitness.append(float(scores.mean()))
         return scores
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.documented import DocumentedSurface
-from agilerl.algorithms.examination import examine
-from agilerl.algorithms.experiences import ActionResult, action_result
+from agilerl.algorithms.examination import examine, of_all
+from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests
 from agilerl.algorithms.health import Health
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
@@ -32,7 +32,7 @@ from agilerl.algorithms.state import (
     restore,
     write_state,
 )
-from agilerl.algorithms.update import MICRO_TOKENS, Experience
+from agilerl.algorithms.update import Experience, usual_micro_rows
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
@@ -41,7 +41,7 @@ from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.optim import AdamWSettings
-from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts import SamplingSettings
 from agilerl.runtime import Runtime
 
 __all__ = ["LLMAlgorithm"]
@@ -53,6 +53,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
     built on the same object share it) and ``model_name`` (a local folder, a hub name or ``embedded``).
     ``device`` None leaves a loaded model where it is and puts a named one on the CPU.
+    ``accelerator`` is an ``accelerate.Accelerator``: its processes train the agent together, each on what it samples.
     ``lora_config`` is a ``peft.LoraConfig``, by default rank 16, alpha 32 on all linear layers.
     ``loss`` is a function of LossInputs, or a PolicyLoss, that replaces the algorithm's objective.
     """
@@ -74,16 +75,25 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         runtime: Runtime | None = None,
         lora_config: Any = None,
         device: str | None = None,
+        accelerator: Any = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
         loss: LossFunction | None = None,
         **arguments: Any,
     ) -> None:
-        super().__init__(**self._split_documented(arguments))
+        own, options = self._split_documented(arguments)
+        super().__init__(**own)
         if loss is not None:
             check_loss(loss, self)
         self.loss = loss
         self.runtime = Runtime.resolve(
-            runtime, model_name, actor_network, lora_config=lora_config, device=device, seed=self.config.seed
+            runtime,
+            model_name,
+            actor_network,
+            lora_config=lora_config,
+            device=device,
+            accelerator=accelerator,
+            seed=self.config.seed,
+            options=options,
         )
         tokenizer = self.runtime.tokenizer
         if pad_token_id is None:
@@ -176,19 +186,9 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         prompts = [obs] if isinstance(obs, Mapping) else list(obs)
         ids = [torch.as_tensor(p["input_ids"]).reshape(-1).tolist() for p in prompts]
         samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
-        requests = [
-            GenerationRequest(
-                self.slot,
-                prompt,
-                samples,
-                self.sampling(len(prompt), greedy=not training),
-                purpose="rollout" if training else "act",
-                key=(self.index, self.rollouts, number),
-            )
-            for number, prompt in enumerate(ids)
-        ]
+        requests = generation_requests(self, ids, samples, training=training)
         self.rollouts += 1
-        groups = self.runtime.engine.generate(requests)
+        groups = self.runtime.generate(requests)
         self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
         return action_result(ids, groups, self.pad_token_id)
 
@@ -200,7 +200,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) of seeds that training
         does not count up to.
         """
-        scores = examine(self, env, loop)
+        scores = of_all(self.runtime.processes, examine(self, env, loop))
         self.fitness.append(float("nan") if self.sick else float(scores.mean()))
         return scores
 
@@ -228,8 +228,8 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
 
         Less where memory turned out not to hold them.
         """
-        length = batch.ids.shape[1]
-        return self.runtime.limits.rows(self.config.micro_batch_size_per_gpu or max(1, MICRO_TOKENS // length), length)
+        wanted = self.config.micro_batch_size_per_gpu or usual_micro_rows(self, batch)
+        return self.runtime.limits.rows(wanted, batch.ids.shape[1])
 
     @property
     def current_lr(self) -> float:
@@ -358,6 +358,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         if runtime is None:
             lora = adapters.read_config(Path(path) / "actor")
             runtime = Runtime.from_pretrained(base_name(Path(path)), device=device, lora_config=lora)
+        runtime.accelerate(accelerator)
         return cls.from_state(read_state(Path(path), runtime.store.layers), runtime, loss)
 
     # -- populations ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from agilerl.algorithms.experiences import to_batch
 from agilerl.algorithms.losses import LossFunction, tangent_loss
 from agilerl.algorithms.update import Experience, accumulate_batch, learn_together, optim_step
 from agilerl.data import RolloutBatch
+from agilerl.data.union import union
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 
@@ -37,12 +38,13 @@ class TrainingPrimitives:
 
         ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
         ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
-        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Raises ConfigError where the parts do not
-        fit each other, or something goes by turn and there are no ``turn_ids``.
+        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Where several processes train the agent,
+        each gives what it has sampled, and the update is that of all rows together. Raises ConfigError where the parts
+        do not fit each other, or something goes by turn and there are no ``turn_ids``.
         """
         agent = cast("LLMAlgorithm", self)
         if isinstance(experiences, RolloutBatch):
-            return learn_together([agent], [experiences])[0]
+            return learn_together([agent], [self._whole(experiences)])[0]
         if turn_ids is None and getattr(agent.config, "uses_turns", False):
             raise ConfigError(
                 "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
@@ -50,7 +52,7 @@ class TrainingPrimitives:
             )
         group_size = getattr(agent.config, "group_size", 1)
         batch = to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
-        return learn_together([agent], [batch])[0]
+        return learn_together([agent], [self._whole(batch)])[0]
 
     def accumulate(
         self,
@@ -119,6 +121,11 @@ class TrainingPrimitives:
         agent = cast("LLMAlgorithm", self)
         temperature = getattr(agent.config, "temperature", 1.0)
         return agent.runtime.fixed_logprobs(agent.slot, batch, temperature, agent.micro_rows(batch))
+
+    def _whole(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return what all processes that train this agent have brought along."""
+        agent = cast("LLMAlgorithm", self)
+        return union(agent.runtime.processes, batch, agent.pad_token_id)
 
     def _count(self, batch: RolloutBatch) -> None:
         agent = cast("LLMAlgorithm", self)

@@ -273,40 +273,40 @@ def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path) -> None:
         runtime.tokenizer.save_pretrained(str(folder))
 
 
-def read_state(folder: Path, layers: tuple[LinearShape, ...]) -> AgentState:
+def read_state(folder: Path, layers: tuple[LinearShape, ...], *, finite: bool = True) -> AgentState:
     """Read what :func:`write_state` wrote; ``moments`` is empty when no optimizer was saved.
 
-    Raises CheckpointError when a file is missing, damaged or made for other layers.
+    Raises CheckpointError when a file is missing, damaged or made for other layers or, with ``finite``, holds NaN.
     """
     if not (folder / "agent.json").exists():
         raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing")
     state = AgentState(**read_agent_json(folder / "agent.json"), adapter=[])
-    state.adapter, lora = adapters.read_adapter(folder / "actor", layers)
+    state.adapter, lora = adapters.read_adapter(folder / "actor", layers, finite=finite)
     if state.lora["r"] != lora.r:
         raise CheckpointError(f"{folder}: agent.json has rank {state.lora['r']}, the adapter rank {lora.r}")
     if (folder / "reference").is_dir():
-        state.reference, _ = adapters.read_adapter(folder / "reference", layers)
+        state.reference, _ = adapters.read_adapter(folder / "reference", layers, finite=finite)
     if (folder / "critic").is_dir():
-        adapter, _ = adapters.read_adapter(folder / "critic", layers)
-        state.critic = CriticState(adapter, _read_head(folder / "critic" / _HEAD_FILE))
+        adapter, _ = adapters.read_adapter(folder / "critic", layers, finite=finite)
+        state.critic = CriticState(adapter, _read_head(folder / "critic" / _HEAD_FILE, finite=finite))
     path = folder / "optimizer.safetensors"
     if path.exists():
-        _read_optimizer(path, layers, state)
+        _read_optimizer(path, layers, state, finite=finite)
     return state
 
 
-def _read_head(path: Path) -> Tensor:
+def _read_head(path: Path, *, finite: bool) -> Tensor:
     tensors = adapters.read_tensors(path)
     try:
         head = torch.cat([tensors["weight"].reshape(-1), tensors["bias"].reshape(-1)])
     except KeyError as error:
         raise CheckpointError(f"{path} is no value head: {error.args[0]} is missing") from error
-    if not torch.isfinite(head).all():
+    if finite and not torch.isfinite(head).all():
         raise CheckpointError(f"{path} holds numbers that are not finite")
     return head
 
 
-def _read_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState) -> None:
+def _read_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState, *, finite: bool) -> None:
     tensors = adapters.read_tensors(path)
 
     def tensor(name: str, shape: Sequence[int]) -> Tensor:
@@ -314,7 +314,7 @@ def _read_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentSta
         if found is None or found.shape != shape:
             wrong = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(shape)}"
             raise CheckpointError(f"{path} does not fit this agent: {name} {wrong}")
-        if torch.isnan(found).any():
+        if finite and torch.isnan(found).any():
             raise CheckpointError(f"{path}: {name} holds NaN")
         return found
 

@@ -4,24 +4,24 @@ Two operations change an agent by training: :func:`accumulate` adds gradients, :
 is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and ``agent.optim_step``.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.losses import LossFunction, compute_loss, loss_denominator
-from agilerl.algorithms.policy import record_batch, record_idle
-from agilerl.data import LossInputs, RolloutBatch
-from agilerl.errors import MemoryExhaustedError
+from agilerl.algorithms.gradients import Piece, Share, accumulate, accumulate_all
+from agilerl.algorithms.losses import LossFunction, loss_denominator
+from agilerl.algorithms.policy import record_batch
+from agilerl.data import RolloutBatch
+from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
-from agilerl.models.memory import attempt
 from agilerl.models.optim import adamw_step
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
-from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+from agilerl.runtime import Runtime
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
@@ -35,6 +35,7 @@ __all__ = [
     "clear_gradients",
     "learn_together",
     "optim_step",
+    "usual_micro_rows",
 ]
 
 MICRO_TOKENS = 4096
@@ -77,46 +78,15 @@ class Experience:
         return Experience(**picked)
 
 
-@dataclass
-class Piece:
-    """One micro-batch of one agent and the window it belongs to."""
+def usual_micro_rows(agent: "LLMAlgorithm", batch: RolloutBatch) -> int:
+    """Return the rows of a micro-batch when the user gives no size: what ``MICRO_TOKENS`` padded tokens hold.
 
-    agent: "LLMAlgorithm"
-    experience: Experience
-    rows: Tensor
-    denominator: float
-    loss: LossFunction | None = None
-    """Used in place of the agent's own; None: the agent's."""
-    metrics: MetricReducer = field(default_factory=MetricReducer)
-    """Of this micro-batch alone, until all of them have been computed."""
-    is_finite: bool = True
-    """Whether its loss was."""
-
-
-@dataclass
-class Share:
-    """Rows of one agent that go into one optimizer step together."""
-
-    agent: "LLMAlgorithm"
-    experience: Experience
-    rows: Tensor
-    denominator: float
-    metrics: MetricReducer
-    loss: LossFunction | None = None
-    """Used in place of the agent's own; None: the agent's."""
-
-    def cut(self) -> tuple[list[Piece], int]:
-        """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
-
-        Idle rows are idle under the algorithm's own objective only; another loss sees every row.
-        """
-        own = self.loss if self.loss is not None else self.agent.loss
-        idle = self.experience.idle if own is None else None
-        busy = self.rows if idle is None else self.rows[~idle[self.rows]]
-        batch = self.experience.batch
-        skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
-        parts = torch.split(busy, self.agent.micro_rows(batch)) if len(busy) else ()
-        return [Piece(self.agent, self.experience, rows, self.denominator, self.loss) for rows in parts], skipped
+    Where processes share the agent, at most so many that each of them gets some of an optimizer step.
+    """
+    rows, workers = max(1, MICRO_TOKENS // batch.ids.shape[1]), agent.runtime.processes.size
+    if workers == 1:
+        return rows
+    return max(1, min(rows, -(-min(agent.window_rows, len(batch)) // workers)))
 
 
 @dataclass
@@ -159,6 +129,7 @@ def learn_together(
     is in ``agent.outcome``.
     """
     runtime = agents[0].runtime
+    _check_equal(runtime, agents, batches)
     found: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
     updates = [_begin(*own) for own in zip(agents, batches, found)]
     for update, batch in zip(updates, batches):
@@ -176,6 +147,25 @@ def learn_together(
         if active:
             optim_step([u.agent for u in active], [u.metrics for u in active])
     return [_finish(u) for u in updates]
+
+
+def _check_equal(runtime: Runtime, agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]) -> None:
+    """Raise ConfigError unless all processes that share the agents are about to do the same with the same weights."""
+    if runtime.processes.size == 1:
+        return
+    digest = hashlib.blake2b(digest_size=16)
+    for agent, batch in zip(agents, batches):
+        # As whole numbers, whose sum depends on no order.
+        bits = runtime.store.theta[agent.slot].view(torch.int32).sum(dtype=torch.int64)
+        digest.update(repr((agent.index, agent.updates, agent.config, int(bits))).encode())
+        for part in (batch.ids, batch.action_mask, batch.rewards, batch.groups):
+            digest.update(part.cpu().numpy().tobytes())
+    if len(set(runtime.processes.gather(digest.digest()))) > 1:
+        raise ConfigError(
+            "the processes that train one agent must have equal agents, and train them on equal batches (learn puts "
+            "theirs together), found different ones; run the same program with the same seeds in all of them, on "
+            "devices of one kind"
+        )
 
 
 def _begin(agent: "LLMAlgorithm", batch: RolloutBatch, outcome: Outcome) -> _Update:
@@ -199,6 +189,7 @@ def accumulate_batch(
     Without a ``denominator`` the rows are the whole step. Raises MemoryExhaustedError, the pending gradient being what
     it was, where memory does not hold the least of it.
     """
+    _check_equal(agent.runtime, [agent], [experience.batch])
     metrics = MetricReducer()
     if denominator is None:
         denominator = loss_denominator(agent, loss, experience.batch.action_mask)
@@ -208,131 +199,6 @@ def accumulate_batch(
             f"memory does not hold an update on {agent.rows_per_unit} x {experience.batch.ids.shape[1]} tokens"
         )
     return metrics
-
-
-def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list["LLMAlgorithm"]:
-    """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
-
-    All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
-    to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
-    passes. Returns the agents of which memory does not hold the least, without a gradient from here; the others' passes
-    are what they would be without them.
-    """
-    store, unfit, left = runtime.store, list["LLMAlgorithm"](), list(shares)
-    before = runtime.limits.train_tokens
-    slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
-    pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
-    while True:
-        cuts = [share.cut() for share in left]
-        full = _accumulate_packs(runtime, [pieces for pieces, _ in cuts])
-        if full is None:
-            break
-        for slot in slots:
-            store.grad[slot] = pending.get(slot, 0.0)
-        agent = _halve(runtime, full)
-        if agent is not None:
-            runtime.limits.train_tokens = before
-            unfit.append(agent)
-            left = [share for share in left if share.agent is not agent]
-    for share, (pieces, idle_tokens) in zip(left, cuts):
-        record_idle(idle_tokens, share.metrics)
-        for piece in pieces:
-            share.metrics.merge(piece.metrics)
-            share.agent.gradient_is_finite &= piece.is_finite
-    return unfit
-
-
-def _accumulate_packs(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> list[Piece] | None:
-    """Add the gradients of each agent's micro-batches; returns the pack that memory did not hold, if there is one."""
-    for k in range(max((len(own) for own in pieces), default=0)):
-        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
-            if attempt(partial(accumulate, runtime, pack)) is None:
-                return pack
-    return None
-
-
-def _halve(runtime: Runtime, full: Sequence[Piece]) -> "LLMAlgorithm | None":
-    """Allow half the tokens of what memory did not hold; returns the agent that cannot make do with fewer."""
-    first = full[0]
-    length = first.experience.batch.select(first.rows).ids.shape[1]
-    runtime.limits.train_tokens = max(1, sum(len(piece.rows) for piece in full) * length // 2)
-    alone_and_least = len(full) == 1 and first.agent.micro_rows(first.experience.batch) >= len(first.rows)
-    return first.agent if alone_and_least else None
-
-
-def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
-    """Group micro-batches of equal padded length into forward passes of at most ``max_tokens`` tokens.
-
-    Lengths never mix: a row's bits in the backward pass of attention depend on the padded length.
-    """
-    by_length: dict[int, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda p: p.agent.slot):
-        by_length.setdefault(piece.experience.batch.select(piece.rows).ids.shape[1], []).append(piece)
-    packs: list[list[Piece]] = []
-    for length, group in by_length.items():
-        packs.append([])
-        for piece in group:
-            if packs[-1] and sum(map(_forward_rows, [*packs[-1], piece])) * length > max_tokens:
-                packs.append([])
-            packs[-1].append(piece)
-    return packs
-
-
-def _forward_rows(piece: Piece) -> int:
-    """Return the rows that a micro-batch adds to a forward pass: a critic reads them once more."""
-    return len(piece.rows) * (1 if piece.agent.critic_slot is None else 2)
-
-
-def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> float:
-    """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
-
-    The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
-    window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
-    skip the next step. Returns the total.
-    """
-    batches = [p.experience.batch.select(p.rows) for p in pieces]
-    parts = [
-        AgentRows(p.agent.slot, batch, getattr(p.agent.config, "temperature", 1.0)) for p, batch in zip(pieces, batches)
-    ]
-    critics = [i for i, p in enumerate(pieces) if p.agent.critic_slot is not None]
-    parts += [AgentRows(pieces[i].agent.critic_slot, batches[i], 1.0, values=True) for i in critics]
-    outputs = runtime.forward(parts, entropy=True)
-    values = {i: output.values for i, output in zip(critics, outputs[len(pieces) :])}
-    losses = []
-    for i, (piece, output) in enumerate(zip(pieces, outputs)):
-        inputs = _inputs(piece, batches[i], output, values.get(i))
-        loss = compute_loss(piece.agent, piece.loss, inputs, piece.metrics)
-        piece.is_finite = bool(torch.isfinite(loss))
-        losses.append(loss)
-    total = torch.stack(losses).sum()
-    total.backward()  # type: ignore[no-untyped-call]
-    return float(total.detach())
-
-
-def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Tensor | None) -> LossInputs:
-    e, logp = piece.experience, output.logp
-    assert logp is not None
-    width, device = logp.shape[1], logp.device
-
-    def rows(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[piece.rows.to(values.device), :width].to(device)
-
-    old, advantages = rows(e.old_logp), rows(e.advantages)
-    assert advantages is not None
-    return LossInputs(
-        logp=logp,
-        mask=batch.action_mask.to(device),
-        old_logp=logp.detach() if old is None else old,
-        advantages=advantages,
-        denominator=piece.denominator,
-        ref_logp=rows(e.ref_logp),
-        sampling_logp=rows(e.sampling_logp),
-        entropy=output.entropy,
-        turn_ids=batch.turn_ids.to(device),
-        values=values,
-        old_values=rows(e.old_values),
-        returns=rows(e.returns),
-    )
 
 
 def clear_gradients(agents: Sequence["LLMAlgorithm"]) -> None:

@@ -10,11 +10,14 @@ _LONGEST = 2000
 
 
 def main() -> None:
-    """Run the command line; a user's mistake ends with one sentence and exit code 2, an interruption with 130."""
+    """Run the command line; what goes wrong ends in one sentence.
+
+    Exit code 2: the user's mistake; 1: the disk refused; 130: interrupted.
+    """
     import typer
 
     from agilerl.cli.app import app
-    from agilerl.errors import AgileRLError
+    from agilerl.errors import AgileRLError, WriteError
 
     warnings.showwarning = _warn
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
@@ -22,7 +25,7 @@ def main() -> None:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except AgileRLError as error:
-        _fail(str(error), 2)
+        _fail(str(error), 1 if isinstance(error, WriteError) else 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except usage_error as error:

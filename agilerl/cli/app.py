@@ -146,6 +146,50 @@ def check(
 
 
 @app.command()
+def plan(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
+            help="A YAML manifest (without one: the embedded default) and settings that override it.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    gpus: Annotated[int, typer.Option("--gpus", help="How many devices there are.", min=1, max=4096)] = 1,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
+    ] = "cpu",
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", min=1)
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, typer.Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
+    ] = None,
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a population needs on other machines: memory, time of each phase, and how to lay it over N GPUs.
+
+    Nothing is loaded but the model's config.json. The times are estimates from the devices' data sheets; with --gpu cpu
+    this machine's rates are measured first. docs/plan.md says what is assumed and how large the errors are.
+
+    agilerl plan mine.yaml training.pop_size=16 --gpus 8 --gpu h200
+    """
+    from agilerl.cli.capacity import run_plan
+
+    run_plan(
+        arguments or [],
+        devices=gpus,
+        kind=gpu,
+        prompt=prompt_tokens,
+        completion=completion_tokens,
+        allow_code=allow_code,
+        as_json=as_json,
+    )
+
+
+@app.command()
 def env(as_json: AsJson = False) -> None:
     """Print versions and hardware, for bug reports."""
     from agilerl.cli.env import run_env

@@ -10,7 +10,7 @@ from rich.table import Table
 from agilerl.cli.progress import genes_text
 from agilerl.envs.core import Split
 from agilerl.training.loop import planned_iterations, samples_per_iteration
-from agilerl.training.memory import estimate
+from agilerl.training.memory import estimate, needed
 from agilerl.training.setup import Session
 
 __all__ = ["plan_document", "print_plan"]
@@ -23,11 +23,14 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
     config, population, runtime = session.config, session.population, session.population.runtime
     agents, base, store = population.agents, runtime.base, runtime.store
     iterations = planned_iterations(session)
-    groups = [agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
+    groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
     source, limit = population.source, population.context_length
     prompts = [length for split in SPLITS for length in source.prompt_lengths(split, limit)]
     room = limit - max(prompts)
+    memory, topology = estimate(config, population), session.topology
+    indices = [agent.index for agent in population.everyone]
+    shares = topology.peers.processes.shares(len(indices))
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
     return {
         "model": {
@@ -44,7 +47,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
         "rows": dict(getattr(session.task, "counts", {})),
-        "population": {str(a.index): dict(a.hyperparameters) for a in agents},
+        "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
             "prompts": population.prompts_per_step,
@@ -66,7 +69,12 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "exam_prompts": config.environment.eval_prompts,
             "test_prompts": config.environment.test_prompts,
         },
-        "memory_megabytes": {name: round(size / 2**20, 1) for name, size in estimate(config, population).items()},
+        "islands": {
+            "processes_per_island": topology.island.size,
+            "agents": [[indices[place] for place in share] for share in shares],
+        },
+        "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
+        "peak_memory_megabytes": round(needed(memory) / 2**20, 1),
         "results": str(out),
     }
 
@@ -84,7 +92,7 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     if plan["rows"]:
         counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
         table.add_row("rows", ", ".join(counts))
-    table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population)} agents")
+    table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population.everyone)} agents")
     for index, values in plan["population"].items():
         table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")
     table.add_row("genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves")
@@ -108,12 +116,23 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         f"{length['iterations']} iterations{', at most ' * bool(limits)}{' and '.join(limits)}, selection every "
         f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}",
     )
-    memory = plan["memory_megabytes"]
-    parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in memory.items())
-    table.add_row("memory", f"about {sum(memory.values()):,.0f} MiB besides Python and torch: {parts}")
+    several = session.topology.world.size > 1
+    if several:
+        table.add_row("islands", _islands_text(**plan["islands"]))
+    parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
+    table.add_row(
+        "memory",
+        f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several} besides Python and torch, as "
+        f"some parts take turns: {parts}",
+    )
     table.add_row("results", plan["results"])
     console.print(table)
     console.print()
+
+
+def _islands_text(processes_per_island: int, agents: Sequence[Sequence[int]]) -> str:
+    processes = f"{processes_per_island} process{'es' * (processes_per_island > 1)}"
+    return f"{len(agents)} of {processes}; agents {', '.join(_span([own[0], own[-1]]) for own in agents)}"
 
 
 def _ends(values: Sequence[int]) -> list[int]:

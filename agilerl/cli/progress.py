@@ -1,5 +1,6 @@
 """Progress and result of a run on the terminal: a live table where there is one, plain lines elsewhere."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +16,18 @@ from rich.text import Text
 
 from agilerl.hpo.fitness import Fitness
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
+from agilerl.training.loop import LearningFailed
 from agilerl.training.setup import Session
 
 __all__ = ["watch"]
 
 _GAP = 2
+_FAILURES = {
+    "nonfinite": "a loss or a gradient was not finite, so the step was skipped",
+    "oom": "memory does not hold a single row of it",
+    "reward_error": "none of its samples could be graded",
+    "timeout": "grading ran out of time for all its samples",
+}
 
 
 def watch(events: Iterator[Event], session: Session, console: Console) -> dict[str, Any]:
@@ -45,6 +53,7 @@ class _View:
         self.session, self.console = session, console
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.fitness: dict[int, Fitness] = {}
+        self.failures: dict[int, Counter[str]] = {}
         self.best: int | None = None
         self.out = Path()
         self.started = perf_counter()
@@ -77,6 +86,8 @@ class _View:
             self.bars.update(self.run, completed=event.progress)
             self.bars.advance(self.phase)
             self._line(self._iteration_line(event))
+        elif isinstance(event, LearningFailed):
+            self._note_failures(event)
         elif isinstance(event, ExamDone):
             self.fitness.update(event.fitness)
             finite = {index: f.mean for index, f in event.fitness.items() if f.is_finite}
@@ -86,13 +97,23 @@ class _View:
         elif isinstance(event, Evolved):
             births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "nobody"
             changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "nobody"
-            self._line(f"generation {event.generation}: elite {event.plan.elite}; born {births}; mutated {changes}")
+            elite = "no elite, for nobody is fit" if event.elite is None else f"elite {event.elite}"
+            self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
         if self.live is not None:
             self.live.update(Group(self.table(), self.bars), refresh=True)
 
     def _line(self, text: str) -> None:
         if self.live is None:
             self.console.print(text, soft_wrap=True)
+
+    def _note_failures(self, event: LearningFailed) -> None:
+        """Count failures for the table, and say the first of each agent."""
+        for index, outcome in event.outcomes.items():
+            counts = self.failures.setdefault(index, Counter())
+            counts[outcome] += 1
+            if counts[outcome] == 1:
+                reason = _FAILURES.get(outcome)
+                self._line(f"iteration {event.iteration}: agent {index} {outcome}{f' ({reason})' if reason else ''}")
 
     @staticmethod
     def _learned(metrics: Sequence[Mapping[str, float]]) -> "_Column":
@@ -113,7 +134,7 @@ class _View:
 
     def table(self) -> Table:
         """Return one row an agent, with as many columns as the terminal has room for."""
-        agents = self.session.population.agents
+        agents = self.session.population.everyone
         metrics = [self.metrics.get(agent.index, {}) for agent in agents]
         fitness = [self.fitness.get(agent.index) for agent in agents]
         columns = [
@@ -123,11 +144,14 @@ class _View:
             _Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
             self._learned(metrics),
             _Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
+            _Column("failures", [_counts(self.failures.get(agent.index)) for agent in agents], "left"),
             _Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
             _Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
             _Column("tokens/s", [_cell(m.get("tokens_per_second"), "{:,.0f}") for m in metrics], "right", 2),
         ]
-        return _fitted([c for c in columns if c.name != "KL" or any("kl" in m for m in metrics)], self.console.width)
+        unused = set() if any("kl" in m for m in metrics) else {"KL"}
+        unused |= set() if any(agent.index in self.failures for agent in agents) else {"failures"}
+        return _fitted([c for c in columns if c.name not in unused], self.console.width)
 
 
 class _Clock(ProgressColumn):
@@ -174,6 +198,10 @@ def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
+def _counts(failures: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in (failures or {}).items()) or "-"
+
+
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
@@ -198,7 +226,7 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> No
     console.print("Held-out test (greedy)")
     console.print(table)
     if elite is None:
-        console.print("\nNo agent had a finite fitness, so there is no elite.")
+        console.print("\nNo agent was fit, with a finite fitness and not sick, so there is no elite.")
     else:
         line = " -> ".join(f"{a['agent']} ({genes_text(a['hyperparameters'])})" for a in summary["lineage"])
         console.print(f"\nWinning lineage  {line}")

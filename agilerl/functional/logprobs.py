@@ -45,12 +45,13 @@ def linear_logprobs(
     scale: float = 1.0,
     chunk_rows: int | None = None,
     entropy: bool = False,
+    wide: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs ``[M]`` of ``targets`` and, if asked, entropies ``[M]``, without ever storing ``[M, V]``.
 
     Logits are ``cap(scale * (hidden @ weight.T + bias)) / temperature`` with ``cap(z) = softcap * tanh(z / softcap)``.
-    The product runs in the dtype of ``weight``, everything after it in fp32 (fp64 stays fp64). The head is frozen:
-    both outputs are differentiable with respect to ``hidden`` only.
+    The product runs in the dtype of ``weight``, everything after it in fp32 (fp64 stays fp64), or in that dtype too
+    where not ``wide``. The head is frozen: both outputs are differentiable with respect to ``hidden`` only.
 
     Shapes: ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``bias [V]``, ``temperature`` a positive number
     or ``[M]``. ``chunk_rows`` is the most rows of logits that exist at a time (at least 16; None: 256 MB of fp32).
@@ -67,7 +68,8 @@ def linear_logprobs(
             raise ValueError(f"temperature must be greater than 0, found {temperature}")
         temperature = torch.full((), float(temperature))
     # One value a row in every case, so that one agent alone and a batch of agents do the same arithmetic.
-    rows_temperature = temperature.detach().to(hidden.device, _wide(weight.dtype)).expand(hidden.shape[0])
+    dtype = _wide(weight.dtype) if wide else weight.dtype
+    rows_temperature = temperature.detach().to(hidden.device, dtype).expand(hidden.shape[0])
     rows = max(chunk_rows or WORKSPACE_BYTES // (4 * weight.shape[0]), MIN_ROWS)
     jacobian = torch.is_grad_enabled() and hidden.requires_grad
     head = _Head(weight, bias, softcap, float(scale), rows, entropy, jacobian)

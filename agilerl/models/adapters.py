@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agilerl.errors import CheckpointError, ConfigError
+from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.slots import LinearShape
 
 __all__ = [
@@ -117,17 +117,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file; raises CheckpointError where the disk refuses."""
+    """Write a safetensors file; raises WriteError where the disk refuses."""
     try:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:  # how safetensors reports that the disk is full
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+        raise WriteError(f"{path} could not be written: {error}") from error
 
 
-def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+def read_adapter(
+    folder: Path, layers: Sequence[LinearShape], *, finite: bool = True
+) -> tuple[list[tuple[Tensor, Tensor]], Any]:
     """Read a PEFT adapter folder; returns its factors in the order of ``layers`` and its LoraConfig.
 
-    Raises CheckpointError when files are missing or damaged, or the adapter was made for other layers.
+    Raises CheckpointError when files are missing or damaged, the adapter was made for other layers or, with ``finite``,
+    holds NaN or infinity.
     """
     config = read_config(folder)
     tensors, factors = read_tensors(folder / WEIGHTS_FILE), []
@@ -141,7 +144,7 @@ def read_adapter(folder: Path, layers: Sequence[LinearShape]) -> tuple[list[tupl
                 f"the adapter at {str(folder)!r} does not fit: {layer.name} expects A [r, {layer.in_features}] and "
                 f"B [{layer.out_features}, r] of rank r={config.r!r}, found {found}"
             )
-        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        if finite and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"the adapter at {str(folder)!r} holds numbers that are not finite in {layer.name}")
         factors.append((a, b))
     if tensors:

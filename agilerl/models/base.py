@@ -1,23 +1,42 @@
 """The one frozen base model: loading it, checking it, and its two halves, body and head."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
-from agilerl.models.slots import LinearShape
+from agilerl.models.kernels import apply_liger_kernels, choose_attention, decoding_attention
+from agilerl.models.layers import configure_layers, offloaded
+from agilerl.models.model_config import auto_class, model_config, overridden_dtype
+from agilerl.models.packing import pack
+from agilerl.models.quantised import (
+    loading_arguments,
+    prepare,
+    quantisation_of,
+    stored_bytes,
+    stored_numbers,
+)
+from agilerl.models.slots import AdapterStore
+from agilerl.models.targets import lora_layers
+from agilerl.shared_options import QuantizationConfig, SharedOptions
 
-__all__ = ["EMBEDDED", "BaseModel", "load_base", "load_tokenizer", "lora_layers"]
+__all__ = ["EMBEDDED", "BaseModel", "from_model", "load_base", "load_tokenizer", "lora_layers", "resolve_model"]
 
 EMBEDDED = "embedded"
 """The name that stands for the tiny model shipped inside the package."""
+
+_LIGER_LOSS = (
+    "use_liger_loss=True: the native loss is used. It is the same loss (tests/oracle compares values and gradients), "
+    "fused with the language-model head in tiles as Liger's is, for all agents and settings"
+)
+RouteOf = Callable[[tuple[int, ...]], AbstractContextManager[None]]
 
 
 @dataclass
@@ -32,14 +51,24 @@ class BaseModel:
     """The name it was asked for by: a folder, a hub name or ``embedded``."""
     source: str = ""
     """Where transformers finds it, as written into exported adapters; empty means ``name``."""
+    store: AdapterStore | None = None
+    """The bank whose layers are attached; None before there is one."""
+    options: SharedOptions = field(default_factory=SharedOptions)
+    """How it computes; :meth:`configure` changes them."""
 
     def __post_init__(self) -> None:
         self.source = self.source or self.name
+        prepare(self.model)
         self.model.requires_grad_(False)
         self.model.eval()  # dropout in a frozen base would make the policy differ from its own rollouts
         head = self.model.get_output_embeddings()
         if head is None:
             raise EngineError(f"{type(self.model).__name__} has no language-model head; expected a causal LM")
+        if not head.weight.dtype.is_floating_point:
+            raise ConfigError(
+                "the language-model head is quantised, and log-probs need it whole; load the model with "
+                "llm_int8_skip_modules=['lm_head']"
+            )
         self._head = head
         config = self.model.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
@@ -66,12 +95,17 @@ class BaseModel:
     @property
     def parameters(self) -> int:
         """Number of frozen parameters."""
-        return sum(p.numel() for p in self.model.parameters())
+        return stored_numbers(self.model)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the frozen parameters."""
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+        """Bytes of the frozen parameters, as they are stored."""
+        return stored_bytes(self.model)
+
+    @property
+    def quantisation(self) -> QuantizationConfig | None:
+        """How the linear layers are quantised; None: not at all."""
+        return quantisation_of(self.model)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -83,12 +117,50 @@ class BaseModel:
             return ()
         return tuple(eos) if isinstance(eos, Sequence) else (int(eos),)
 
+    def configure(self, options: SharedOptions) -> None:
+        """Compute as the options say from here on.
+
+        Raises ConfigError, with everything as before, for what this model or this machine cannot do.
+        """
+        choose_attention(self.model, options.attn_implementation, self.device)
+        if options.use_liger_kernel and not self.options.use_liger_kernel:
+            apply_liger_kernels(self.model, self.device)
+        if options.use_liger_loss and not self.options.use_liger_loss:
+            warnings.warn(_LIGER_LOSS, stacklevel=2)
+        configure_layers(self.body, options, self.store)
+        before, self.options = self.options, options
+        if options.use_sequence_packing and not before.use_sequence_packing:
+            try:
+                self._check_packing()
+            except ConfigError:
+                self.options = before
+                configure_layers(self.body, before, self.store)
+                raise
+
     def hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[B, T, H]`` of right-padded ids ``[B, T]``.
 
         No padding mask is needed: attention is causal and the padding lies to the right of every real token.
         """
-        return cast(Tensor, self.body(input_ids=ids, use_cache=kwargs.get("past_key_values") is not None, **kwargs)[0])
+        decoding = kwargs.get("past_key_values") is not None
+        if self.store is not None:
+            self.store.batch_rows = ids.shape[0]
+        if decoding:
+            with decoding_attention(self.model.config.get_text_config()):
+                return cast(Tensor, self.body(input_ids=ids, use_cache=True, **kwargs)[0])
+        offload = self.options.activation_offload and self.device.type == "cuda" and torch.is_grad_enabled()
+        with offloaded(self.model, pin=True) if offload else nullcontext():
+            return cast(Tensor, self.body(input_ids=ids, use_cache=False, **kwargs)[0])
+
+    def packed(self, ids: Tensor, lengths: Tensor, parts: Sequence[int], route: RouteOf) -> Tensor:
+        """Return what :meth:`hidden` does, computed without the padding; ``lengths [B]`` are the rows' tokens.
+
+        ``parts`` are the rows of each agent, which never share a packed row; ``route`` tells, given the packed rows of
+        each part, which adapters serve them. What stands at padding means nothing.
+        """
+        batch = pack(ids, lengths, parts, whole=self.options.attn_implementation == "flex_attention")
+        with route(batch.rows):
+            return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[M, V]`` in fp32 of hidden states ``[M, H]``."""
@@ -107,7 +179,9 @@ class BaseModel:
             temperature=temperature,
             softcap=self._softcap,
             scale=self._scale,
+            chunk_rows=self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
             entropy=entropy,
+            wide=self.options.cast_logprobs_to_fp32,
         )
 
     def check_head(self) -> None:
@@ -130,7 +204,24 @@ class BaseModel:
                 f"(largest difference {float((own - full).abs().max()):.3g}); it cannot be trained correctly"
             )
 
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Raise ConfigError unless rows that are packed behind each other stay what they are alone."""
+        ids = (torch.arange(1, 19, device=self.device).reshape(2, 9) % self.vocabulary_size).repeat(2, 1)
+        lengths = torch.tensor([9, 4, 9, 4], device=self.device)  # the two short ones share a packed row
+        together, alone = self.packed(ids, lengths, (4,), lambda rows: nullcontext()), self.hidden(ids)
+        keep = torch.arange(9, device=self.device)[None] < lengths[:, None]
+        apart = float((together - alone)[keep].abs().max() / alone[keep].abs().max().clamp(min=1e-6))
+        if not apart < _SAME[self.dtype]:
+            raise ConfigError(
+                f"use_sequence_packing=True: {type(self.model).__name__} with attn_implementation="
+                f"{self.model.config._attn_implementation!r} does not keep packed rows apart (relative difference "
+                f"{apart:.2g}); leave it out, or use attn_implementation='sdpa'"
+            )
 
+
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest relative difference between two ways to compute the same hidden states."""
 _OVERFLOW = "its numbers overflow in this data type; use a wider one (training.dtype, or dtype=)"
 
 
@@ -139,31 +230,41 @@ def _logit_scale(config: Any) -> float:
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
-def load_base(name: str, *, dtype: str = "auto", device: str = "cpu") -> BaseModel:
-    """Load a base model from a local folder, a hub name or ``embedded``.
+def load_base(
+    name: str, *, dtype: str = "auto", device: str = "cpu", options: SharedOptions | None = None
+) -> BaseModel:
+    """Load a base model from a local folder, a hub name or ``embedded``, quantised and changed as the options say.
 
-    Raises ConfigError when there is no such folder and the hub does not answer, or the files are damaged or incomplete,
-    EngineError where the model computes no finite logits. Weights come from safetensors only, and no code of the
-    model's repository is run.
+    Of a multimodal model the text is used. Raises ConfigError when there is no such folder and the hub does not answer,
+    or the files are damaged or incomplete, EngineError where the model computes no finite logits. Weights come from
+    safetensors only, and no code of the model's repository is run.
     """
-    from transformers import AutoModelForCausalLM
-
     path = resolve_model(name)
+    options = options or SharedOptions()
+    overrides = dict(options.config_overrides or {})
+    dtype = overridden_dtype(dtype, overrides)
+    attention = options.attn_implementation or overrides.pop("attn_implementation", None)
     # Half precision on a CPU is slow and loses what the tiny adapters learn: "auto" means fp32 there.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
     with _loading("the model", name, "a local folder with config.json and *.safetensors"):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        config = model_config(path, overrides)
+        own = str(config.dtype or "float32").removeprefix("torch.")
+        quantised = loading_arguments(options.quantization_config, device, own if chosen == "auto" else chosen)
+        model, found = auto_class(config).from_pretrained(
             path,
+            config=config,
             dtype=chosen,
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # refused below, with their names
             output_loading_info=True,
+            **quantised,
         )
-        model = model.to(device)
+        model = model if quantised else model.to(device)
     _check_complete(name, found)
     base = from_model(model, name)
     base.source = path
+    choose_attention(model, attention, base.device)
     base.check_head()
     return base
 
@@ -199,6 +300,8 @@ def _loading(what: str, name: str, expected: str) -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         yield
+    except AgileRLError:
+        raise
     except Exception as error:  # of any library that reads files: no list of their errors is complete
         raise ConfigError(
             f"cannot load {what} {name!r}: {_reason(error)}; expected {expected}, a name on the Hugging Face hub "
@@ -268,28 +371,3 @@ def load_tokenizer(name: str) -> Any:
             "tokenizer.pad_token = tokenizer.eos_token; tokenizer.save_pretrained(folder)"
         )
     return tokenizer
-
-
-def lora_layers(model: Any, lora_config: Any) -> list[LinearShape]:
-    """Return the linear layers that a ``peft.LoraConfig`` targets, in module order, as PEFT itself would choose."""
-    from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-
-    config = copy.deepcopy(lora_config)
-    if config.target_modules is None:
-        config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(
-            model.config.model_type, "all-linear"
-        )
-    config = _maybe_include_all_linear_layers(config, model)
-    shapes = []
-    for name, module in model.named_modules():
-        if not name or not check_target_module_exists(config, name):
-            continue
-        if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
-            raise ConfigError(
-                f"lora_config targets {name!r}, a {type(module).__name__}; only linear layers can carry an adapter"
-            )
-        shapes.append(LinearShape(name, int(module.in_features), int(module.out_features)))
-    if not shapes:
-        raise ConfigError(f"lora_config.target_modules={lora_config.target_modules!r} matches no layer of the model")
-    return shapes

@@ -1,10 +1,13 @@
 """LoRA for a whole population in one forward pass: a frozen linear layer plus every row's own adapter."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from agilerl.errors import EngineError
 from agilerl.models.slots import AdapterStore, LinearShape, Route
 
 __all__ = ["StackedLoRALinear", "attach", "detach"]
@@ -22,6 +25,7 @@ class StackedLoRALinear(nn.Module):
         self.base_layer = base_layer
         self._store = store
         self._index = index
+        self._compute: Callable[[StackedLoRALinear, Tensor], Tensor] = _with_adapters
 
     @property
     def weight(self) -> Tensor:
@@ -44,18 +48,37 @@ class StackedLoRALinear(nn.Module):
         return cast(int, self.base_layer.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``."""
-        out, route = self.base_layer(x), self._store.route
-        return out if route is None else _add_deltas(x, out, self._store, self._index, route)
+        """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``; also where a model has flattened rows and tokens."""
+        return self._compute(self, x)
+
+    def leave_graph(self) -> None:
+        """Stay out of a graph that torch.compile makes of what is around: an adapter's backward writes into the bank.
+
+        It would also be a graph for each layer, as each has another index.
+        """
+        self._compute = _outside_graphs()
 
 
-def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int, route: Route) -> Tensor:
+def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
+    return _add_deltas(x, layer.base_layer(x), layer._store, layer._index)
+
+
+@cache
+def _outside_graphs() -> Callable[[StackedLoRALinear, Tensor], Tensor]:
+    # Made on demand, since it loads the compiler; one for all layers, since a graph is tied to the functions it calls.
+    return cast(Callable[[StackedLoRALinear, Tensor], Tensor], torch.compiler.disable(_with_adapters))  # type: ignore[no-untyped-call]
+
+
+def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int) -> Tensor:
     """Add each row's adapter, ``scaling * B A x``, to ``out``.
 
     One batched matrix product serves all agents when they have equally many rows; otherwise one product an agent, of
     the same shape it would have alone, so that an agent's bits never depend on its neighbours.
     """
-    counts = (x.shape[0],) if route.rows is None else route.rows
+    route = store.route
+    if route is None:
+        return out
+    counts = _counts(x, store, layer, route)
     used, n = sum(counts), len(route.slots)
     if len(set(counts)) == 1:
         xs, outs = x[:used].reshape(n, -1, x.shape[-1]), out[:used].reshape(n, -1, out.shape[-1])
@@ -70,6 +93,19 @@ def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int, route: 
     if used < out.shape[0]:
         pieces.append(out[used:])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[int, ...]:
+    """Return the entries of x that belong to each slot: rows, or rows times tokens where the two are flattened."""
+    if route.rows is None:
+        return (x.shape[0],)
+    tokens, rest = divmod(x.shape[0], store.batch_rows or x.shape[0])
+    if rest or (tokens > 1 and x.dim() > 2):
+        raise EngineError(
+            f"{store.layers[layer].name} computes {x.shape[0]} rows of a batch of {store.batch_rows}: nothing tells "
+            "which agent they belong to; leave it out of lora_config.target_modules"
+        )
+    return tuple(rows * tokens for rows in route.rows)
 
 
 def _delta(x: Tensor, out: Tensor, store: AdapterStore, layer: int, slots: tuple[int, ...]) -> Tensor:
@@ -94,10 +130,9 @@ class _LowRank(torch.autograd.Function):
     ) -> Tensor:
         a, b = (_pick(bank, slots) for bank in store.factors[layer])
         scaling = _pick(store.scaling, slots)[:, None, None]
-        x = x.to(a.dtype)
-        low = torch.bmm(x, a.transpose(1, 2)) * scaling
+        low = torch.bmm(x.to(a.dtype), a.transpose(1, 2)) * scaling
         if tape is not None:
-            ctx.save_for_backward(x, low)
+            ctx.save_for_backward(x, low)  # x in its own type: other layers save the same tensor
             ctx.place = (store, layer, slots)
             ctx.dtype = out.dtype
         if out.dtype == b.dtype:
@@ -107,6 +142,7 @@ class _LowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low = ctx.saved_tensors
+        x = x.to(low.dtype)
         store, layer, slots = ctx.place
         a, b = (_pick(bank, slots) for bank in store.factors[layer])
         scaling = _pick(store.scaling, slots)[:, None, None]

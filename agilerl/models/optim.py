@@ -6,9 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agilerl.models.slots import AdapterStore
+from agilerl.models.slots import ALIGN, AdapterStore
 
 __all__ = ["AdamWSettings", "adamw_step", "zero_grad"]
+
+_STEP_ELEMENTS = 2**22
+"""Numbers of each bank, all agents together, that one round of elementwise operations takes."""
 
 
 @dataclass(frozen=True)
@@ -42,43 +45,43 @@ def adamw_step(
     """
     index = torch.as_tensor(list(slots), device=store.device)
     whole = list(slots) == list(range(store.capacity))
-
-    def rows(bank: Tensor) -> Tensor:
-        return bank if whole else bank.index_select(0, index)
-
-    grad = rows(store.grad)
-    norms = torch.stack([torch.linalg.vector_norm(g) for g in grad])
+    norms = torch.stack([torch.linalg.vector_norm(store.grad[slot]) for slot in slots])
     finite = torch.isfinite(norms).cpu()
     applied = [bool(f) and h for f, h in zip(finite, healthy)]
     ok = torch.tensor(applied, device=store.device)[:, None]
     column = _columns(settings, store)
     # As torch.nn.utils.clip_grad_norm_ does: the 1e-6 keeps a zero norm from dividing by zero.
-    grad = grad * torch.clamp(column["max_grad_norm"] / (norms[:, None] + 1e-6), max=1.0)
-
+    clip = torch.clamp(column["max_grad_norm"] / (norms[:, None] + 1e-6), max=1.0)
     steps = store.steps[list(slots)] + 1
     correction1 = _column(1 - torch.tensor([s.beta1 for s in settings], dtype=torch.float64) ** steps, store)
     correction2 = _column(1 - torch.tensor([s.beta2 for s in settings], dtype=torch.float64) ** steps, store)
-    theta, first, second = rows(store.theta), rows(store.exp_avg), rows(store.exp_avg_sq)
-    new_first = first + (grad - first) * (1 - column["beta1"])
-    new_second = second * column["beta2"] + grad * grad * (1 - column["beta2"])
-    denominator = new_second.sqrt() / correction2.sqrt() + column["eps"]
-    decayed = theta * (1 - column["lr"] * column["weight_decay"])
-    new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
 
-    for bank, old, new in (
-        (store.theta, theta, new_theta),
-        (store.exp_avg, first, new_first),
-        (store.exp_avg_sq, second, new_second),
-    ):
-        kept = torch.where(ok, new, old)
-        if whole:
-            bank.copy_(kept)
-        else:
-            bank.index_copy_(0, index, kept)
+    # Some columns at a time: of the whole bank, the terms in between would be half as large again as all banks.
+    for part in _slices(store.size, _STEP_ELEMENTS // max(len(slots), 1)):
+        banks = [bank[:, part] for bank in (store.theta, store.grad, store.exp_avg, store.exp_avg_sq)]
+        theta, grad, first, second = (bank if whole else bank.index_select(0, index) for bank in banks)
+        grad = grad * clip
+        new_first = first + (grad - first) * (1 - column["beta1"])
+        new_second = second * column["beta2"] + grad * grad * (1 - column["beta2"])
+        denominator = new_second.sqrt() / correction2.sqrt() + column["eps"]
+        decayed = theta * (1 - column["lr"] * column["weight_decay"])
+        new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
+        changes = ((banks[0], theta, new_theta), (banks[2], first, new_first), (banks[3], second, new_second))
+        for bank, old, new in changes:
+            kept = torch.where(ok, new, old)
+            if whole:
+                bank.copy_(kept)
+            else:
+                bank.index_copy_(0, index, kept)
     for slot, took, step in zip(slots, applied, steps):
         if took:
             store.steps[slot] = step
     return [float(n) for n in norms], applied
+
+
+def _slices(size: int, width: int) -> list[slice]:
+    width = max(width // ALIGN * ALIGN, ALIGN)
+    return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
 
 def _columns(settings: Sequence[AdamWSettings], store: AdapterStore) -> dict[str, Tensor]:

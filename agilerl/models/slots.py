@@ -13,7 +13,7 @@ from agilerl.errors import EngineError
 
 __all__ = ["AdapterStore", "LinearShape", "Route"]
 
-_ALIGN = 64  # elements; whole vector registers, so an elementwise kernel treats every slot's row alike
+ALIGN = 64  # elements; whole vector registers, so an elementwise kernel treats every slot's row alike
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class AdapterStore:
         self.head_features = head_features
         self.dtype, self.device = dtype, torch.device(device)
         self.route: Route | None = None
+        self.batch_rows = 0
+        """Rows of the batch that is being computed, those of the base model included; 0 where nobody says so."""
         self.ranks: list[int] = []
         self._free: list[int] = []
         self._measure()
@@ -81,7 +83,7 @@ class AdapterStore:
             self.offsets.append((a, b))
         self.head_offset = end
         end += self.head_features + 1 if self.head_features else 0
-        self.size = -(-end // _ALIGN) * _ALIGN
+        self.size = -(-end // ALIGN) * ALIGN
 
     def _allocate_banks(self, capacity: int) -> None:
         def bank() -> Tensor:
@@ -269,3 +271,13 @@ class AdapterStore:
             yield
         finally:
             self.route = before
+
+    @contextmanager
+    def as_now(self, route: Route | None, batch_rows: int) -> Iterator[None]:
+        """Compute again what was computed with this route: the backward pass of a checkpointed layer."""
+        rows, self.batch_rows = self.batch_rows, batch_rows
+        try:
+            with self.routed(route):
+                yield
+        finally:
+            self.batch_rows = rows

@@ -123,7 +123,7 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "died": "" if agent.died is None else f"{agent.died}: {agent.reason}" if agent.reason else str(agent.died),
             "changes": _changes(agent),
             "fitness": _plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
-            "steps": len(agent.train),
+            "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(agent.tokens['trained']):,}"
             if math.isfinite(agent.tokens.get("trained", math.nan))
             else "",

@@ -68,6 +68,15 @@ class AgentRecord:
         return sorted(found | {int(line["generation"]) for line in self.train if "generation" in line})
 
     @property
+    def trouble(self) -> dict[str, list[int]]:
+        """Steps at which the outcome was not ``ok``, by outcome."""
+        steps: dict[str, list[int]] = defaultdict(list)
+        for line in self.train:
+            if (outcome := str(line.get("outcome", "ok"))) != "ok":
+                steps[outcome].append(line["step"])
+        return dict(steps)
+
+    @property
     def best(self) -> Exam | None:
         """The exam with the highest finite mean."""
         finite = [exam for exam in self.exams if math.isfinite(exam.score.mean)]
@@ -257,6 +266,8 @@ def _agent_notes(agent: AgentRecord) -> Iterator[str]:
     lost = [str(exam.generation) for exam in agent.exams if not math.isfinite(exam.score.mean)]
     if lost:
         said.append(f"fitness not finite in generation {', '.join(lost)}, so it ranked last")
+    for outcome, found in agent.trouble.items():
+        said.append(f"outcome {outcome} in {len(found)} iteration{'s' * (len(found) > 1)}, first at step {found[0]}")
     skipped = max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0)
     if skipped > 0:
         said.append(f"{int(skipped)} optimizer step{'s' if skipped > 1 else ''} skipped")

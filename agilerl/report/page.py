@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures
 from agilerl.report.facts import comparison, configuration, facts, lineage_table, verdict
 from agilerl.report.lineage import Family, trace_family
@@ -30,7 +30,8 @@ def build_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, going on or broken off; they are only read. The page needs no network and no other
-    file. Raises CheckpointError where a directory is missing, foreign or damaged, or ``out`` cannot be written.
+    file. Raises CheckpointError where a directory is missing, foreign or damaged, WriteError where ``out`` cannot be
+    written.
     """
     if not run_dirs:
         raise CheckpointError("expected at least one run directory for the report, found none.")
@@ -40,7 +41,7 @@ def build_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error.strerror or error}.") from error
+        raise WriteError(f"{out} could not be written: {error.strerror or error}.") from error
     write_text(out, html)
     return out
 

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -19,10 +18,13 @@ from typing import Any
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
+from agilerl.rewards.sandbox import CHILD
 
 __all__ = ["IsolatedGrader"]
 
 WORKER = Path(__file__).with_name("worker.py")
+ENDING = 5.0
+"""Seconds that the killing of all that a worker has started may take; a few milliseconds, unless it fights back."""
 STARTING = 60.0
 """Seconds that a worker has to import the grader."""
 
@@ -31,8 +33,11 @@ class IsolatedGrader(BaseGrader):
     """Run a function in worker processes, one completion at a time, each with a limit on time and memory.
 
     A completion whose grading runs out of time, kills its process or raises has no score (None) and is counted as a
-    failure of the grader; its worker is killed with all that it started, and replaced. This is for graders that one
-    trusts and texts that one does not; it is no sandbox: the grader can do what its user can.
+    failure of the grader; its worker is killed and replaced. On Linux all that the grader started is killed with it,
+    also what left its session, lost its parent or ignores signals; elsewhere only what stayed in its session. This is
+    for graders that one trusts and texts that one does not; it is no sandbox: the grader can do what its user can. What
+    it can escape by is to kill its worker's parent process, to become another user (sudo), to have a process started by
+    one that is not its own (cron, a container daemon), and to fork faster than it is killed for five seconds.
     """
 
     def __init__(
@@ -112,13 +117,22 @@ class _Worker:
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process and wait until it has imported the grader."""
         settings = json.dumps({**self.settings, "path": [path or os.getcwd() for path in sys.path]})
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._end = weakref.finalize(self, _kill, self.process, os.getpid())
+        container = [sys.executable, "-I", "-S", str(CHILD), "contain"]
+        owner, held = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [*container, str(owner), sys.executable, str(WORKER), settings],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[owner],
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(held)
+            raise
+        finally:
+            os.close(owner)
+        self._end = weakref.finalize(self, _kill, self.process, held, os.getpid())
         try:
             self._line(self.process, STARTING)
         except (TimeoutError, EOFError) as error:
@@ -156,25 +170,30 @@ class _Worker:
                     raise TimeoutError(f"nothing within {patience:g} s")
                 chunk = os.read(process.stdout.fileno(), 2**16)
                 if not chunk:
-                    # Looked at, not waited for: until then the number of its session cannot be another's.
-                    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-                    raise EOFError(f"its process ended with status {ended.si_status if ended else 'unknown'}")
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(ENDING)
+                    raise EOFError(f"its process ended with status {process.returncode}")
                 text += chunk
         return text
 
     def stop(self) -> None:
-        """Kill the process and everything in its session."""
+        """Kill the process and all that descends from it."""
         if self.process is not None:
             self.process = None
             self._end()
 
 
-def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a worker and everything in its session; a process that was forked from its owner leaves it alone."""
+def _kill(process: subprocess.Popen[bytes], held: int, owner: int) -> None:
+    """End a worker and all that descends from it; a process that was forked from its owner leaves it alone."""
     if os.getpid() != owner:
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(held, b"x")  # closing it is not enough where a fork of this process has it open as well
+    os.close(held)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING)
+    if process.returncode is None:
+        process.kill()
     for stream in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
             assert stream is not None

@@ -1,7 +1,9 @@
-"""The process between a grader and code that nobody has read; started by ``run_python`` as a script of its own.
+"""The process above one that may start others, which ends them all; a script, for it is to stay small.
 
-It gives up root, moves into namespaces of its own where the kernel lets it, starts the program under its limits, and
-ends whatever the program started. It imports nothing of the package, which therefore never forks a threaded process.
+``run_python`` starts it for code that nobody has read: it gives up root, moves into namespaces of its own where the
+kernel lets it, and starts the program under limits. ``IsolatedGrader`` starts it for its workers, whose grader is
+trusted: it only sees to it that nothing outlives them. It imports nothing of the package, which therefore never forks a
+threaded process.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import sys
 from pathlib import Path
@@ -27,9 +30,15 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program that the arguments describe and report how it ended."""
-    order = json.loads(sys.argv[1])
-    report = int(sys.argv[2])
+    """Do what the arguments say: ``contain FD COMMAND ...``, or else the order of ``run_python`` and its ``FD``."""
+    if sys.argv[1] == "contain":
+        contain(int(sys.argv[2]), sys.argv[3:])
+    else:
+        run(json.loads(sys.argv[1]), int(sys.argv[2]))
+
+
+def run(order: dict[str, Any], report: int) -> None:
+    """Run the program that an order describes and report how it ended."""
     os.set_inheritable(report, False)
     program = Path(order["program"])
     source = program.read_bytes()
@@ -50,6 +59,44 @@ def main() -> None:
     end_all(child, init)
     outcome = {"returncode": status, "timed_out": status is None, "isolation": isolation}
     os.write(report, json.dumps(outcome).encode())
+
+
+def contain(owner: int, command: list[str]) -> None:
+    """Run a command until it or ``owner``, a pipe, ends; then kill all that descends from it, and end as it did."""
+    os.set_inheritable(owner, False)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # it ends when its owner does, not before
+        signal.signal(number, lambda *_: None)
+    if sys.platform == "linux":
+        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what leaves the session, or loses its parent, stays below this process
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # a signal to its whole group does not reach this process
+        if sys.platform == "linux":
+            LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        os.execv(command[0], command)
+    os.closerange(0, 2)  # its pipes are between the child and the owner
+    status = None
+    while status is None and owner not in select.select([owner, woken], [], [])[0]:
+        os.read(woken, 2**10)
+        status = bury(child)
+    end_all(child, None)
+    if status is not None and os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status) if status is not None else 0)
+
+
+def bury(child: int) -> int | None:
+    """Wait for all that has ended by now; return the status of ``child`` if it was among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found = ended[1] if ended[0] == child else found
+    return found
 
 
 def leave_root(folder: Path) -> None:
@@ -195,11 +242,11 @@ def kill_group(pid: int) -> None:
         return
 
 
-def kill(pid: int) -> None:
-    """Kill one process, if it is still there."""
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Kill one process, if it is still there and this user's."""
     try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
         return
 
 

@@ -1,7 +1,7 @@
 """The process that ``IsolatedGrader`` runs a grader in: a line of JSON in, a line of JSON out.
 
-Started as ``python worker.py SETTINGS`` by path, so that it finds the modules that its parent finds before it imports
-anything of the package.
+Started as ``python worker.py SETTINGS`` by path, so that it finds the modules that its owner finds before it imports
+anything of the package; by ``sandbox_child.py contain``, which ends what it starts.
 """
 
 import importlib

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from agilerl.data import Trajectory
+from agilerl.functional import zero_variance_groups
 from agilerl.rollouts.collect import CollectReport
 from agilerl.rollouts.failures import Failure, Outcome, check_error_rate, sampling_outcome
 
-__all__ = ["Rollout"]
+__all__ = ["Rollout", "teaches_nothing"]
 
 
 @dataclass
@@ -51,3 +54,9 @@ class Rollout:
         """Raise RewardError, or EnvError for episodes, where more than this share of all samples failed."""
         failures = [failure for own in self.failures.values() for failure in own]
         check_error_rate(sum(self.samples.values()), failures, max_error_rate, episodes=episodes)
+
+
+def teaches_nothing(group: Sequence[Trajectory]) -> bool:
+    """Return whether all completions of a prompt earned the same, or fewer than two have a grade."""
+    returns = torch.tensor([t.episode_return for t in group])
+    return bool(zero_variance_groups(returns, torch.zeros(len(group), dtype=torch.int64)).all())

@@ -74,6 +74,9 @@ class Source(Protocol):
     def levels(self, positions: Sequence[int]) -> list[int]:
         """Return the levels of a curriculum at these training positions; none where there is no curriculum."""
 
+    def row(self, ask: Ask) -> Row | None:
+        """Return the row of the task that an ask is about; None where only its trajectories know."""
+
 
 class QuestionSource:
     """A single-turn task."""
@@ -134,6 +137,10 @@ class QuestionSource:
         """Return the longest prompt of the panel and a completion."""
         return min(max(self.prompt_lengths(split, context_length)) + completion, context_length)
 
+    def row(self, ask: Ask) -> Row | None:
+        """Return the row, of the stand-in where the ask's own is too long."""
+        return self._request(ask).row
+
     def _request(self, ask: Ask) -> TaskRequest:
         if ask.split == "train":
             row, prompt = self.train(ask.index, ask.context_length, lambda row: self.render(row, ask.context_length))
@@ -173,6 +180,10 @@ class EpisodeSource:
     def levels(self, positions: Sequence[int]) -> list[int]:
         """Return none: episodes have no curriculum."""
         return []
+
+    def row(self, ask: Ask) -> Row | None:
+        """Return None: what an episode was about is known when it has begun."""
+        return None
 
     def _tried(self, split: Split, context_length: int) -> list[tuple[int, int]]:
         """Return, for the first few episodes, the lengths of the first prompt and of the reply to an empty action.

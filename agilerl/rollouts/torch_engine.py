@@ -57,6 +57,8 @@ class TorchEngine:
         self.base, self.store, self.seed = base, store, seed
         self.max_rows, self.unit_rows = max_rows, unit_rows
         self.limits = MemoryLimits() if limits is None else limits
+        self.prompts_at_once: int | None = None
+        """Most requests decoded together; None: ``max_rows`` alone decides."""
         self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
         self._row_multiple = _ROW_MULTIPLE if base.device.type == "cpu" else 1
 
@@ -73,6 +75,10 @@ class TorchEngine:
                     f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
                     "completion together"
                 )
+        chunk = self.prompts_at_once or len(requests)
+        if chunk < len(requests):
+            parts = [requests[start : start + chunk] for start in range(0, len(requests), chunk)]
+            return [group for part in parts for group in self.generate(part)]
         results: list[list[Completion | None]] = [[None] * r.samples for r in requests]
         rows: dict[int | None, list[tuple[int, int]]] = {}
         for place, request in enumerate(requests):

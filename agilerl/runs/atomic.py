@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
 __all__ = [
@@ -33,7 +33,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file through a temporary one in its folder: a reader sees the old content or the new, never a mix.
 
-    Raises CheckpointError where the file cannot be written; what was there before is then untouched.
+    Raises WriteError where the file cannot be written; what was there before is then untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _writing(path):
@@ -66,7 +66,7 @@ def commit_folder(target: Path, write: Callable[[Path], None], *, manifest: bool
 
     Every file is synced to disk, ``MANIFEST.json`` ({file: {size, sha256}}) is added, then one rename makes the
     folder visible. Where ``write`` raises, nothing is left behind and its exception passes. Raises CheckpointError
-    where ``target`` exists (nothing is ever overwritten), or where the disk refuses.
+    where ``target`` exists (nothing is ever overwritten), and WriteError where the disk refuses.
     """
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already, and a committed folder is never overwritten.")
@@ -207,7 +207,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(
+        raise WriteError(
             f"{path} could not be written: {reason}. What was there before is untouched; "
             f"check the space and permissions of {path.parent}."
         ) from error

@@ -86,8 +86,8 @@ class CheckpointStore:
         """Save a checkpoint out of what ``write(folder)`` puts into a temporary folder; return where it lies.
 
         Once it has been read back intact, older ones are deleted, except the newest intact one before it and the
-        numbers in ``keep`` (the best). Raises CheckpointError where ``number`` exists or the disk refuses; where
-        ``write`` raises, its exception passes and nothing has changed.
+        numbers in ``keep`` (the best). Raises CheckpointError where ``number`` exists, WriteError where the disk
+        refuses; where ``write`` raises, its exception passes and nothing has changed.
         """
         target = self.path(number)
         remove_leftovers(self.root)
@@ -95,19 +95,24 @@ class CheckpointStore:
         try:
             verify_folder(target)
         except CheckpointError as error:
-            self._put_aside(target, error)
+            self.put_aside(target, str(error))
             raise
         self._verified.add(number)
         self.prune(keep)
         return target
 
-    def latest(self) -> Path | None:
-        """Return the newest intact checkpoint, or None where there is none.
+    def latest(self, *, before: int | None = None) -> Path | None:
+        """Return the newest intact checkpoint (of those with a number below ``before``), or None where there is none.
 
         A damaged one is reported, renamed ``*.corrupt`` and passed over.
         """
-        number = self._newest_intact(self.numbers())
+        number = self._newest_intact([n for n in self.numbers() if before is None or n < before])
         return None if number is None else self.path(number)
+
+    @property
+    def damaged(self) -> bool:
+        """True where a checkpoint of this run was put aside, now or earlier."""
+        return next(self.root.glob("*.corrupt"), None) is not None
 
     def _newest_intact(self, numbers: list[int]) -> int | None:
         for number in reversed(numbers):
@@ -116,23 +121,25 @@ class CheckpointStore:
             except CheckpointError as error:
                 if isinstance(error.__cause__, PermissionError):
                     raise  # Not damaged, only not ours to read.
-                self._put_aside(self.path(number), error)
+                self.put_aside(self.path(number), str(error))
             else:
                 self._verified.add(number)
                 return number
         return None
 
-    def _put_aside(self, folder: Path, error: CheckpointError) -> None:
+    def put_aside(self, folder: Path, reason: str) -> None:
+        """Rename a checkpoint that nobody can go on from ``*.corrupt``, and report why, in a sentence."""
         aside, count = folder.with_name(f"{folder.name}.corrupt"), 1
         while aside.exists():
             aside, count = folder.with_name(f"{folder.name}.{count}.corrupt"), count + 1
         try:
             folder.rename(aside)
         except OSError as failure:
-            self._report(f"{error} The checkpoint {folder} is passed over ({failure.strerror or failure}).")
+            self._report(f"{reason} The checkpoint {folder} is passed over ({failure.strerror or failure}).")
         else:
             self._report(
-                f"{error} The checkpoint was put aside as {aside}; the one before it, if there is one, takes its place."
+                f"{reason} The checkpoint was put aside as {aside}; the one before it, if there is one, takes its "
+                "place."
             )
 
     def prune(self, keep: Collection[int]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shlex
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import remove_leftovers, write_json
 from agilerl.runs.environment import collect_hardware, collect_versions
+from agilerl.runs.journal import read_lines
 from agilerl.runs.lock import DirectoryLock
 from agilerl.runs.redaction import redacted
 from agilerl.validation import shown
@@ -56,8 +58,36 @@ class RunLayout:
 
     @property
     def is_finished(self) -> bool:
-        """True where ``summary.json`` says so."""
-        return self.summary.exists() and strict_json.read_json(self.summary).get("status") == "finished"
+        """True where ``summary.json`` says so; CheckpointError where the directory lacks what a finished run has."""
+        if not self.summary.exists():
+            return False
+        summary = strict_json.read_json(self.summary)
+        if summary.get("status") != "finished":
+            return False
+        if lacking := self._lacks(summary):
+            raise CheckpointError(
+                f"{self.summary} says that the run is finished, but {lacking}; put back what is missing, or delete "
+                f"that file and go on with the run: agilerl resume {shlex.quote(str(self.root))}"
+            )
+        return True
+
+    def _lacks(self, summary: Mapping[str, Any]) -> str:
+        """Return in words what is missing from a run that ``summary`` calls finished, "" where nothing is."""
+        if not isinstance(summary.get("generations"), int):
+            return "it gives no number of generations"
+        if summary.get("elite") and not (self.elite / "adapter_model.safetensors").is_file():
+            return f"{self.elite} holds no adapter"
+        if not self.journal.exists():
+            return ""
+        try:
+            records = [line["data"] for line in read_lines(self.journal)]
+            commits = [record["checkpoint"] for record in records if record["kind"] == "commit"]
+            last = int(commits[-1]) if commits else 0
+        except (CheckpointError, KeyError, TypeError, ValueError):
+            return ""  # a damaged journal takes nothing from results that are there
+        if last != summary.get("iterations"):
+            return f"the last checkpoint in {self.journal} is after iteration {last}, which is not that of the summary"
+        return ""
 
 
 class RunDirectory(RunLayout):
@@ -207,7 +237,7 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be made: {error.strerror or error}.") from error
+        raise WriteError(f"{folder} could not be made: {error.strerror or error}.") from error
 
 
 def _check_plain(root: Path) -> None:

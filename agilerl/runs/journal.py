@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
-__all__ = ["Journal", "JsonLines", "read_lines"]
+__all__ = ["Journal", "JsonLines", "missing_bytes", "missing_records", "read_lines"]
 
 
 class JsonLines:
@@ -27,11 +27,10 @@ class JsonLines:
         self.path = path
         self._file = _AppendFile(path)
         try:
+            if keep is not None and (lost := missing_bytes(path, keep)):
+                raise CheckpointError(f"{lost}.")
             with _reading(path):
-                whole = _end_of_last_line(path)
-            if keep is not None and not 0 <= keep <= whole:
-                raise CheckpointError(f"{path} should hold at least {keep} bytes, found {whole}; lines were lost.")
-            self._file.cut(whole if keep is None else keep)
+                self._file.cut(_end_of_last_line(path) if keep is None else keep)
         except BaseException:
             self.close()
             raise
@@ -42,7 +41,7 @@ class JsonLines:
         return self._file.position
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; raises CheckpointError where the disk refuses, and then leaves no partial line."""
+        """Append one object; raises WriteError where the disk refuses, and then leaves no partial line."""
         self._file.append(strict_json.dumps(record).encode() + b"\n")
 
     def sync(self) -> None:
@@ -77,10 +76,8 @@ class Journal:
             with _reading(path):
                 self.records, whole = _read_journal(path)
             if keep is not None:
-                if not 0 <= keep <= len(self.records):
-                    raise CheckpointError(
-                        f"{path} should hold at least {keep} records, found {len(self.records)}; records were lost."
-                    )
+                if lost := _fewer_records(path, len(self.records), keep):
+                    raise CheckpointError(f"{lost}.")
                 self.records = self.records[:keep]
                 whole = sum(len(_seal(sequence, data)) for sequence, data in enumerate(self.records))
             self._file.cut(whole)
@@ -117,6 +114,33 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def missing_bytes(path: Path, keep: int) -> str:
+    """Return in words what a file of lines lacks of its first ``keep`` bytes, which end a line; "" where nothing."""
+    with _reading(path):
+        if not path.exists():
+            return f"{path} should hold {keep:,} bytes of lines, but it does not exist" if keep else ""
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, keep - 1))
+            ends = file.read(1) == b"\n"
+    if keep > size:
+        return f"{path} should hold at least {keep:,} bytes, found {size:,}; lines were lost"
+    return "" if keep == 0 or ends else f"{path} should have the end of a line at byte {keep:,}; lines were changed"
+
+
+def missing_records(path: Path, keep: int) -> str:
+    """Return in words what a journal lacks of its first ``keep`` records, "" where nothing.
+
+    Raises CheckpointError where a record before others is damaged.
+    """
+    with _reading(path):
+        return _fewer_records(path, len(_read_journal(path)[0]) if path.exists() else 0, keep)
+
+
+def _fewer_records(path: Path, found: int, keep: int) -> str:
+    return "" if keep <= found else f"{path} should hold at least {keep} records, found {found}; records were lost"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -212,7 +236,7 @@ class _AppendFile:
             self._descriptor: int | None = os.open(path, _APPENDING, 0o666)
             found = os.fstat(self._descriptor)
         except OSError as error:
-            raise CheckpointError(f"{path} could not be opened for writing: {error.strerror or error}.") from error
+            raise WriteError(f"{path} could not be opened for writing: {error.strerror or error}.") from error
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise CheckpointError(f"expected a plain file at {path}, found a device or a pipe.")
@@ -252,8 +276,8 @@ class _AppendFile:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
 
-    def _refused(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
+    def _refused(self, error: OSError) -> WriteError:
+        return WriteError(
             f"{self.path} could not be written: {error.strerror or error}. The lines before are intact; "
             f"check the space and permissions of {self.path.parent}."
         )

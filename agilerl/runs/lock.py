@@ -8,7 +8,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 
 __all__ = ["DirectoryLock"]
 
@@ -42,7 +42,7 @@ class DirectoryLock:
             os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
             os.close(descriptor)
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
         self._descriptor = descriptor
         _held.add(self)
 

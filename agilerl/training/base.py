@@ -6,34 +6,40 @@ from typing import Any, TypeVar
 
 from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, lora_layers, resolve_model
+from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, resolve_model
+from agilerl.models.targets import lora_layers
 from agilerl.runtime import Runtime
-from agilerl.training.config import NetworkConfig, RunConfig
+from agilerl.shared_options import SharedOptions
+from agilerl.training.config import RunConfig
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights
+from agilerl.training.network_config import NetworkConfig
 
 __all__ = ["load_runtime"]
 
 Loaded = TypeVar("Loaded")
 
 
-def load_runtime(config: RunConfig) -> Runtime:
-    """Load the base with its tokenizer, and make the adapters' bank.
+def load_runtime(config: RunConfig, options: SharedOptions) -> Runtime:
+    """Load the base with its tokenizer as the options say, and make the adapters' bank.
 
     Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
     """
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
     path = resolve_model(name)
-    check_weights(path, t.device)
+    check_weights(path, t.device, options.quantization_config)
     _spare_retries(name)
     tokenizer = _guarded(name, lambda: load_tokenizer(name))
-    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device))
+    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
     if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
         raise ConfigError(
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; take the "
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
     settings = _lora(network)
-    sizes = {"base": base.weight_bytes, "adapters": adapter_bytes(config, lora_layers(base.model, settings))}
+    sizes = {
+        "base": base.weight_bytes,
+        "adapters": adapter_bytes(config, lora_layers(base.model, settings, options.lora_target_scope)),
+    }
     check_memory(sizes, t.device)
     return Runtime(
         base,
@@ -42,6 +48,7 @@ def load_runtime(config: RunConfig) -> Runtime:
         seed=t.seed,
         max_tokens=t.max_tokens_in_flight,
         max_rows=t.max_rows_in_flight,
+        options=options,
     )
 
 

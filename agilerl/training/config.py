@@ -11,7 +11,9 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from agilerl.errors import ConfigError
 from agilerl.training.dataset_paths import locate, locate_within
+from agilerl.training.distributed_config import DistributedConfig
 from agilerl.training.environment_config import EnvironmentConfig, Section
+from agilerl.training.network_config import NetworkConfig
 from agilerl.training.strict_yaml import parse_yaml
 from agilerl.validation import nearest, shown, validated
 
@@ -155,32 +157,6 @@ class SelectionConfig(Section):
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
 
-class LoraSection(Section):
-    """The adapters' shape."""
-
-    r: Annotated[int, Field(ge=1)] = 16
-    """Rank."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 32
-    """The delta is scaled by alpha / r."""
-    target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Layers that carry an adapter: ``all-linear``, a list of name endings, or one regular expression."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(r) instead."""
-
-
-class NetworkConfig(Section):
-    """The base model."""
-
-    pretrained_model_name_or_path: str = "embedded"
-    """Local folder, hub name, or ``embedded``: the tiny model inside the package."""
-    max_context_length: Annotated[int | None, Field(ge=2)] = None
-    """Most tokens of prompt and completion; None takes the model's own limit."""
-    adapter: str | None = None
-    """Folder of a PEFT adapter that every agent starts from and is compared with as its reference policy."""
-    lora_config: LoraSection = Field(default_factory=LoraSection)
-    """The adapters."""
-
-
 class RunConfig(Section):
     """A whole run. ``algorithm`` holds ``name`` and the algorithm's hyperparameters."""
 
@@ -196,6 +172,8 @@ class RunConfig(Section):
     """Selection."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     """Base model and adapters."""
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Processes; what a run computes does not depend on them."""
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -223,7 +201,7 @@ class RunConfig(Section):
 def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
 
-    Raises ConfigError for a file that is missing, too large or no YAML mapping, and for every wrong setting.
+    Raises ConfigError for a file that is missing, too large, empty or no YAML mapping, and for every wrong setting.
     """
     values = _read(path)
     if path is not None:
@@ -247,7 +225,10 @@ def _read(path: Path | None) -> dict[str, Any]:
         text = _text(path, name)
     values = parse_yaml(text, name)
     if values is None:
-        return {}
+        raise ConfigError(
+            f"{name} is empty: expected sections of settings; without a manifest the embedded default is run, and "
+            "{} stands for the defaults of every setting"
+        )
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
@@ -262,11 +243,17 @@ def _text(path: Path, name: str) -> str:
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     if not is_file:
-        found = "a folder" if path.is_dir() else "nothing"
-        raise ConfigError(f"expected a YAML file or key.path=value, found {found} at {shown(str(path))}")
+        raise ConfigError(f"expected a YAML file or key.path=value, found {_kind(path)} at {shown(str(path))}")
     if size > _MANIFEST_BYTES:
         raise ConfigError(f"{name} has {size:,} bytes; expected at most {_MANIFEST_BYTES:,}")
     return text
+
+
+def _kind(path: Path) -> str:
+    """Return what is at a path that is no plain file."""
+    tests = {"a folder": path.is_dir, "a named pipe": path.is_fifo, "a socket": path.is_socket}
+    tests |= {"a device": lambda: path.is_char_device() or path.is_block_device()}
+    return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
 
 
 def _split(override: str) -> tuple[list[str], Any]:

@@ -61,6 +61,8 @@ class Evolved(Event):
     plan: Plan
     mutations: Mapping[int, str]
     """What the mutation did, by agent index."""
+    elite: int | None
+    """The best agent; None where nobody has a finite fitness or all are sick, and ``plan.elite`` is only the first."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Files that a run reads besides its directory: what they held when it began, so that it goes on with the same."""
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_unchanged(config: RunConfig, recorded: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless every file is, byte for byte, the one that a run began with.
+def check_unchanged(config: RunConfig, recorded: Mapping[str, Any], run: Path) -> None:
+    """Raise CheckpointError unless every file is, byte for byte, the one that the run in a directory began with.
 
     Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
     file whose content the stranger does not know, wherever on this machine it says that its rows are.
@@ -42,8 +43,13 @@ def check_unchanged(config: RunConfig, recorded: Mapping[str, Any]) -> None:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
             raise CheckpointError(
                 f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or go "
-                "on with it as it is: agilerl resume RUN --allow-changes"
+                f"on with it as it is: agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
             )
+
+
+def _allow_code(config: RunConfig) -> str:
+    """Return what else the command needs: a run with code of its own is refused without, whichever file has changed."""
+    return " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:

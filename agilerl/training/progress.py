@@ -45,14 +45,14 @@ class Progress:
         """Wall seconds spent on the run."""
         return self.seconds_before + perf_counter() - self.started
 
-    def spent(self, config: RunConfig) -> float:
-        """Return the largest share of any budget that is used up."""
+    def spent(self, config: RunConfig, seconds: float | None = None) -> float:
+        """Return the largest share of any budget that is used up, by this clock or ``seconds`` of another."""
         t = config.training
         shares = [self.samples / t.max_steps]
         if t.max_tokens is not None:
             shares.append(sum(self.tokens.values()) / t.max_tokens)
         if t.max_seconds is not None:
-            shares.append(self.seconds / t.max_seconds)
+            shares.append((self.seconds if seconds is None else seconds) / t.max_seconds)
         return max(shares)
 
     def to_dict(self) -> dict[str, Any]:

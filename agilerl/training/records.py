@@ -1,7 +1,7 @@
 """What a run writes while it goes on: metrics, lineage, completions, checkpoints."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.errors import CheckpointError
+from agilerl.errors import WriteError
 from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
+from agilerl.members import Known
 from agilerl.models.adapters import write_adapter
 from agilerl.population import Evolution, Population, Rollout
 from agilerl.rollouts.failures import Outcome
@@ -20,12 +21,12 @@ from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import CompletionRecord, discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
-from agilerl.runs.journal import Journal, JsonLines
+from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
 from agilerl.training.progress import Progress
 from agilerl.training.saved import CLOCK, Positions, SavedCheckpoint, write_checkpoint
 
-__all__ = ["RunRecords", "Where"]
+__all__ = ["RunRecords", "Where", "completion_records", "elite_of"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class RunRecords:
         """Close the files."""
         self._files.close()
 
-    def founders(self, agents: Iterable[LLMAlgorithm]) -> None:
+    def founders(self, agents: Iterable[Known]) -> None:
         """Write the birth of the first generation."""
         for agent in agents:
             self.lineage.write(lineage.birth_record(agent.index, None, 0, 0, agent.hyperparameters))
@@ -71,33 +72,12 @@ class RunRecords:
             place = {"kind": "train", "generation": where.generation, "step": where.iteration, "agent": index}
             self.metrics.write({**values, **place, "outcome": outcomes[index]})
 
-    def completions(self, where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> None:
-        """Write the first completions of each agent's batch, whole groups from the start."""
-        rows = []
-        for index, trajectories in rollout.trajectories.items():
-            for number, t in enumerate(trajectories[:limit]):
-                reward = t.episode_return
-                rows.append(
-                    CompletionRecord(
-                        generation=where.generation,
-                        step=where.iteration,
-                        agent=index,
-                        group=t.group,
-                        sample=sum(1 for other in trajectories[:number] if other.group == t.group),
-                        prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
-                        completion=t.text,
-                        answer=str(t.row.get("answer", "")),
-                        reward=reward if np.isfinite(reward) else None,
-                        length=len(t.token_ids),
-                        finish_reason=t.finish_reason,
-                    )
-                )
+    def completions(self, where: Where, rows: Sequence[CompletionRecord]) -> None:
+        """Write what was sampled in an iteration."""
         if rows:
             write_completions(self.run.completions, where.iteration, rows)
 
-    def exam(
-        self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[LLMAlgorithm], seconds: float
-    ) -> None:
+    def exam(self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[Known], seconds: float) -> None:
         """Write the result of each agent."""
         by_index = {agent.index: agent for agent in agents}
         for index, result in fitness.items():
@@ -123,7 +103,9 @@ class RunRecords:
         plan, g, step = evolution.plan, where.generation, where.iteration
         sick = {str(index): reason for index, reason in sorted(evolution.sick.items())}
         self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan), "sick": sick})
-        self.lineage.write(lineage.elite_record(plan.elite, g))
+        elite = elite_of(evolution, fitness)
+        if elite is not None:
+            self.lineage.write(lineage.elite_record(elite, g))
         for birth in plan.births:
             values = evolution.inherited[birth.child]
             self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, values))
@@ -136,7 +118,7 @@ class RunRecords:
         means = [f.mean for f in fitness.values() if f.is_finite]
         genes = {
             f"evo/hp/{name}/{agent.index}": value
-            for agent in population.agents
+            for agent in population.everyone
             for name, value in agent.hyperparameters.items()
         }
         self.metrics.write(
@@ -149,7 +131,7 @@ class RunRecords:
                 "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
                 "evo/fitness/std": float(np.std(means)) if means else float("nan"),
                 "evo/replacements": len(plan.births),
-                "evo/diversity": diversity(population.agents),
+                "evo/diversity": diversity(population.everyone),
                 "time/evolve": seconds,
                 **genes,
             }
@@ -173,7 +155,7 @@ class RunRecords:
         positions = Positions(self.metrics.position, self.lineage.position, len(self.journal))
         folder = self.checkpoints.commit(
             progress.iteration,
-            lambda folder: write_checkpoint(folder, population.agents, progress, population.next_index, positions),
+            lambda folder: write_checkpoint(folder, population, progress, positions),
             keep=self._kept(progress, keep),
         )
         self._saved = progress.iteration
@@ -204,14 +186,58 @@ class RunRecords:
             try:
                 runtime.tokenizer.save_pretrained(str(folder))
             except Exception as error:  # tokenizers has no other type for a full disk
-                raise CheckpointError(f"the tokenizer could not be written to {self.run.elite}: {error}") from error
+                raise WriteError(f"the tokenizer could not be written to {self.run.elite}: {error}") from error
 
         if self.run.elite.exists():  # of a process that died while the run was being finished
             remove_folder(self.run.elite)
         commit_folder(self.run.elite, write)
 
+    def finish(self, summary: dict[str, Any], elite: int | None) -> None:
+        """Add the lineage of the elite to the summary, and write it with the report."""
+        if elite is not None:
+            line = lineage.winning_lineage(read_lines(self.run.lineage), elite)
+            summary["lineage"] = [
+                {"agent": a.agent, "from_generation": a.from_generation, "hyperparameters": a.hyperparameters}
+                for a in line
+            ]
+        summary["seconds"] = summary.pop("seconds")  # the last entry
+        self.run.finish(summary)
+        from agilerl.report import build_report
 
-def diversity(agents: Iterable[LLMAlgorithm]) -> float:
+        build_report([self.run.root], self.run.report)
+
+
+def elite_of(evolution: Evolution, fitness: Mapping[int, Fitness]) -> int | None:
+    """Return the elite of a selection; None where nobody was fit to be it."""
+    elite = evolution.plan.elite
+    return elite if fitness[elite].is_finite and elite not in evolution.sick else None
+
+
+def completion_records(where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> list[CompletionRecord]:
+    """Return the first completions of each agent's batch, whole groups from the start."""
+    rows = []
+    for index, trajectories in rollout.trajectories.items():
+        for number, t in enumerate(trajectories[:limit]):
+            reward = t.episode_return
+            rows.append(
+                CompletionRecord(
+                    generation=where.generation,
+                    step=where.iteration,
+                    agent=index,
+                    group=t.group,
+                    sample=sum(1 for other in trajectories[:number] if other.group == t.group),
+                    prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
+                    completion=t.text,
+                    answer=str(t.row.get("answer", "")),
+                    reward=reward if np.isfinite(reward) else None,
+                    length=len(t.token_ids),
+                    finish_reason=t.finish_reason,
+                )
+            )
+    return rows
+
+
+def diversity(agents: Iterable[Known]) -> float:
     """Return how far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
     members = list(agents)
     spreads = [

@@ -1,18 +1,22 @@
 """A run directory as something to go on with: what it was started with, and its newest intact checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.state import AgentState, constructor_arguments, read_state, write_state
 from agilerl.errors import CheckpointError
 from agilerl.models.memory import MemoryLimits
 from agilerl.models.slots import LinearShape
+from agilerl.population import Population
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, CheckpointStore, agent_files
 from agilerl.runs.directory import RunDirectory
+from agilerl.runs.journal import missing_bytes, missing_records
 from agilerl.runtime import Runtime
 from agilerl.training.config import RunConfig
 from agilerl.training.named_files import check_unchanged
@@ -63,48 +67,86 @@ class SavedCheckpoint:
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
-    """Lock the directory of an unfinished run and find its newest intact checkpoint.
+    """Lock the directory of an unfinished run and find its newest checkpoint that can be gone on from.
 
-    A damaged checkpoint is put aside, and ``report`` is told in a sentence. Raises CheckpointError where there is no
-    run, a finished one, or one that another process works on, and, without ``allow_changes``, where files that the run
-    reads are not what they were when it began; and ConfigError where its configuration is not valid.
+    That is one that is intact and whose lines of metrics, lineage and journal are all there. Newer ones are put aside,
+    and ``report`` is told in sentences, also of what is lost. Raises CheckpointError where there is no run, a finished
+    one, or one that another process works on, where intact checkpoints lack lines, all of them, and, without
+    ``allow_changes``, where files that the run reads are not what they were when it began; and ConfigError where its
+    configuration is not valid.
     """
     run = RunDirectory.open(path)
     try:
         config = RunConfig.from_dict(run.info["config"])
         if not allow_changes:
-            check_unchanged(config, run.info.get("files", {}))
-        return SavedRun(run, config, CheckpointStore(run.checkpoints, report=report).latest())
+            check_unchanged(config, run.info.get("files", {}), run.root)
+        return SavedRun(run, config, _newest_usable(run, report))
     except BaseException:
         run.close()
         raise
 
 
-def write_checkpoint(
-    folder: Path, agents: Sequence[Any], progress: Progress, next_index: int, positions: Positions
-) -> None:
+def _newest_usable(run: RunDirectory, report: Callable[[str], None]) -> Path | None:
+    """Return the newest intact checkpoint whose lines are all there; None, and said, where none is intact."""
+    store = CheckpointStore(run.checkpoints, report=report)
+    found, short = store.latest(), dict[Path, str]()
+    while found is not None and (lost := _lost_lines(run, found)):
+        short[found] = lost
+        found = store.latest(before=int(found.name))
+    if found is None and short:
+        newest = next(iter(short))
+        raise CheckpointError(
+            f"{short[newest]}, and no other checkpoint can do without them; put the file back from a copy, or start "
+            f"another run from an adapter of this one: network.adapter={newest}/agent_N/actor"
+        )
+    for folder, lost in short.items():
+        store.put_aside(folder, f"{lost}.")
+    if found is not None and short:
+        report(f"The run goes on after iteration {int(found.name)}; what it did since is lost, and done again.")
+    elif found is None and store.damaged:
+        report(f"No checkpoint of {run.root} is intact: the run starts again from its beginning, its work is lost.")
+    return found
+
+
+def _lost_lines(run: RunDirectory, checkpoint: Path) -> str:
+    """Return in words what the append-only files lack of what there was at a checkpoint, "" where nothing."""
+    state, clock = read_state_json(checkpoint / STATE), read_clock(checkpoint / CLOCK)
+    return (
+        missing_bytes(run.metrics, clock["metrics_bytes"])
+        or missing_bytes(run.lineage, state["lineage_bytes"])
+        or missing_records(run.journal, clock["journal_records"])
+    )
+
+
+def write_checkpoint(folder: Path, population: Population, progress: Progress, positions: Positions) -> None:
     """Write agents, elite and ``state.json`` into a folder that is being committed."""
-    for agent in agents:
-        agent.save_checkpoint(agent_files(folder, agent.index).root)
-    if progress.elite is not None:
-        runtime: Runtime = agents[0].runtime
-        lora = constructor_arguments(progress.elite, runtime)["lora_config"]
-        write_state(progress.elite, folder / _ELITE, runtime, lora)
-    state = {
+    runtime, broken = population.runtime, list[int]()
+    for state in population.states():
+        index = state.counters["index"]
+        _write_state(state, agent_files(folder, index).root, runtime)
+        broken += [] if _is_finite(state) else [index]
+    values = {
         "progress": progress.to_dict(),
-        "next_index": next_index,
-        "agents": [agent.index for agent in agents],
+        "next_index": population.next_index,
+        "agents": [agent.index for agent in population.everyone],
+        "not_finite": broken,
         "lineage_bytes": positions.lineage_bytes,
-        "memory": asdict(agents[0].runtime.limits),
-        "bank_rank": agents[0].runtime.store.max_rank,
+        "memory": asdict(runtime.limits),
+        "bank_rank": runtime.store.max_rank,
     }
+    if progress.elite is not None:
+        _write_state(progress.elite, folder / _ELITE, runtime)
     clock = {
         "seconds": progress.seconds,
         "metrics_bytes": positions.metrics_bytes,
         "journal_records": positions.journal_records,
     }
-    for name, values in ((STATE, state), (CLOCK, clock)):
-        (folder / name).write_text(strict_json.dumps(values, indent=1) + "\n")
+    for name, content in ((STATE, values), (CLOCK, clock)):
+        (folder / name).write_text(strict_json.dumps(content, indent=1) + "\n")
+
+
+def _write_state(state: AgentState, folder: Path, runtime: Runtime) -> None:
+    write_state(state, folder, runtime, constructor_arguments(state, runtime)["lora_config"])
 
 
 def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
@@ -115,7 +157,11 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
     layers = runtime.store.layers
     state, clock = read_state_json(folder / STATE), read_clock(folder / CLOCK)
     try:
-        states = [_agent(agent_files(folder, index).root, layers, index) for index in state["agents"]]
+        broken = state.get("not_finite", [])  # none in a checkpoint of the time before there was the list
+        states = [
+            _agent(agent_files(folder, index).root, layers, index, finite=index not in broken)
+            for index in state["agents"]
+        ]
         has_elite = state["progress"]["elite_iteration"] is not None
         elite = read_state(folder / _ELITE, layers) if has_elite else None
         positions = Positions(clock["metrics_bytes"], state["lineage_bytes"], clock["journal_records"])
@@ -129,9 +175,20 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
         ) from error
 
 
-def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int) -> AgentState:
+def _is_finite(state: AgentState) -> bool:
+    """Return whether an agent's weights and moments are numbers: one that is sick keeps what it has until it goes."""
+    parts = [state.adapter, *state.moments.values(), state.reference or []]
+    heads: list[Tensor] = []
+    if state.critic is not None:
+        parts += [state.critic.adapter, *state.critic.moments.values()]
+        heads += [state.critic.head, *state.critic.head_moments.values()]
+    tensors = [*heads, *(tensor for factors in parts for pair in factors for tensor in pair)]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:
     """Read an agent that goes on: it needs its optimizer, and is who its folder says."""
-    state = read_state(folder, layers)
+    state = read_state(folder, layers, finite=finite)
     if state.counters.get("index") != index or state.algorithm not in ALGORITHMS or not state.moments:
         raise CheckpointError(
             f"expected agent {index} of one of the algorithms {', '.join(ALGORITHMS)} with its optimizer in {folder}, "

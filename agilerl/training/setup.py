@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
+from agilerl.distributed.islands import IslandPopulation, founders
+from agilerl.distributed.resumed import received
+from agilerl.distributed.topology import SOLITARY, Topology, local_share
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import CheckpointError, ConfigError
@@ -23,16 +27,18 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.population import Population
 from agilerl.rollouts.sources import QuestionSource
 from agilerl.runtime import Runtime
+from agilerl.shared_options import SharedOptions, split_options
 from agilerl.training.base import load_runtime
 from agilerl.training.config import GeneConfig, RunConfig
 from agilerl.training.graders import own_weights
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.named_files import digests
-from agilerl.training.saved import SavedCheckpoint, read_checkpoint
+from agilerl.training.sampling import check_sampling, start_sampling
+from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
 
-__all__ = ["Session", "algorithm_class", "build", "check", "document", "genes"]
+__all__ = ["Session", "algorithm_class", "build", "check", "document", "genes", "shared_options"]
 
 _CHOICE = re.compile(r"choice\[(.*)\]")
 _TRIED_PROMPTS = 256
@@ -52,6 +58,8 @@ class Session:
     """What a run goes on from; None at its beginning."""
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
+    topology: Topology = SOLITARY
+    """The processes of the run, seen from this one."""
 
 
 def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
@@ -88,7 +96,11 @@ def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = No
     one, a value out of range, and two different limits of the context.
     """
     model = (algorithm or algorithm_class(config)).Config
-    values = {key: value for key, value in config.algorithm.items() if key != "name"}
+    values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
+    for key in values:
+        if key not in model.model_fields and key not in GRPO.Config.model_fields:  # of which the others say why not
+            known = [*model.model_fields, *SharedOptions.model_fields]
+            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {nearest(key, known)}")
     values.setdefault("seed", config.training.seed)
     limit = config.network.max_context_length
     if limit is not None and values.setdefault("max_model_len", limit) != limit:
@@ -103,13 +115,36 @@ def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = No
     return validated(model, values, "algorithm")
 
 
+def shared_options(config: RunConfig) -> SharedOptions:
+    """Return the options of the base: those under ``algorithm``, and those of ``network`` that mean the same.
+
+    Raises ConfigError for a value out of range, and where the two sections disagree.
+    """
+    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
+    same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
+    for name, option in same.items():
+        value, present = getattr(config.network, name), getattr(options, option)
+        if value is not None and present not in (None, value):
+            raise ConfigError(
+                f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same and disagree; "
+                "give one of them"
+            )
+        if value is not None:
+            options = options.model_copy(update={option: value})
+    return options
+
+
 def document(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved manifest, defaults included, as plain data; it gives the same run again."""
+    """Return the resolved manifest, defaults included, as plain data; it gives the same run again.
+
+    What it does not say is on how many processes: any number goes on with the run.
+    """
     # The defaults of one algorithm are not those of another: where there are several, they stay unsaid.
     several = len(algorithm_classes(config)) > 1
     values = hyperparameters(config).model_dump(mode="json", exclude_unset=several)
-    algorithm = {"name": config.algorithm["name"], **values}
-    return {**config.model_dump(mode="json"), "algorithm": algorithm}
+    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm").model_dump(mode="json")
+    algorithm = {"name": config.algorithm["name"], **values, **options}
+    return {**config.model_dump(mode="json", exclude={"distributed"}), "algorithm": algorithm}
 
 
 def genes(config: RunConfig) -> dict[str, Gene]:
@@ -197,6 +232,7 @@ def check(config: RunConfig) -> None:
     Raises ConfigError with a sentence.
     """
     _check_source(config)
+    check_sampling(config, shared_options(config))
     genes(config)
     mutations(config)
     selection(config)
@@ -214,7 +250,11 @@ def check(config: RunConfig) -> None:
             f"network.lora_config.target_modules={shown(pattern)} is no regular expression: {error}; expected "
             "all-linear, a list of names, or a pattern"
         ) from None
-    device = config.training.device
+    _check_device(config.training.device)
+
+
+def _check_device(device: str) -> None:
+    """Raise ConfigError for a GPU that this machine has not."""
     if device != "cpu":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(device.partition(":")[2] or 0) >= count:
@@ -259,23 +299,31 @@ def selection(config: RunConfig) -> SelectionStrategy:
     return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
-def build(config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool = False) -> Session:
+def build(
+    config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool = False, topology: Topology = SOLITARY
+) -> Session:
     """Load the base, make the task and the population, or that of a ``checkpoint`` folder; nothing is written.
 
     ``allow_code`` runs Python that the configuration names, ``rewards.py:my_reward``: never say so of a file that you
-    have not read.
+    have not read. Of several processes each makes its island's share of the agents; only the one that writes needs the
+    ``checkpoint``, the others receive theirs from it.
 
     Raises ConfigError or EnvError with a sentence for all that can be found out before training, and CheckpointError
     for a checkpoint that does not fit.
     """
+    topology.check(config.training.pop_size)
     check(config)
+    config, whole = local_share(config, topology), config
+    _check_device(config.training.device)
     t = config.training
     torch.set_num_threads(t.threads)
     made = task(config, allow_code=allow_code)
-    runtime = load_runtime(config)
-    saved = None if checkpoint is None else read_checkpoint(checkpoint, runtime)
-    agents = _founders(config, runtime) if saved is None else _survivors(config, saved, runtime)
-    population = Population(
+    runtime = load_runtime(config, shared_options(config))
+    runtime.share(topology.island, config.distributed.base_sharding())
+    saved = received(topology, checkpoint, runtime)
+    agents = _founders(whole, runtime, topology) if saved is None else _survivors(config, saved, runtime)
+    islands = topology.peers.size > 1
+    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
         agents,
         made,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
@@ -287,21 +335,23 @@ def build(config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     try_prompts(population)
     check_memory(estimate(config, population), t.device)
-    return Session(config, made, population, selection(config), mutations(config), saved, digests(config))
+    start_sampling(config, population)
+    return Session(whole, made, population, selection(whole), mutations(config), saved, digests(config), topology)
 
 
-def _founders(config: RunConfig, runtime: Runtime) -> list[LLMAlgorithm]:
-    """Return the first generation."""
+def _founders(config: RunConfig, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
+    """Return the first generation, as far as it lives on this island."""
     t, classes = config.training, algorithm_classes(config)
     # As run.json has them, so that a run that begins anew from that writes the same files.
-    start = {name: value for name, value in document(config)["algorithm"].items() if name != "name"}
-    agents: list[LLMAlgorithm] = list(
-        classes[0].population(t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start)
+    start = {name: value for name, value in split_options(document(config)["algorithm"])[0].items() if name != "name"}
+    places = topology.places(t.pop_size)
+    agents = founders(
+        classes[0], places, t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start
     )
     if config.network.adapter is not None:
         _start_from(Path(config.network.adapter).expanduser(), agents)
     if len(classes) > 1 and t.init == "spread":
-        for place, agent in enumerate(agents):
+        for place, agent in zip(places, agents):
             agent.set_hyperparameters({"algorithm": classes[place % len(classes)].__name__})
     return agents
 

@@ -52,6 +52,7 @@ class _State(SavedValues):
     bank_rank: Annotated[int, Field(ge=1)]
     next_index: Count
     agents: Annotated[list[Count], Field(min_length=1)]
+    not_finite: list[Count] = Field(default_factory=list)
     lineage_bytes: Count
 
     @model_validator(mode="after")

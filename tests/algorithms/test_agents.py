@@ -59,7 +59,7 @@ def test_keywords_and_config_mean_the_same() -> None:
         ({"loss_norm": "fixed-length"}, "divides by max_output_tokens"),
         ({"max_output_tokens": 4, "min_output_tokens": 9}, "min_output_tokens=9 is above max_output_tokens=4"),
         ({"lora_config": LoraConfig(lora_dropout=0.1)}, "lora_config.lora_dropout=0.1 is not supported"),
-        ({"use_vllm": True}, "use_vllm=True is not available"),
+        ({"calc_position_embeddings": False}, "calc_position_embeddings=False is not available"),
         ({"model_name": "x"}, "exactly one of runtime, model_name and actor_network, found runtime and model_name"),
         ({"hp_config": HyperparameterConfig(lr=RLParameter(1e-3, 1e-2))}, r"lr = 1e-05 lies outside the range"),
         ({"hp_config": HyperparameterConfig(lrr=RLParameter(1e-3, 1e-2))}, "did you mean 'lr'"),

@@ -103,7 +103,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_a_finished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", {}, 0) as run:
-        run.finish({})
+        run.finish({"generations": 1})
     before = contents(tmp_path)
     assert_refused(agilerl("train", "--out", "run"), "holds a finished run; choose another directory")
     assert contents(tmp_path) == before

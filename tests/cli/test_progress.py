@@ -13,7 +13,7 @@ from agilerl.cli.progress import genes_text, watch
 from agilerl.hpo.fitness import Fitness
 from agilerl.training.config import load_manifest
 from agilerl.training.events import Event, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
-from agilerl.training.loop import train
+from agilerl.training.loop import LearningFailed, train
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import SMALL
 
@@ -134,9 +134,31 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
 def test_no_elite_is_said(session: Session) -> None:
     screen = console(80, terminal=False)
     summary = watch(story(session, sick=True), session, screen)
-    assert "No agent had a finite fitness, so there is no elite." in written(screen)
+    assert "No agent was fit, with a finite fitness and not sick, so there is no elite." in written(screen)
     assert "not finite" in written(screen)
     assert summary["elite"] is None
+
+
+def test_a_failure_is_said_once_and_counted(session: Session) -> None:
+    def failing() -> Iterator[Event]:
+        for event in story(session):
+            yield event
+            if isinstance(event, IterationDone):
+                yield LearningFailed(event.iteration, {1: "nonfinite"})
+
+    screen = console(140, terminal=False)
+    watch(failing(), session, screen)
+    said = "iteration 1: agent 1 nonfinite (a loss or a gradient was not finite, so the step was skipped)\n"
+    assert written(screen).count(": agent 1 nonfinite") == written(screen).count(said) == 1
+    header, *rows = last_table(written(screen))
+    assert "failures" in header
+    assert ["2 nonfinite" in row for row in rows] == [False, True, False]
+    screen = console(140, terminal=True)
+    watch(failing(), session, screen)
+    assert "2 nonfinite" in written(screen)
+    screen = console(140, terminal=False)
+    watch(story(session), session, screen)
+    assert "failures" not in written(screen)
 
 
 def test_the_cursor_comes_back_when_a_run_breaks_off(session: Session) -> None:

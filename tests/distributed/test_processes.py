@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
+import torch.distributed as dist
 
 from agilerl.errors import ConfigError, EngineError
 from agilerl.processes import ALONE, Processes, joined
@@ -17,6 +20,11 @@ import json, sys
 import torch
 from agilerl.errors import EngineError
 from agilerl.processes import ALONE, joined
+
+def sent(world):
+    if world.rank == 1:
+        world.send(b"for the last", 2)
+    return world.receive(1).decode() if world.rank == 2 else None
 
 with joined(timeout_seconds=60) as world:
     total = torch.full((3,), float(world.rank + 1), dtype=torch.float64)
@@ -30,6 +38,7 @@ with joined(timeout_seconds=60) as world:
         "said": world.broadcast(b"from one" if world.rank == 1 else None, source=1).decode(),
         "silence": world.broadcast(b"" if world.rank == 2 else None, source=2).decode(),
         "total": total.tolist(), "pair": [pair.rank, pair.size, within.item()],
+        "handed": sent(world),
         "in_pair": [d.decode() for d in pair.gather(str(world.rank).encode())],
     }), flush=True)
     world.wait()
@@ -50,12 +59,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(code: str, rank: int, size: int, port: int) -> subprocess.Popen[str]:
+def start(
+    code: str, rank: int, size: int, port: int, more: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **place, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **place, **more, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -74,9 +85,31 @@ def test_three_processes_talk_and_notice_a_loss() -> None:
         assert first["total"] == [6.0, 6.0, 6.0]
     assert [first["pair"] for first, *_ in lines] == [[0, 2, 1.0], [1, 2, 1.0], [0, 1, 2.0]]
     assert [first["in_pair"] for first, *_ in lines] == [["0", "1"], ["0", "1"], ["2"]]
+    assert [first["handed"] for first, *_ in lines] == [None, None, "for the last"]
     for own in lines[:2]:
         assert "another process of this run is lost" in own[1]["lost"]
     assert children[2].returncode == 9
+
+
+MEETING = """
+import os, time
+from agilerl.processes import joined
+
+# The first process comes late: what the second finds in the store until then is of those who have ended.
+time.sleep(3 if os.environ["RANK"] == "0" else 0)
+with joined(timeout_seconds=30) as world:
+    print(world.gather(b"here"), flush=True)
+"""
+
+
+def test_processes_that_are_started_again_meet_each_other_and_not_the_dead() -> None:
+    """Torchrun keeps one store through its restarts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    again = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for _ in range(2):
+        children = [start(MEETING, rank, 2, store.port, again) for rank in range(2)]
+        said = [child.communicate(timeout=120)[0].strip() for child in children]
+        assert said == ["[b'here', b'here']"] * 2
 
 
 def test_one_process_alone_needs_nobody() -> None:
@@ -108,4 +141,11 @@ def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(EngineError, match="could not meet"), joined(timeout_seconds=1):
+        pass
+
+
+def test_a_launcher_that_says_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="set RANK='zero', expected a whole number"), joined():
         pass

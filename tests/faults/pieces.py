@@ -11,9 +11,9 @@ from agilerl.training.setup import build
 from tests.faults.evidence import SHORT
 
 
-def begin(out: Path, *overrides: str) -> Iterator[Event]:
+def begin(out: Path, *overrides: str, allow_code: bool = False) -> Iterator[Event]:
     """Start a run."""
-    return train(build(load_manifest(None, [*SHORT, *overrides])), out, command=["test"])
+    return train(build(load_manifest(None, [*SHORT, *overrides]), allow_code=allow_code), out, command=["test"])
 
 
 def go_on(out: Path) -> Iterator[Event]:

@@ -184,7 +184,9 @@ def test_a_run_records_its_code_and_goes_on_with_that_alone(
     changed = agilerl("resume", "run", "--allow-code")
     assert changed.code == 2
     assert "has changed since the run began" in changed.errors
-    assert "--allow-changes" in changed.errors
+    advice = "agilerl resume run --allow-changes --allow-code"
+    assert advice in changed.errors
+    assert advice in agilerl("train", *arguments, "--allow-code", "--resume", "auto").errors
     assert not (run / "summary.json").exists()
     assert agilerl("resume", "run", "--allow-changes").code == 2
     ended = agilerl("resume", "run", "--allow-code", "--allow-changes")
@@ -219,7 +221,7 @@ def test_rows_are_those_that_the_run_began_with(place: Path, tmp_path: Path, agi
     (tmp_path / "run" / "summary.json").unlink()
     with rows.open("a") as file:
         file.write('{"question": "one more", "answer": "1"}\n')
-    with pytest.raises(CheckpointError, match=r"rows\.jsonl.* has changed since the run began"):
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl.* changed since .*: agilerl resume run --allow-changes$"):
         open_run("run", report=pytest.fail)
     open_run("run", report=pytest.fail, allow_changes=True).run.close()
     rows.unlink()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,17 +131,34 @@ def test_a_manifest_of_a_hundred_megabytes_is_not_read(place: Path) -> None:
     assert time.process_time() - start < 0.1
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device"])
+@pytest.mark.parametrize("kind", ["named pipe", "device", "link to a device", "socket", "folder"])
 def test_a_manifest_that_never_ends_is_not_read(kind: str, place: Path) -> None:
+    """And is called what it is."""
     path = place / "it.yaml"
-    if kind == "pipe":
+    if kind == "named pipe":
         os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
     elif kind == "link to a device":
         path.symlink_to("/dev/zero")
     else:
         path = Path("/dev/zero")
-    with pytest.raises(ConfigError, match="expected a YAML file"):
+    found = f"expected a YAML file or key.path=value, found a {kind.rpartition(' a ')[2]} at "
+    with pytest.raises(ConfigError, match=re.escape(found)):
         load_manifest(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# algorithm: {lr: 1e-4}\n", "---\n", "null"])
+def test_an_empty_manifest_is_no_way_to_ask_for_the_defaults(text: str, place: Path) -> None:
+    (place / "empty.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is empty: expected sections of settings") as refusal:
+        load_manifest(place / "empty.yaml", ["training.pop_size=2"])
+    assert "\n" not in str(refusal.value)
+    (place / "empty.yaml").write_text("{}")
+    assert load_manifest(place / "empty.yaml", ["training.pop_size=2"]).training.pop_size == 2
 
 
 CODE = {

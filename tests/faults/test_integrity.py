@@ -128,4 +128,10 @@ def test_with_every_checkpoint_damaged_the_run_begins_again(unfinished: Unfinish
     saved = open_run(root, report=said.append)
     saved.run.close()
     assert saved.checkpoint is None
-    assert len(said) == 2
+    assert len(said) == 3
+    assert said[-1] == (
+        f"No checkpoint of {root} is intact: the run starts again from its beginning, its work is lost."
+    )
+    said.clear()
+    open_run(root, report=said.append).run.close()
+    assert len(said) == 1  # so it is the second time

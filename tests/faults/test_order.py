@@ -1,11 +1,17 @@
-"""What must not matter does not: the order of the agents, and how rows are divided into micro-batches."""
+"""What must not matter does not: the order of agents, reward workers, how rows are divided into micro-batches."""
+
+from typing import Any
 
 import pytest
 import torch
 
+from agilerl.envs.graded import GradedTask
+from agilerl.rewards.combine import CombinedGrader
+from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.training.config import load_manifest
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT
+from tests.faults.small_populations import Parity, iterate, make_population
 from tests.faults.test_resume_kinds import KINDS
 
 pytestmark = pytest.mark.model
@@ -58,6 +64,23 @@ def test_the_slots_of_agents() -> None:
         agent.move_to(slot)
     assert [agent.slot for agent in agents] == [6, 3, 4]
     assert bits(other, 2) == expected
+
+
+def odd_letters(completion: str) -> float:
+    return float(sum(map(ord, completion)) % 2)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_number_of_reward_workers(workers: int) -> None:
+    """One process or two, or none: the same grades, each for its completion."""
+
+    def seen(grader: Any) -> dict[int, Any]:
+        with CombinedGrader([grader]) as combined:
+            return iterate(make_population(3, task=GradedTask(Parity(), combined)), 2)
+
+    expected = seen(odd_letters)
+    assert len({agent.metrics[-1]["reward"] for agent in expected.values()}) > 1
+    assert seen(IsolatedGrader(odd_letters, workers=workers, timeout=60)) == expected
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "PPO", "DPO", "SFT"])

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from agilerl.training.setup import build
 from tests.cli.outcome import Outcome
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin
+from tests.training.small_runs import environment
 
 pytestmark = pytest.mark.model
 
@@ -196,3 +199,67 @@ def test_time_that_ran_out_while_nobody_worked_on_the_run(tmp_path: Path) -> Non
     assert [e for e in resume(session, saved.run) if isinstance(e, IterationDone)] == []
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["iterations"], summary["test"]["elite"]["n"]) == (1, 4)
+
+
+def test_a_summary_alone_does_not_finish_a_run(kept: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    root = copy(kept, "half", tmp_path)
+    (root / "summary.json").write_text('{"status": "finished"}')
+    for command in (("resume", "run"), ("train", *TINY, "--out", "run", "--resume", "auto")):
+        outcome = agilerl(*command)
+        assert outcome.code == 2
+        assert "says that the run is finished, but it gives no number of generations" in outcome.errors
+    shutil.copy(kept / "done" / "summary.json", root)
+    assert "run/elite holds no adapter; put back what is missing, or delete" in agilerl("resume", "run").errors
+    shutil.copytree(kept / "done" / "elite", root / "elite")
+    assert "is after iteration 2, which is not that of the summary" in agilerl("resume", "run").errors
+    (root / "summary.json").unlink()
+    assert agilerl("resume", "run").code == 0
+    assert differences(evidence(root), evidence(kept / "done")) == []
+
+
+def test_a_run_without_an_elite_fails_and_says_why(agilerl: Agilerl) -> None:
+    """Also when it is resumed after its end, and where nothing else is printed."""
+    wild = ("algorithm.lr=1e30", "mutation.rl_hp_selection={temperature: {}}", "training.evo_steps=4")
+    outcome = agilerl("train", *TINY, *wild, "--out", "run", "--quiet")
+    assert (outcome.code, outcome.output) == (1, "")
+    assert outcome.errors.startswith("error: the run has no elite: ")
+    assert "ended with a loss or gradient that was not finite: lower algorithm.lr" in outcome.errors
+    again = agilerl("resume", "run", "--quiet")
+    assert (again.code, again.errors) == (1, outcome.errors)
+
+
+SPARSE = """
+algorithm: {name: GRPO, group_size: 2, batch_size: 4}
+environment:
+  env_type: reasoning
+  task: "reasoning_gym:spell_backward"
+  data_batch_size_per_gpu: 2
+  eval_prompts: 4
+  test_prompts: 4
+training: {pop_size: 2, max_steps: 16, evo_steps: 1}
+"""
+"""No ``network``: what is not said there must be the same after a restart from ``run.json``."""
+
+
+def kill_at_first_checkpoint(operation: str, path: str) -> None:
+    if operation == "mkdir" and "checkpoints" in path and path.endswith(".tmp"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_before_the_first_checkpoint_of_a_manifest_with_defaults(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "sparse.yaml").write_text(SPARSE)
+    whole = agilerl("train", "sparse.yaml", "--out", "whole")
+    assert whole.code == 0, whole.errors
+    script = (
+        "import sys; from pathlib import Path; from tests.faults import failpoints, test_resume_command as here\n"
+        "failpoints.arm(Path('run'), here.kill_at_first_checkpoint)\n"
+        "from agilerl.cli import main; sys.argv = ['agilerl', 'train', 'sparse.yaml', '--out', 'run']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "run" / "run.json").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    outcome = agilerl("resume", "run")
+    assert outcome.code == 0, outcome.errors
+    assert "no checkpoint yet, so from the beginning" in outcome.output
+    assert differences(evidence(tmp_path / "run"), evidence(tmp_path / "whole")) == []

@@ -1,19 +1,28 @@
 """A run with one sick agent: what it writes about it, and that it goes on the same after an interruption."""
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from agilerl.algorithms.state import read_state
+from agilerl.cli.progress import watch
+from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
+from agilerl.report.facts import lineage_table
+from agilerl.report.lineage import trace_family
+from agilerl.report.load import load_run
+from agilerl.report.page import render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
 from agilerl.training.config import load_manifest
 from agilerl.training.events import IterationDone
-from agilerl.training.loop import resume, train
+from agilerl.training.loop import LearningFailed, resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
-from tests.faults.evidence import SHORT, evidence
+from tests.faults.evidence import SHORT, differences, evidence
 from tests.training.small_runs import lines
 
 pytestmark = pytest.mark.model
@@ -65,6 +74,15 @@ def test_the_run_says_what_happened(whole: Path) -> None:
     assert (kept["outcomes"]["ok"], kept["bad_steps"], kept["sick"]) == (3, 0, "")
 
 
+def test_a_failure_is_an_event_of_the_iteration_it_happens_in(tmp_path: Path) -> None:
+    events = train(sick_session(), tmp_path / "run", command=["test"])
+    after(events, 1)
+    assert next(events) == LearningFailed(1, {SICK: "nonfinite"})
+    after(events, 2)
+    assert not isinstance(next(events), LearningFailed)
+    events.close()  # type: ignore[attr-defined]
+
+
 def test_an_interruption_changes_nothing_of_it(whole: Path, tmp_path: Path) -> None:
     events = train(sick_session(), tmp_path / "run", command=["test"])
     for event in events:
@@ -101,6 +119,73 @@ def test_a_sick_agent_is_not_the_elite_of_the_run_whatever_its_exam_says(tmp_pat
     assert elite != SICK
     state = read_json(tmp_path / "run/checkpoints/000002/state.json")
     assert state["progress"]["best"] == exam[elite] < 1.0
+
+
+def after(events: Any, iteration: int) -> Any:
+    """Go through the events of a run up to an iteration."""
+    for event in events:
+        if isinstance(event, IterationDone) and event.iteration == iteration:
+            return
+    pytest.fail("it ended before that")
+
+
+def test_weights_that_are_no_numbers_are_kept_and_gone_on_with_until_the_agent_goes(tmp_path: Path) -> None:
+    """Saved and read as they are, so that the interruption changes nothing; in a checkpoint of others it is refused."""
+    for name in ("whole", "killed"):
+        session = build(load_manifest(None, list(SHORT)))
+        events = train(session, tmp_path / name, command=["test"])
+        after(events, 1)
+        store, slot = session.population.runtime.store, session.population.agent(SICK).slot
+        store.theta[slot, :7] = float("nan")
+        store.exp_avg[slot, :7] = float("nan")
+        if name == "whole":
+            complete(events)
+        else:
+            after(events, 2)
+            events.close()  # type: ignore[attr-defined]
+    saved = open_run(tmp_path / "killed", report=pytest.fail)
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.name == "000001"
+    assert read_json(saved.checkpoint / "state.json")["not_finite"] == [SICK]
+    layers = session.population.runtime.store.layers
+    with pytest.raises(CheckpointError, match="holds numbers that are not finite"):
+        read_state(saved.checkpoint / f"agent_{SICK}", layers)
+    with pytest.raises(CheckpointError, match="holds numbers that are not finite"):
+        session.population.agents[0].load_checkpoint(saved.checkpoint / f"agent_{SICK}")
+    complete(resume(build(saved.config, saved.checkpoint), saved.run))
+    assert differences(evidence(tmp_path / "killed"), evidence(tmp_path / "whole")) == []
+    deaths = [line["agent"] for line in read_lines(tmp_path / "whole/lineage.jsonl") if line["event"] == "death"]
+    assert SICK in deaths
+    assert read_json(max((tmp_path / "whole/checkpoints").glob("??????")) / "state.json")["not_finite"] == []
+
+
+def test_where_nobody_is_fit_there_is_no_elite(tmp_path: Path) -> None:
+    """Not in what is printed, not in the lineage, not in the report."""
+    session = build(load_manifest(None, [*SHORT, "training.pop_size=2", "training.max_steps=128"]))
+    examine = session.population.evaluate
+
+    def lost(split: Any = "exam", **options: Any) -> dict[int, Fitness]:
+        return {i: Fitness(float("nan"), n=f.n) for i, f in examine(split, **options).items()}
+
+    session.population.evaluate = lost  # type: ignore[method-assign]
+    printed = StringIO()
+    watch(train(session, tmp_path / "run", command=["test"]), session, Console(file=printed, width=200))
+    assert "generation 0: no elite, for nobody is fit; born nobody; mutated " in printed.getvalue()
+    assert "No agent was fit, with a finite fitness and not sick, so there is no elite." in printed.getvalue()
+    lineage = list(read_lines(tmp_path / "run/lineage.jsonl"))
+    assert [line for line in lineage if line["event"] == "elite"] == []
+    assert (tmp_path / "run/report.html").exists()
+
+
+def test_the_report_shows_outcomes_that_are_not_ok(whole: Path) -> None:
+    run = load_run(whole)
+    assert run.agents[SICK].trouble == {"nonfinite": [1]}
+    assert run.agents[0].trouble == {}
+    rows = {row["agent"]: row["steps"] for row in lineage_table(run, trace_family(run))}
+    assert (rows[SICK], rows[0]) == ("2, 1 nonfinite", str(len(run.agents[0].train)))
+    page = render([run])
+    assert "2, 1 nonfinite" in page
+    assert "outcome nonfinite in 1 iteration, first at step 1" in page
 
 
 @pytest.mark.parametrize("guard", [True, False])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from agilerl.models import optim
 from agilerl.models.optim import AdamWSettings, adamw_step, zero_grad
 from agilerl.models.slots import AdapterStore, LinearShape
 
@@ -95,3 +96,17 @@ def test_gradients_are_cleared_in_place() -> None:
     zero_grad(store)
     assert view.abs().sum() == 0
     assert store.factor_grads[0][0].data_ptr() == view.data_ptr()
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0]])
+def test_some_columns_at_a_time_give_the_bits_of_all_at_once(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    banks = []
+    for elements in (2**22, 1):
+        monkeypatch.setattr(optim, "_STEP_ELEMENTS", elements)
+        store = filled(torch.float32)
+        assert (len(optim._slices(store.size, elements)) > 1) == (elements == 1)
+        for step in range(3):
+            store.grad.copy_(gradients(store, step))
+            adamw_step(store, slots, [SETTINGS[i] for i in slots], [True] * len(slots))
+        banks.append([store.theta, store.exp_avg, store.exp_avg_sq])
+    assert all(map(torch.equal, *banks))

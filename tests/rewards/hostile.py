@@ -42,6 +42,41 @@ def forks() -> float:
     return 1.0
 
 
+def detaches() -> float:
+    """Leave a process in a session of its own whose parent is gone, and which ends for SIGKILL only."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            with open(os.environ["DETACHED"], "a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(os.environ["DETACHED"]):
+        time.sleep(0.01)
+    return 0.0
+
+
+def detaches_and_hangs() -> float:
+    detaches()
+    time.sleep(600)
+    return 1.0
+
+
+def detaches_and_leaves() -> float:
+    detaches()
+    os._exit(3)
+
+
+def detaches_often() -> float:
+    for _ in range(20):
+        detaches()
+    time.sleep(600)
+    return 1.0
+
+
 def allocates() -> float:
     return float(len(bytearray(10 * 2**30)))
 
@@ -50,7 +85,10 @@ def leaves() -> float:
     os._exit(0)
 
 
+DETACHING = (detaches_and_hangs, detaches_and_leaves, detaches_often)
 ACTS = {act.__name__: act for act in (raises, hangs, backtracks, powers, ignores_sigterm, forks, allocates, leaves)} | {
+    "detaches": detaches,
+    **{act.__name__: act for act in DETACHING},
     "none": lambda: None,
     "nan": lambda: float("nan"),
     "text": lambda: "0.5",

@@ -2,7 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,8 +13,9 @@ import pytest
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import Accuracy, CombinedGrader, IsolatedGrader, call_grader, grade
 from agilerl.rewards.grader import attempt_grader
-from tests.rewards.hostile import ACTS, batch, hostile
+from tests.rewards.hostile import ACTS, DETACHING, batch, hostile
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 0.5
 ROW = {"question": "3+4", "answer": "7"}
 
@@ -20,16 +24,81 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-@pytest.mark.parametrize("act", [name for name in ACTS if name != "none"])
+WORKER = 2
+"""Processes of a worker: itself, and the one that ends what it starts."""
+
+
+@pytest.mark.parametrize("act", [name for name in ACTS if name != "none" and not name.startswith("detaches")])
 def test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing(act):
     with IsolatedGrader(hostile, timeout=TIMEOUT, memory_bytes=2**30) as grader:
         start = time.monotonic()
-        grades = grade(grader, ["7", act, "8", "none"], [ROW] * 4)
+        (outcome,) = grader([""], [act], answer=["7"])
         assert time.monotonic() - start < TIMEOUT + 1.0
+        assert not isinstance(outcome, float)
+        assert len(descendants()) in (0, WORKER)
+        grades = grade(grader, ["7", act, "8", "none"], [ROW] * 4)
         assert grades.rewards == [1.0, None, 0.0, None]
         assert grades.failures == {"hostile": [1]}
-        assert len(descendants()) == 1
+        assert len(descendants()) == WORKER
     assert descendants() == []
+
+
+@pytest.fixture
+def detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that acts write the processes to that they detach."""
+    monkeypatch.setenv("DETACHED", str(tmp_path / "detached"))
+    return tmp_path / "detached"
+
+
+def alive(detached: Path) -> list[int]:
+    pids = [int(line) for line in detached.read_text().split()]
+    assert pids
+    return [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize("act", [act.__name__ for act in DETACHING])
+def test_what_leaves_its_session_and_its_parent_is_killed_too(act: str, detached: Path) -> None:
+    with IsolatedGrader(hostile, timeout=TIMEOUT) as grader:
+        start = time.monotonic()
+        (outcome,) = grader([""], [act], answer=["7"])
+        assert isinstance(outcome, RewardError)
+        assert time.monotonic() - start < TIMEOUT + 1.0
+        assert alive(detached) == []
+        assert descendants() == []
+        assert grade(grader, ["7"], [ROW]).rewards == [1.0]
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_what_a_grader_leaves_behind_ends_with_it(end: str, detached: Path) -> None:
+    grader = IsolatedGrader(hostile, timeout=5)
+    grader.setup()
+    assert call_grader(grader, ["detaches"], [ROW]) == [0.0]
+    assert len(alive(detached)) == 1
+    if end == "kill":  # of the worker, by somebody else
+        (container,) = psutil.Process().children()
+        container.children()[0].kill()
+        container.wait(2)
+    grader.close()
+    assert alive(detached) == []
+    assert descendants() == []
+
+
+def test_what_a_grader_leaves_behind_ends_when_its_owner_is_killed(detached: Path) -> None:
+    code = (
+        "from agilerl.rewards import IsolatedGrader, call_grader\n"
+        "grader = IsolatedGrader('tests.rewards.hostile:hostile')\n"
+        f"print(call_grader(grader, ['detaches'], [{ROW}]), flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"[0.0]\n"
+        assert len(alive(detached)) == 1
+        below = psutil.Process(owner.pid).children(recursive=True)
+        owner.kill()
+    psutil.wait_procs(below, timeout=2)
+    assert [process for process in below if process.is_running()] == []
+    assert alive(detached) == []
 
 
 SAID = {
@@ -55,7 +124,7 @@ def test_a_batch_signature_works_and_workers_share_the_load():
         start = time.monotonic()
         assert call_grader(grader, texts, [ROW] * 4) == [1.0, 0.0, 0.0, 0.0]
         assert time.monotonic() - start < 0.55
-        assert len(descendants()) == 2
+        assert len(descendants()) == 2 * WORKER
 
 
 def test_it_runs_elsewhere_and_prints_do_not_disturb():

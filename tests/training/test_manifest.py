@@ -10,6 +10,7 @@ from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import build, check, document, genes, hyperparameters, task
 from agilerl.validation import nearest, shown
 
+MANIFESTS = Path(__file__).resolve().parents[2] / "tutorials" / "manifests"
 FULL = """
 algorithm:
   {name: GRPO, lr: 5e-6, beta: 0.001, group_size: 4, batch_size: 8, max_output_tokens: 16, clip_coef: [0.8, 1.3]}
@@ -80,7 +81,7 @@ def test_every_documented_section_and_setting(tmp_path: Path) -> None:
 
 
 def test_an_empty_manifest_is_all_defaults(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "empty.yaml").write_text("{}")
     assert load_manifest(tmp_path / "empty.yaml") == RunConfig()
     assert load_manifest(tmp_path / "empty.yaml") != load_manifest()  # the embedded default has settings of its own
 
@@ -118,6 +119,19 @@ def test_the_resolved_document_gives_the_same_configuration() -> None:
     resolved = json.loads(json.dumps(document(config)))
     assert resolved["algorithm"]["temperature"] == 1.0  # defaults included
     assert document(RunConfig.from_dict(resolved)) == document(config)
+
+
+@pytest.mark.parametrize("path", [None, *sorted(MANIFESTS.glob("*.yaml"))], ids=lambda p: p.stem if p else "sparse")
+def test_the_resolved_document_survives_json_with_its_types(path: Path | None, tmp_path: Path) -> None:
+    """32 equals 32.0, but is other text in run.json: a run that starts again from there would not be the same."""
+    if path is None:
+        path = tmp_path / "sparse.yaml"
+        path.write_text("algorithm: {name: GRPO}")
+    config = load_manifest(path)
+    written = json.dumps(document(config))
+    again = RunConfig.from_dict(json.loads(written))
+    assert json.dumps(document(again)) == written
+    assert repr(again.network) == repr(config.network)  # what is dumped has the declared type, whatever the default is
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def names_read() -> frozenset[str]:
 
 def passed_whole() -> set[str]:
     """Return the settings of sections that are handed on as they are (``LoraConfig(**section.model_dump())``)."""
-    lora = next(s for s in sections(RunConfig) if s.__name__ == "LoraSection")
-    return set(lora.model_fields)
+    whole = ("LoraSection", "QuantizationConfig")
+    return {name for s in sections(RunConfig) if s.__name__ in whole for name in s.model_fields}
 
 
 SETTINGS = sorted({(s.__name__, name) for s in sections(RunConfig) for name in s.model_fields})

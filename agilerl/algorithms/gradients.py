@@ -1,0 +1,271 @@
+"""The gradients of one optimizer window: cut into micro-batches, divided among processes, computed, added up."""
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from agilerl.algorithms.losses import LossFunction, compute_loss
+from agilerl.algorithms.policy import record_idle
+from agilerl.data import LossInputs, RolloutBatch
+from agilerl.functional import MetricReducer
+from agilerl.models.agreement import agreed
+from agilerl.models.memory import attempt
+from agilerl.models.slots import AdapterStore
+from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.llm import LLMAlgorithm
+    from agilerl.algorithms.update import Experience
+
+__all__ = ["Piece", "Share", "accumulate", "accumulate_all"]
+
+_HEADER = 8
+"""Bytes that say how long the JSON before the gradients is."""
+
+
+@dataclass
+class Piece:
+    """One micro-batch of one agent and the window it belongs to."""
+
+    agent: "LLMAlgorithm"
+    experience: "Experience"
+    rows: Tensor
+    denominator: float
+    loss: LossFunction | None = None
+    """Used in place of the agent's own; None: the agent's."""
+    metrics: MetricReducer = field(default_factory=MetricReducer)
+    """Of this micro-batch alone, until all of them have been computed."""
+    is_finite: bool = True
+    """Whether its loss was."""
+
+
+@dataclass
+class Share:
+    """Rows of one agent that go into one optimizer step together."""
+
+    agent: "LLMAlgorithm"
+    experience: "Experience"
+    rows: Tensor
+    denominator: float
+    metrics: MetricReducer
+    loss: LossFunction | None = None
+    """Used in place of the agent's own; None: the agent's."""
+
+    def cut(self) -> tuple[list[Piece], int]:
+        """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
+
+        Idle rows are idle under the algorithm's own objective only; another loss sees every row.
+        """
+        own = self.loss if self.loss is not None else self.agent.loss
+        idle = self.experience.idle if own is None else None
+        busy = self.rows if idle is None else self.rows[~idle[self.rows]]
+        batch = self.experience.batch
+        skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
+        parts = torch.split(busy, self.agent.micro_rows(batch)) if len(busy) else ()
+        return [Piece(self.agent, self.experience, rows, self.denominator, self.loss) for rows in parts], skipped
+
+
+class _Overflow(NamedTuple):
+    """A forward pass that memory did not hold."""
+
+    tokens: int
+    """Padded tokens of it."""
+    slot: int
+    """Of the first agent in it."""
+    rows: int
+    """Rows of it where it was of one agent alone, else 0."""
+
+
+def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list["LLMAlgorithm"]:
+    """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
+
+    All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
+    to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
+    passes. Returns the agents of which memory does not hold the least, without a gradient from here; the others' passes
+    are what they would be without them. Where several processes share the agents, each computes some of the
+    micro-batches, and all of them return with the gradients, metrics and verdicts of the whole.
+    """
+    store, unfit, left = runtime.store, list["LLMAlgorithm"](), list(shares)
+    before = runtime.limits.train_tokens
+    slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
+    pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
+    while True:
+        cuts = [share.cut() for share in left]
+        full = _accumulate_pieces(runtime, [pieces for pieces, _ in cuts])
+        if full is None:
+            break
+        for slot in slots:
+            store.grad[slot] = pending.get(slot, 0.0)
+        runtime.limits.train_tokens = max(1, full.tokens // 2)
+        share = next(share for share in left if share.agent.slot == full.slot)
+        if 0 < full.rows <= share.agent.micro_rows(share.experience.batch):  # it cannot make do with fewer
+            runtime.limits.train_tokens = before
+            unfit.append(share.agent)
+            left = [other for other in left if other is not share]
+    for share, (pieces, idle_tokens) in zip(left, cuts):
+        record_idle(idle_tokens, share.metrics)
+        for piece in pieces:
+            share.metrics.merge(piece.metrics)
+            share.agent.gradient_is_finite &= piece.is_finite
+    return unfit
+
+
+def _accumulate_pieces(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> _Overflow | None:
+    """Add the gradients of each agent's micro-batches; returns what memory did not hold, if there is such a thing.
+
+    On a CPU the processes add up one micro-batch of each after the other, in the order in which one process would, to
+    the same bits. Elsewhere each adds up its own, and the sums are added: a single transfer.
+    """
+    processes, store = runtime.processes, runtime.store
+    if processes.size == 1:
+        return _accumulate_packs(runtime, pieces)
+    slots = {i: list(own[0].agent.optimizer_settings()) for i, own in enumerate(pieces) if own}
+    every = [slot for own in slots.values() for slot in own]
+    longest = max((len(own) for own in pieces), default=0)
+    in_order = _adds_in_order(store)
+    width = processes.size if in_order else max(longest, 1)
+    total = store.grad[every]
+    for start in range(0, longest, width):
+        places = [
+            [k for k in range(start, min(start + width, len(own))) if (i + k) % processes.size == processes.rank]
+            for i, own in enumerate(pieces)
+        ]
+        store.grad[every] = 0.0
+        work = partial(_compute, runtime, pieces, places, every if in_order else [])
+        received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
+        full = next((found for found, _, _ in received if found is not None), None)
+        if full is not None:
+            return full
+        for _, reports, _ in received:
+            for i, k, metrics, is_finite in reports:
+                pieces[i][k].metrics, pieces[i][k].is_finite = MetricReducer.from_state(metrics), is_finite
+        if in_order:
+            parts = [torch.frombuffer(g, dtype=store.dtype).view(total.shape) for _, _, g in received]
+            row = 0
+            for i, own in slots.items():
+                for k in range(start, start + width):
+                    total[row : row + len(own)] += parts[(i + k) % processes.size][row : row + len(own)]
+                row += len(own)
+        else:
+            own_sum = store.grad[every]
+            processes.add_(own_sum)
+            total += own_sum
+    store.grad[every] = total
+    return None
+
+
+def _adds_in_order(store: AdapterStore) -> bool:
+    """Return whether bits are promised, which is worth a transfer for each round of micro-batches."""
+    return store.device.type == "cpu"
+
+
+def _compute(
+    runtime: Runtime, pieces: Sequence[Sequence[Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
+) -> bytes:
+    """Compute this process's micro-batches; returns what the others have to know, with the gradients of ``slots``."""
+    full = _accumulate_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
+    done = [(i, k) for i, mine in enumerate(places) for k in mine] if full is None else []
+    reports = [[i, k, pieces[i][k].metrics.state(), pieces[i][k].is_finite] for i, k in done]
+    header = json.dumps([full, reports]).encode()
+    gradients = runtime.store.grad[list(slots)].numpy().tobytes() if slots else b""
+    return len(header).to_bytes(_HEADER) + header + gradients
+
+
+def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
+    end = _HEADER + int.from_bytes(part[:_HEADER])
+    full, reports = json.loads(part[_HEADER:end])
+    return None if full is None else _Overflow(*full), reports, bytearray(part[end:])
+
+
+def _accumulate_packs(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> _Overflow | None:
+    """Add the gradients of each agent's micro-batches, the k-th ones of all agents together."""
+    for k in range(max((len(own) for own in pieces), default=0)):
+        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
+            if attempt(partial(accumulate, runtime, pack)) is None:
+                first = pack[0]
+                length = first.experience.batch.select(first.rows).ids.shape[1]
+                rows = sum(len(piece.rows) for piece in pack)
+                return _Overflow(rows * length, first.agent.slot, rows if len(pack) == 1 else 0)
+    return None
+
+
+def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
+    """Group micro-batches of equal padded length into forward passes of at most ``max_tokens`` tokens.
+
+    Lengths never mix: a row's bits in the backward pass of attention depend on the padded length.
+    """
+    by_length: dict[int, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda p: p.agent.slot):
+        by_length.setdefault(piece.experience.batch.select(piece.rows).ids.shape[1], []).append(piece)
+    packs: list[list[Piece]] = []
+    for length, group in by_length.items():
+        packs.append([])
+        for piece in group:
+            if packs[-1] and sum(map(_forward_rows, [*packs[-1], piece])) * length > max_tokens:
+                packs.append([])
+            packs[-1].append(piece)
+    return packs
+
+
+def _forward_rows(piece: Piece) -> int:
+    """Return the rows that a micro-batch adds to a forward pass: a critic reads them once more."""
+    return len(piece.rows) * (1 if piece.agent.critic_slot is None else 2)
+
+
+def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> float:
+    """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
+
+    The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
+    window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
+    skip the next step. Returns the total.
+    """
+    batches = [p.experience.batch.select(p.rows) for p in pieces]
+    parts = [
+        AgentRows(p.agent.slot, batch, getattr(p.agent.config, "temperature", 1.0)) for p, batch in zip(pieces, batches)
+    ]
+    critics = [i for i, p in enumerate(pieces) if p.agent.critic_slot is not None]
+    parts += [AgentRows(pieces[i].agent.critic_slot, batches[i], 1.0, values=True) for i in critics]
+    outputs = runtime.forward(parts, entropy=True)
+    values = {i: output.values for i, output in zip(critics, outputs[len(pieces) :])}
+    losses = []
+    for i, (piece, output) in enumerate(zip(pieces, outputs)):
+        inputs = _inputs(piece, batches[i], output, values.get(i))
+        loss = compute_loss(piece.agent, piece.loss, inputs, piece.metrics)
+        piece.is_finite = bool(torch.isfinite(loss))
+        losses.append(loss)
+    total = torch.stack(losses).sum()
+    with nullcontext() if runtime.lockstep is None else runtime.lockstep.backward():
+        total.backward()  # type: ignore[no-untyped-call]
+    return float(total.detach())
+
+
+def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Tensor | None) -> LossInputs:
+    e, logp = piece.experience, output.logp
+    assert logp is not None
+    width, device = logp.shape[1], logp.device
+
+    def rows(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[piece.rows.to(values.device), :width].to(device)
+
+    old, advantages = rows(e.old_logp), rows(e.advantages)
+    assert advantages is not None
+    return LossInputs(
+        logp=logp,
+        mask=batch.action_mask.to(device),
+        old_logp=logp.detach() if old is None else old,
+        advantages=advantages,
+        denominator=piece.denominator,
+        ref_logp=rows(e.ref_logp),
+        sampling_logp=rows(e.sampling_logp),
+        entropy=output.entropy,
+        turn_ids=batch.turn_ids.to(device),
+        values=values,
+        old_values=rows(e.old_values),
+        returns=rows(e.returns),
+    )

@@ -1,0 +1,196 @@
+"""``agilerl plan``: what a population would need on other machines, and how to lay it over them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agilerl.cli.running import configuration
+from agilerl.training.config import RunConfig
+from agilerl.training.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, PER_MACHINE, Costs, gpu
+
+if TYPE_CHECKING:
+    from agilerl.training.capacity import Capacity, Forecast
+    from agilerl.training.roofline import Machine, ModelShape
+    from agilerl.training.workload import Lengths
+
+__all__ = ["run_plan"]
+
+
+def run_plan(
+    arguments: Sequence[str],
+    *,
+    devices: int,
+    kind: str,
+    prompt: int | None,
+    completion: int | None,
+    allow_code: bool,
+    as_json: bool,
+) -> None:
+    """Compute and print; see ``agilerl plan --help``."""
+    config = configuration(arguments)
+    known = gpu(kind) if kind != "cpu" else None
+    # Imported once all that was typed is known to be good: a typo should not cost seconds.
+    import torch
+
+    from agilerl.training.capacity import proposed
+    from agilerl.training.model_shape import model_shape
+    from agilerl.training.rates import measured_machine
+    from agilerl.training.workload import lengths, workload
+
+    torch.set_num_threads(config.training.threads)
+    shape = model_shape(config, device="cpu" if known is None else "cuda")
+    machine = measured_machine() if known is None else known
+    costs = CPU_COSTS if known is None else GPU_COSTS
+    found = lengths(config, shape, prompt, completion, allow_code=allow_code)
+    vllm = bool(config.algorithm.get("use_vllm"))
+    load = workload(config, found, row_multiple=16 if known is None else 1)
+    capacity = proposed(shape, load, machine, costs, devices, vllm=vllm)
+    document = _document(config, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(document, capacity, Console(markup=False, emoji=False, highlight=False))
+
+
+def _document(
+    config: RunConfig,
+    arguments: Sequence[str],
+    capacity: "Capacity",
+    *,
+    shape: "ModelShape",
+    machine: "Machine",
+    costs: Costs,
+    found: "Lengths",
+) -> dict[str, Any]:
+    """Return everything that is printed, as plain data: bytes, seconds, tokens."""
+    best = capacity.best
+    sheet = GPUS.get(machine.name)
+    source = (
+        "measured here, just now"
+        if sheet is None
+        else (f"{sheet.source}; {MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed")
+    )
+    return {
+        "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
+        "machine": asdict(machine) | {"source": source, "costs": costs.origin},
+        "workload": asdict(best.load),
+        "assumed": list(found.said),
+        "proposal": _facts(best) | {"overrides": overrides(config, best), "command": command(config, best, arguments)},
+        "reasons": list(capacity.reasons),
+        "others": [_facts(other) for other in capacity.others],
+        "refused": list(capacity.refused),
+    }
+
+
+def _facts(forecast: "Forecast") -> dict[str, Any]:
+    from agilerl.training.capacity import named
+
+    return {
+        "layout": named(forecast.split),
+        **asdict(forecast.split),
+        "devices": forecast.split.devices,
+        "max_tokens_in_flight": forecast.load.max_tokens,
+        "max_rows_in_flight": forecast.load.max_rows,
+        "memory_bytes": dict(forecast.memory) | {"peak": forecast.peak},
+        "seconds": dict(forecast.seconds) | {"iteration": forecast.iteration, "generation": forecast.generation},
+        "floor_seconds": dict(forecast.floors),
+    }
+
+
+def overrides(config: RunConfig, best: "Forecast") -> list[str]:
+    """Return the settings of the manifest that the proposal asks for."""
+    load, split = best.load, best.split
+    found = [
+        f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
+        f"training.max_rows_in_flight={load.max_rows}",
+    ]
+    own = int(load.micro_tokens // max(load.length, 1))
+    if load.micro_tokens > 4096 and own >= 1:
+        found.append(f"algorithm.micro_batch_size_per_gpu={own}")
+    if load.checkpointing and not config.algorithm.get("gradient_checkpointing"):
+        found.append("algorithm.gradient_checkpointing=true")
+    if split.processes > 1:
+        found.append(f"distributed.processes_per_island={split.processes}")
+    if split.sharded:
+        found.append("distributed.sharding=fsdp2")
+    return found
+
+
+def command(config: RunConfig, best: "Forecast", arguments: Sequence[str]) -> str:
+    """Return the command that starts the proposal."""
+    devices = best.split.devices
+    given = [*arguments, *overrides(config, best)]
+    quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in given)
+    if devices == 1:
+        return f"agilerl train {quoted}"
+    machines = -(-devices // PER_MACHINE)
+    nodes = f"--nnodes {machines} " if machines > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {-(-devices // machines)} -m agilerl.cli train {quoted}"
+
+
+def _print(document: dict[str, Any], capacity: "Capacity", console: Console) -> None:
+    """Print the plan for a person."""
+    from agilerl.training.capacity import SHARE, gib, named
+
+    model, machine, best = document["model"], document["machine"], capacity.best
+    table = _table(headers=False)
+    table.add_row("model", f"{model['name']}: {model['parameters']:,} parameters, {gib(model['weight_bytes'])}")
+    table.add_row(
+        "device",
+        f"{machine['name']}: {machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s, "
+        f"{gib(machine['memory'])} ({machine['source']})",
+    )
+    table.add_row("costs", machine["costs"])
+    load = best.load
+    table.add_row(
+        "iteration",
+        f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
+    )
+    for sentence in document["assumed"]:
+        table.add_row("", sentence)
+    table.add_row("layout", f"{named(best.split)}: {best.split.devices} of the devices")
+    table.add_row("start with", document["proposal"]["command"])
+    for number, reason in enumerate(document["reasons"]):
+        table.add_row("because" if not number else "", reason)
+    console.print(table)
+    console.print(
+        f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used"
+    )
+    table = _table()
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    for name, size in best.memory.items():
+        if size:
+            table.add_row(name, gib(size))
+    console.print(table)
+    console.print(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}")
+    table = _table()
+    for name in ("phase", "seconds", "least possible", "times", "share"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase, spent in best.seconds.items():
+        times = load.iterations if phase in ("prefill", "decode", "logprobs", "train", "optimizer") else 1
+        if spent:
+            share = f"{spent * times / best.generation:.0%}"
+            table.add_row(phase.replace("_", " "), f"{spent:,.3g}", f"{best.floors[phase]:,.3g}", str(times), share)
+    console.print(table)
+    console.print()
+    for other in capacity.others[:4]:
+        console.print(f"also fits: {named(other.split)}: {_time(other.generation)}, {gib(other.peak)}")
+    for sentence in capacity.refused[:4]:
+        console.print(f"does not fit: {sentence}")
+    console.print("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")
+
+
+def _table(*, headers: bool = True) -> Table:
+    return Table(show_header=headers, box=None, padding=(0, 2, 0, 0))
+
+
+def _time(spent: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if spent >= size:
+            return f"{spent / size:,.1f} {unit}"
+    return f"{spent:,.3g} s"

@@ -1,0 +1,197 @@
+"""A run on the command line: where it lies, how it is opened, how it is followed to its end."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from agilerl.errors import CheckpointError, ConfigError, WriteError
+from agilerl.training.config import RunConfig, load_manifest
+from agilerl.validation import shown
+
+if TYPE_CHECKING:
+    from agilerl.runs.directory import RunLayout
+    from agilerl.training.events import Event
+    from agilerl.training.saved import SavedRun
+    from agilerl.training.setup import Session
+    from agilerl.training.stopping import StopRequest
+
+__all__ = [
+    "check_place",
+    "configuration",
+    "default_out",
+    "follow",
+    "found_text",
+    "opened_run",
+    "quieten_libraries",
+    "say",
+    "say_at_once",
+]
+
+
+def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfig:
+    """Return the configuration that a command line asks for: a manifest, overrides ``section.key=value``, a seed.
+
+    An argument with ``=`` that is no file is an override. Raises ConfigError for a second manifest, and for what is
+    wrong in the first.
+    """
+    manifests = [a for a in arguments if "=" not in a or _is_file(a)]
+    if len(manifests) > 1:
+        raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
+    overrides = [a for a in arguments if a not in manifests]
+    if seed is not None:
+        overrides.append(f"training.seed={seed}")
+    return load_manifest(Path(manifests[0]) if manifests else None, overrides)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # a name too long for the file system
+        return False
+
+
+def opened_run(
+    root: Path, expected: RunConfig | None, *, allow_changes: bool, quiet: bool, as_json: bool
+) -> "SavedRun | None":
+    """Open an unfinished run of the ``expected`` configuration, if given; None, and said, where it is finished."""
+    from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
+
+    info, layout = read_run(root), RunLayout(root)
+    check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
+    quieten_libraries()
+    from agilerl.runs.strict_json import read_json
+    from agilerl.training.saved import open_run
+    from agilerl.training.setup import document
+
+    if expected is not None:
+        RunConfig.from_dict(info["config"])
+        _check_same(info["config"], document(expected), root)
+    if not layout.is_finished:
+        return open_run(root, report=say, allow_changes=allow_changes)
+    _complete(layout)
+    console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
+    console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
+    if as_json:
+        print(json.dumps(read_json(layout.summary), indent=1))
+    return None
+
+
+def _complete(layout: "RunLayout") -> None:
+    """Write the report of a finished run whose process died between the summary and that."""
+    if layout.report.exists():
+        return
+    from agilerl.report import build_report
+    from agilerl.runs.atomic import remove_leftovers
+    from agilerl.runs.directory import check_not_in_use
+
+    check_not_in_use(layout.root)  # a process may be writing it just now
+    remove_leftovers(layout.root)
+    build_report([layout.root], layout.report)
+
+
+def follow(
+    start: "Callable[[StopRequest], Iterator[Event]]",
+    session: "Session",
+    root: Path,
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    """Show a run to its end, or to where a signal lets it stop or the disk refuses."""
+    from agilerl.cli.progress import watch
+    from agilerl.runs.directory import RunLayout
+    from agilerl.training.stopping import Interrupted, stop_on_signals
+
+    with stop_on_signals(say_at_once) as stop:
+        try:
+            summary = watch(start(stop), session, console)
+        except Interrupted as interrupted:
+            say(str(interrupted))
+            sys.exit(interrupted.code)
+        except KeyboardInterrupt:
+            say(f"interrupted; go on from the last checkpoint with: agilerl resume {root}")
+            sys.exit(130)
+        except WriteError as error:
+            if not RunLayout(root).run_json.exists():
+                raise
+            told = str(error).rstrip(".")
+            raise WriteError(f"{told}. Free space, or mend what is wrong, then: agilerl resume {root}") from error
+    if as_json:
+        print(json.dumps(summary, indent=1))
+
+
+def found_text(root: Path, session: "Session") -> str:
+    """Return in a sentence where a run goes on."""
+    if session.saved is None:
+        damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
+        return f"Resuming {root}: no {'intact checkpoint' if damaged else 'checkpoint yet'}, so from the beginning."
+    done = session.saved.progress
+    return (
+        f"Resuming {root} after iteration {done.iteration} (checkpoint {session.saved.path.name}): generation "
+        f"{done.generation}, {len(session.population.everyone)} agents, {done.samples:,} of "
+        f"{session.config.training.max_steps:,} samples."
+    )
+
+
+def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path) -> None:
+    """Raise ConfigError that names the first setting in which a run differs from what is asked for."""
+    for section, settings in wanted.items():
+        for name in {**settings, **found.get(section, {})}:
+            there, value = found.get(section, {}).get(name), settings.get(name)
+            if there != value:
+                raise ConfigError(
+                    f"the run in {str(root)!r} was started with {section}.{name}={shown(there)}, now it is "
+                    f"{shown(value)}; use the same settings, or another directory"
+                )
+
+
+def say(sentence: str) -> None:
+    """Say something that is no result."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+def say_at_once(sentence: str) -> None:
+    """Say something from within a signal handler, where a stream that is being written to refuses a second writer."""
+    with suppress(OSError):  # nobody may be listening any more
+        os.write(2, f"{sentence}\n".encode())
+
+
+def default_out(config: RunConfig) -> Path:
+    """Return ``runs/<what is learned>-<time>``, numbered where another run took the name in the same second."""
+    e = config.environment
+    what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
+    task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
+    name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+
+
+def check_place(root: Path) -> None:
+    """Raise CheckpointError where no run can be written, before anything slow is done; writes nothing."""
+    from agilerl.runs.directory import check_vacant
+
+    try:
+        check_vacant(root)
+        above = next(path for path in (root, *root.absolute().parents) if path.exists())
+    except OSError as error:
+        raise CheckpointError(f"the directory {shown(str(root))} cannot be used: {error.strerror or error}") from error
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        problem = "is no directory" if not above.is_dir() else "cannot be written to"
+        raise CheckpointError(f"the run directory {shown(str(root))} cannot be made: {shown(str(above))} {problem}")
+
+
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of the libraries out of ours."""
+    import transformers
+
+    logging: Any = transformers.utils.logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,269 @@
+"""A population on several islands: each has one base and trains a share of the agents; all plan as one."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.state import AgentState
+from agilerl.distributed.exchange import Exchange
+from agilerl.distributed.transfer import packed, unpacked
+from agilerl.envs.core import Split, Task
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.guard import Vitals
+from agilerl.hpo.mutation import Member, Mutation, inherited
+from agilerl.hpo.parameters import Gene, Value
+from agilerl.hpo.selection import Plan
+from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.members import Checkup, Known
+from agilerl.population import Population
+from agilerl.rollouts.failures import Failure, check_error_rate
+from agilerl.rollouts.rollout import Rollout
+
+__all__ = ["AgentFacts", "IslandPopulation", "founders", "shared_fitness"]
+
+
+@dataclass(frozen=True)
+class AgentFacts:
+    """What every island knows of an agent."""
+
+    index: int
+    parent: int | None
+    mut: str
+    tokens: Mapping[str, int]
+    genes: Mapping[str, Gene]
+    hyperparameters: Mapping[str, Value]
+    group_size: int
+
+    @classmethod
+    def of(cls, agent: LLMAlgorithm) -> dict[str, Any]:
+        """Return the facts as plain data."""
+        return {
+            "index": agent.index,
+            "parent": agent.parent,
+            "mut": agent.mut,
+            "tokens": agent.tokens,
+            "genes": {name: asdict(gene) for name, gene in agent.genes.items()},
+            "hyperparameters": agent.hyperparameters,
+            "group_size": agent.config.group_size,  # type: ignore[attr-defined]
+        }
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "AgentFacts":
+        """Return the facts of plain data."""
+        genes = {
+            name: Gene(**{**g, "choices": tuple(g["choices"]), "factors": g["factors"] and tuple(g["factors"])})
+            for name, g in values["genes"].items()
+        }
+        return cls(**{**values, "genes": genes})
+
+
+class IslandPopulation(Population):
+    """The agents of one island, which knows of all the others what a selection needs.
+
+    Places in the population are dealt out to the islands in order, and stay theirs: an agent that a selection puts into
+    the place of another island moves there. Whatever compares agents (exams, error rates, selection, the guard against
+    collapse) sees all of them, so that the run is the same, to the bit on a CPU, on any number of islands. All islands
+    make the same calls.
+    """
+
+    def __init__(
+        self,
+        agents: Sequence[LLMAlgorithm],
+        task: Task | EpisodeTask,
+        exchange: Exchange,
+        **settings: Any,
+    ) -> None:
+        super().__init__(agents, task, **settings)
+        self.exchange = exchange
+        self._all_sit_it = False
+        """Whether an exam of everybody is going on."""
+        self._learn_of_all()
+        self.next_index = max(agent.index for agent in self.everyone) + 1
+
+    @property
+    def everyone(self) -> Sequence[Known]:
+        """All agents of the run, in the order of the population, as they were after the last exam or selection."""
+        return self._known
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Completions a prompt of each agent of the run."""
+        return [facts.group_size for facts in self._known]
+
+    def _learn_of_all(self) -> None:
+        own = [AgentFacts.of(agent) for agent in self.agents], self.runtime.store.max_rank
+        found = self.exchange.all(own)
+        self._known = [AgentFacts.read(facts) for part, _ in found for facts in part]
+        # How wide the bank is decides the last bits of every agent, also of those with a smaller rank.
+        widest = max(rank for _, rank in found)
+        if widest > self.runtime.store.max_rank:
+            self.runtime.store.widen(widest)
+
+    def _owners(self) -> dict[int, int]:
+        """Return the island of each agent."""
+        shares = self.exchange.processes.shares(len(self._known))
+        return {self._known[place].index: island for island, share in enumerate(shares) for place in share}
+
+    # -- what is compared -----------------------------------------------------------------------------------------
+
+    def _check_rollout(self, rollout: Rollout) -> None:
+        own = [asdict(failure) for failures in rollout.failures.values() for failure in failures]
+        found = self.exchange.all((sum(rollout.samples.values()), own))
+        failures = [Failure(**failure) for _, part in found for failure in part]
+        samples = sum(count for count, _ in found)
+        check_error_rate(samples, failures, self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
+
+    def evaluate(self, split: Split = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+        """Examine every agent of the run, each on its island; or some ``agents``, on this one alone."""
+        self._all_sit_it = agents is None
+        try:
+            own = super().evaluate(split, agents=agents)
+        finally:
+            self._all_sit_it = False
+        if agents is not None:
+            return own
+        found = self.exchange.merged({index: _plain(fitness) for index, fitness in own.items()})
+        self._learn_of_all()
+        return {index: _fitness(values) for index, values in found.items()}
+
+    def evaluate_agent(self, index: int, split: Split) -> Fitness:
+        """Examine one agent on its island."""
+        own = super().evaluate_agent
+        return shared_fitness(self.exchange, self._owners()[index], lambda: own(index, split))
+
+    def evaluate_base(self, split: Split = "test") -> Fitness:
+        """Examine the base model on the first island."""
+        own = super().evaluate_base
+        return shared_fitness(self.exchange, 0, lambda: own(split))
+
+    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, everybody: bool) -> set[int]:
+        if not self._all_sit_it:
+            return super()._check_exam(failures, examined, size, everybody=everybody)
+        found = self.exchange.all((examined, [asdict(failure) for failure in failures]))
+        everything: list[Failure] = []
+        before = 0
+        for count, part in found:
+            everything += [Failure(**{**f, "request": f["request"] + before * size}) for f in part]
+            before += count
+        return super()._check_exam(everything, before, size, everybody=True)
+
+    def _checkups(self) -> dict[int, Checkup]:
+        found = self.exchange.merged({index: asdict(checkup) for index, checkup in super()._checkups().items()})
+        return {index: Checkup(c["sick"], Vitals(**c["vitals"]), c["weights"]) for index, c in found.items()}
+
+    # -- selection ------------------------------------------------------------------------------------------------
+
+    def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
+        """Send each agent, or parent of a child, to the islands that need it; then clone and give up as one would."""
+        owners, rank = self._owners(), self.exchange.rank
+        shares = self.exchange.processes.shares(len(plan.slots))
+        if not all(shares):
+            raise ConfigError(f"the selection leaves {len(plan.slots)} agents, fewer than the {len(shares)} islands")
+        births = {birth.child: birth for birth in plan.births}
+        roots = {index: births[index].parent if index in births else index for index in plan.slots}
+        journeys = {
+            (roots[plan.slots[place]], island): owners[roots[plan.slots[place]]]
+            for island, share in enumerate(shares)
+            for place in share
+        }
+        arrived: dict[int, AgentState] = {}
+        self.exchange.all(None)
+        for (index, island), owner in sorted(journeys.items()):
+            if owner == island:
+                continue
+            if rank == owner:
+                self.exchange.send(packed(self.agent(index).state()), island)
+            elif rank == island:
+                arrived[index] = unpacked(self.exchange.receive(owner))
+        agents = []
+        for index in (plan.slots[place] for place in shares[rank]):
+            root = roots[index]
+            agent = self._moved_in(arrived[root]) if root in arrived else self.agent(root)
+            if index in births:
+                agent = self._child(agent, births[index].child, arrived=root in arrived)
+                self._inherit(agent, births[index].hyperparameters_from)
+            agents.append(agent)
+        self._replace(agents)
+        self.next_index += len(plan.births)
+        return self.exchange.merged({agent.index: dict(agent.hyperparameters) for agent in agents})
+
+    def _moved_in(self, state: AgentState) -> LLMAlgorithm:
+        return ALGORITHMS[state.algorithm].from_state(state, self.runtime, self.agents[0].loss)
+
+    @staticmethod
+    def _child(agent: LLMAlgorithm, index: int, *, arrived: bool) -> LLMAlgorithm:
+        if not arrived:
+            return agent.clone(index)
+        agent.index, agent.parent = index, agent.index  # a copy already
+        return agent
+
+    def _inherit(self, child: LLMAlgorithm, donor: int | None) -> None:
+        if donor is not None:
+            values = next(facts.hyperparameters for facts in self._known if facts.index == donor)
+            child.apply_mutation(inherited(child.index, child.hyperparameters, donor, values))
+
+    def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
+        # What an agent gets depends on nobody else: so each island plans for its own.
+        own = super()._mutate(plan)
+        found = self.exchange.all([mutation.to_dict() for mutation in own])
+        self._learn_of_all()
+        return [Mutation.from_dict(mutation) for part in found for mutation in part]
+
+    # -- copies ---------------------------------------------------------------------------------------------------
+
+    def state_of(self, index: int) -> AgentState | None:
+        """Return a copy of an agent on the first island; None on the others."""
+        owner, rank = self._owners()[index], self.exchange.rank
+        if owner == 0:
+            return super().state_of(index) if rank == 0 else None
+        self.exchange.all(None)
+        if rank == owner:
+            self.exchange.send(packed(self.agent(index).state()), 0)
+        return unpacked(self.exchange.receive(owner)) if rank == 0 else None
+
+    def states(self) -> Iterator[AgentState]:
+        """Go through all agents of the run, which come to the first island one by one; the others only send theirs."""
+        for index in self._owners():
+            state = self.state_of(index)
+            if state is not None:
+                yield state
+
+
+def founders(
+    algorithm: type[LLMAlgorithm],
+    places: range,
+    size: int,
+    *,
+    init: str,
+    hp_config: Any,
+    **arguments: Any,
+) -> list[LLMAlgorithm]:
+    """Return those of ``algorithm.population(size, ...)`` that stand in these places, without making the others."""
+    first = algorithm(hp_config=hp_config, index=places.start, **arguments)
+    first.runtime.store.reserve(len(places) * algorithm.trained_slots)
+    starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
+    agents = [first, *(first.clone(index) for index in places[1:])]
+    for agent in agents:
+        agent.parent = None
+        if agent.index:  # the first of all has the given values
+            agent.set_hyperparameters(starts[agent.index])
+    return agents
+
+
+def shared_fitness(exchange: Exchange, rank: int, work: Callable[[], Fitness]) -> Fitness:
+    """Let one island examine somebody, and return the result on all."""
+    if exchange.size == 1:
+        return work()
+    return _fitness(exchange.by(rank, lambda: _plain(work())))
+
+
+def _plain(fitness: Fitness) -> list[Any]:
+    return [fitness.mean, fitness.stderr, fitness.n, list(fitness.scores)]
+
+
+def _fitness(values: Sequence[Any]) -> Fitness:
+    mean, stderr, n, scores = values
+    return Fitness(mean, stderr, n, tuple(scores))

@@ -1,0 +1,345 @@
+"""Islands and vLLM servers as actors of a Ray cluster. The one file that imports ray.
+
+Ray moves its messages with pickle: whoever can reach a Ray cluster can run code on it, with or without agilerl.
+"""
+
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
+from agilerl.training.distributed_config import DistributedConfig
+from agilerl.training.stopping import Interrupted, StopRequest
+
+__all__ = ["Outcome", "Work", "launch"]
+
+SUPPORTED = (2, 40)
+"""Oldest version of Ray that this was written for."""
+_POLL_SECONDS = 0.5
+_ANSWER_SECONDS = 5.0
+_PLACEMENT_SECONDS = 120.0
+_SERVER_SECONDS = 900.0
+
+Work = Callable[[StopRequest, Callable[[str], None], str | None], None]
+"""What one process does: asked to stop by the first, it says lines with the second; the third is the address of its
+vLLM server, where there is one. Importable on every machine by its name."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the work of one process ended."""
+
+    kind: str
+    """``done``, ``error`` (a sentence), ``interrupted`` (a sentence and an exit code), ``crashed`` (a traceback)."""
+    text: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Ray, and what is reserved on it."""
+
+    ray: Any
+    """The module."""
+    group: Any
+    """A placement group: a bundle for each island, then one for each vLLM server."""
+    config: DistributedConfig
+
+    def bundle(self, number: int) -> Any:
+        """Return the strategy that places an actor in a bundle."""
+        strategies = self.ray.util.scheduling_strategies
+        return strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
+
+
+@dataclass
+class _Round:
+    """The processes of one attempt, and what they have come to."""
+
+    islands: list[Any]
+    streams: dict[int, Any]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    lost: str = ""
+    """What Ray says of a process that is gone; empty while all are there."""
+
+
+def launch(
+    config: DistributedConfig,
+    works: Sequence[Work],
+    say: Callable[[str], None],
+    stop: Callable[[], Any],
+    serve: Sequence[str] = (),
+) -> Outcome:
+    """Start the islands on Ray, and again from the last checkpoint when one is lost; return how it ended.
+
+    ``works[k]`` is what they do in attempt k, the last one in all further attempts. ``stop`` gives the context inside
+    which signals ask to stop. ``serve`` is the command line of a vLLM server. Raises ConfigError where Ray is not
+    installed or too old, EngineError where the cluster has no room, or too many processes were lost.
+    """
+    ray = _ray()
+    with _connected(ray, config) as cluster, stop() as request:
+        servers = [_server(cluster, number, serve) for number in range(config.vllm_servers)]
+        urls = [url for _, url in servers]
+        for attempt in range(config.max_restarts + 1):
+            work = works[min(attempt, len(works) - 1)]
+            ended = _attempt(cluster, work, urls, say, request)
+            if not ended.lost:
+                return _verdict(ended.outcomes)
+            if request.signal is not None:
+                return Outcome("interrupted", "stopped while a process was lost", request.code)
+            if attempt < config.max_restarts:
+                say(f"{ended.lost}; going on from the last checkpoint ({attempt + 1} of {config.max_restarts})")
+        raise EngineError(
+            f"{ended.lost}, after distributed.max_restarts={config.max_restarts} restarts; the run can be continued "
+            "with the same command and --resume auto"
+        )
+
+
+def _verdict(outcomes: Mapping[int, Outcome]) -> Outcome:
+    """Return what the processes came to together: the first knows of every error that was told."""
+    for kind in ("crashed", "error", "interrupted"):
+        for outcome in outcomes.values():
+            if outcome.kind == kind:
+                return outcome
+    return Outcome("done")
+
+
+def _ray() -> ModuleType:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # CPU processes on a machine with GPUs would otherwise be told of a change that is none for them.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("distributed.backend=ray needs Ray: pip install 'agilerl[ray]'") from error
+    found: str = ray.__version__
+    if tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED:
+        raise ConfigError(f"distributed.backend=ray needs Ray {SUPPORTED[0]}.{SUPPORTED[1]} or newer, found {found}")
+    module: ModuleType = ray
+    return module
+
+
+@contextmanager
+def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
+    """Connect to the cluster, or start one, and reserve what the islands and servers need."""
+    size = config.processes_per_island or 1
+    island = {"CPU": config.cpus_per_island * size, "GPU": config.gpus_per_island * size}
+    bundles = [island] * config.islands + [{"CPU": 1.0, "GPU": config.gpus_per_server}] * config.vllm_servers
+    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    _check_answers(config.address or os.environ.get("RAY_ADDRESS", ""))
+    try:
+        if config.address is None and "RAY_ADDRESS" not in os.environ:
+            cpus = max(os.cpu_count() or 1, -(-int(sum(bundle["CPU"] for bundle in bundles) * 1000) // 1000))
+            ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
+        else:
+            ray.init(config.address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = config.address or os.environ.get("RAY_ADDRESS", "this machine")
+        raise ConfigError(
+            f"no Ray cluster could be reached or started at {where}: {_first_line(error)}; check distributed.address"
+        ) from error
+    try:
+        group = ray.util.placement_group(bundles, strategy="PACK")
+        try:
+            ray.get(group.ready(), timeout=min(_PLACEMENT_SECONDS, config.timeout_seconds))
+        except ray.exceptions.GetTimeoutError as error:
+            there = ray.cluster_resources()
+            raise EngineError(
+                f"the Ray cluster has no room for {bundles}: it has {there.get('CPU', 0):g} CPUs and "
+                f"{there.get('GPU', 0):g} GPUs; lower distributed.islands, cpus_per_island, gpus_per_island or "
+                "vllm_servers, or add machines"
+            ) from error
+        yield _Cluster(ray, group, config)
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise ConfigError where nothing listens at ``host:port``: Ray itself would try for minutes, or exit."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(
+            f"nothing answers at the address of the Ray cluster, {address}: {_first_line(error)}; start Ray there (ray "
+            "start --head), or check distributed.address or RAY_ADDRESS"
+        ) from error
+
+
+def _attempt(
+    cluster: _Cluster, work: Work, urls: Sequence[str], say: Callable[[str], None], request: StopRequest
+) -> _Round:
+    """Start every process once, and follow them until all have ended or one is lost."""
+    ray, config = cluster.ray, cluster.config
+    size = config.processes_per_island or 1
+    actors = [
+        ray.remote(Island)
+        .options(
+            num_cpus=config.cpus_per_island,
+            num_gpus=config.gpus_per_island,
+            max_restarts=0,
+            max_concurrency=2,
+            scheduling_strategy=cluster.bundle(rank // size),
+        )
+        .remote()
+        for rank in range(config.islands * size)
+    ]
+    this = _Round(actors, {})
+    try:
+        places = _places(ray.get([actor.address.remote() for actor in actors]))
+        for rank, (actor, place) in enumerate(zip(actors, places)):
+            url = urls[(rank // size) % len(urls)] if urls else None
+            this.streams[rank] = actor.work.options(num_returns="streaming").remote(work, place, url)
+        _follow(ray, this, say, request)
+    except ray.exceptions.RayError as error:
+        this.lost = f"a process of the run was lost ({_first_line(error)})"
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    return this
+
+
+def _places(addresses: Sequence[tuple[str, int]]) -> list[dict[str, str]]:
+    """Return the variables that torchrun would set in each process; all of them meet at the first one's address."""
+    hosts = [host for host, _ in addresses]
+    (first, port), size = addresses[0], len(addresses)
+    common = {"WORLD_SIZE": size, "MASTER_ADDR": first, "MASTER_PORT": port}
+    # Ray shows each actor its own GPUs only, so that each is the first on its machine; the memory they share.
+    places = [
+        {**common, "RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(host)}
+        for rank, host in enumerate(hosts)
+    ]
+    return [{name: str(value) for name, value in place.items()} for place in places]
+
+
+def _follow(ray: Any, this: _Round, say: Callable[[str], None], request: StopRequest) -> None:
+    """Say what the processes say until all have ended; raises Ray's error where one is lost."""
+    told = False
+    while len(this.outcomes) < len(this.streams):
+        if request.signal is not None and not told:
+            told = True
+            for actor in this.islands:
+                actor.ask_to_stop.remote(request.signal)
+        waiting = {stream: rank for rank, stream in this.streams.items() if rank not in this.outcomes}
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_SECONDS)
+        for stream in ready:
+            word = ray.get(next(stream))
+            if isinstance(word, Outcome):
+                this.outcomes[waiting[stream]] = word
+            else:
+                say(word)
+
+
+class Island:
+    """A process of the run: an actor."""
+
+    def __init__(self) -> None:
+        self._stop = StopRequest()
+
+    def address(self) -> tuple[str, int]:
+        """Return where the processes may meet: this machine, and a port that is free now."""
+        import ray
+
+        return ray.util.get_node_ip_address(), _free_port()
+
+    def ask_to_stop(self, number: int) -> None:
+        """Ask the work to stop as the signal of this number would."""
+        self._stop.signal = number
+
+    def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Outcome]:
+        """Work as the process that ``place`` says; yields lines to print, and in the end the outcome."""
+        os.environ.update(place)
+        said: queue.SimpleQueue[str | Outcome] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._perform, args=(work, url, said), daemon=True)
+        thread.start()
+        while True:
+            word = said.get()
+            yield word
+            if isinstance(word, Outcome):
+                return
+
+    def _perform(self, work: Work, url: str | None, said: "queue.SimpleQueue[str | Outcome]") -> None:
+        try:
+            work(self._stop, said.put, url)
+        except Interrupted as interrupted:
+            said.put(Outcome("interrupted", str(interrupted), interrupted.code))
+        except AgileRLError as error:
+            said.put(Outcome("error", str(error), 1 if isinstance(error, WriteError) else 2))
+        except BaseException:  # whatever it is, the driver has to hear of it
+            said.put(Outcome("crashed", traceback.format_exc(), 1))
+        else:
+            said.put(Outcome("done"))
+
+
+class Server:
+    """``vllm serve`` as the child of an actor, which takes it along when it ends."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.port = _free_port()
+        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+        try:
+            self.process = subprocess.Popen([*command, "--host", "0.0.0.0", "--port", str(self.port)], env=environment)
+        except OSError as error:
+            raise EngineError(f"{command[0]!r} could not be started: {error}; pip install 'agilerl[vllm]'") from error
+
+    def url(self, seconds: float) -> str:
+        """Return the address of the server once it answers."""
+        import ray
+
+        address = f"http://{ray.util.get_node_ip_address()}:{self.port}"
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise EngineError(f"the vLLM server ended with exit code {self.process.returncode} before it was up")
+            try:
+                with urllib.request.urlopen(f"{address}/health", timeout=5):
+                    return address
+            except OSError:
+                time.sleep(1)
+        raise EngineError(f"the vLLM server at {address} did not answer within {seconds:g} s")
+
+
+def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any, str]:
+    """Start a vLLM server; returns its actor, which lives as long as somebody knows it, and its address."""
+    ray, config = cluster.ray, cluster.config
+    actor = (
+        ray.remote(Server)
+        .options(
+            num_cpus=1,
+            num_gpus=config.gpus_per_server,
+            scheduling_strategy=cluster.bundle(config.islands + number),
+        )
+        .remote(list(command))
+    )
+    try:
+        return actor, ray.get(actor.url.remote(_SERVER_SECONDS))
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"vLLM server {number} did not start: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """Return what an actor raised, in one line."""
+    cause = getattr(error, "cause", None)
+    return _first_line(cause if cause is not None else error)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return int(found.getsockname()[1])
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,122 @@
+"""Which process belongs to which island, and who talks to whom."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from agilerl.distributed.exchange import Exchange
+from agilerl.errors import ConfigError
+from agilerl.processes import ALONE, Processes, joined
+from agilerl.training.config import RunConfig
+from agilerl.training.distributed_config import DistributedConfig, by_accelerate
+
+__all__ = ["SOLITARY", "Topology", "arranged", "connected", "local_share"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All processes of a run as a table: a row is an island, a column the processes with the same place in theirs.
+
+    The processes of an island hold the same agents; those of a column hold all agents of the run between them.
+    """
+
+    world: Exchange = field(default_factory=Exchange)
+    """All processes."""
+    island: Processes = ALONE
+    """Those of the same island, which divide the work on its agents."""
+    peers: Exchange = field(default_factory=Exchange)
+    """Those of the same column, one of each island: where the rank is the number of the island."""
+    server: str | None = None
+    """Address of the vLLM server that samples for this process; None: the configuration says how it samples."""
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the run directory, and tells the user what happens."""
+        return self.world.rank == 0
+
+    def places(self, agents: int) -> range:
+        """Return which places of a population of so many agents are this island's."""
+        return self.peers.processes.share(agents)
+
+    def check(self, agents: int) -> None:
+        """Raise ConfigError where there are more islands than agents."""
+        if self.peers.size > agents:
+            raise ConfigError(
+                f"there are more islands than agents: {self.peers.size} islands, training.pop_size={agents}; start "
+                f"at most {agents * self.island.size} processes, or raise distributed.processes_per_island"
+            )
+
+
+SOLITARY = Topology()
+"""One process by itself."""
+
+
+@contextmanager
+def connected(config: DistributedConfig, *, cuda: bool, server: str | None = None) -> Iterator[Topology]:
+    """Meet the processes that a launcher has started, and divide them into islands.
+
+    Raises ConfigError where there is no launcher, the number of processes cannot be divided, or the port is in use, and
+    EngineError where not all of them come.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "distributed.backend=torch needs a launcher that starts the processes, found none; use torchrun "
+            "--nproc-per-node 2 -m agilerl train ..., or distributed.backend=auto"
+        )
+    with joined(cuda=cuda, timeout_seconds=config.timeout_seconds) as world:
+        # The first one's, lest they wait for each other in groups that only some of them make.
+        size = Exchange(world).first(lambda: config.processes_per_island)
+        settings = config.model_copy(update={"processes_per_island": size})
+        try:
+            topology = arranged(world, settings)
+        except ConfigError as error:
+            error.everywhere = True
+            raise
+        yield replace(topology, server=server)
+
+
+def arranged(world: Processes, config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> Topology:
+    """Divide all processes into islands of consecutive ones.
+
+    Raises ConfigError where that is impossible, and for a base that islands of one process are to divide.
+    """
+    size = config.processes_per_island or (world.size if by_accelerate(environment) else 1)
+    if world.size % size:
+        raise ConfigError(
+            f"{world.size} processes cannot be divided into islands of distributed.processes_per_island={size}; start "
+            f"a multiple of {size}, or choose a divisor of {world.size}"
+        )
+    if size == 1 and (sharding := config.base_sharding(environment)) != "none":
+        raise ConfigError(
+            f"distributed.sharding={sharding} divides the base among the processes of an island, found islands of one "
+            "process; set distributed.processes_per_island=2 or more, or distributed.sharding=none"
+        )
+    count = world.size // size
+    rows = [range(number * size, (number + 1) * size) for number in range(count)]
+    columns = [range(place, world.size, size) for place in range(size)]
+    everybody = Exchange(world)
+    if size == 1:
+        return Topology(everybody, ALONE, everybody)
+    # Every process takes part in making every group, so in one order.
+    island = world if count == 1 else world.subgroup(rows)
+    peers = ALONE if count == 1 else world.subgroup(columns)
+    return Topology(everybody, island, Exchange(peers))
+
+
+def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:
+    """Return the configuration as this process sees it: device, server, and the agents that its memory has to hold.
+
+    With ``training.device=cuda`` each process of a machine has a GPU of its own. One process has it all as it is.
+    """
+    if topology.server is not None:
+        sampling = {**(config.algorithm.get("vllm_config") or {}), "base_url": topology.server}
+        algorithm = {**config.algorithm, "use_vllm": True, "vllm_config": sampling}
+        config = config.model_copy(update={"algorithm": algorithm})
+    if topology.world.size == 1:
+        return config
+    device, own = config.training.device, len(topology.places(config.training.pop_size))
+    if device == "cuda" and "LOCAL_RANK" in environment:
+        device = f"cuda:{environment['LOCAL_RANK']}"
+    training = config.training.model_copy(update={"device": device, "pop_size": own})
+    return config.model_copy(update={"training": training})

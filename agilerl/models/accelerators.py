@@ -1,0 +1,164 @@
+"""What an ``accelerate.Accelerator``, or the environment that accelerate launch makes, asks of a run."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from agilerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agilerl.processes import Processes
+
+__all__ = [
+    "Sharding",
+    "check_accelerator",
+    "check_launch",
+    "check_whole",
+    "loading_whole",
+    "processes_of",
+    "sharding_of",
+    "wanted_sharding",
+]
+
+Sharding = Literal["none", "fsdp2", "zero3"]
+"""How the processes of a group hold the frozen base: each all of it, or each a part, by torch or by DeepSpeed."""
+
+_ON = ("1", "true", "yes")
+_ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
+"""By stage: 1 and 2 divide gradients and optimizer states of weights that are trained, and a frozen base has none."""
+
+
+def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
+    """Return what the configuration of accelerate launch says; ``none`` without one.
+
+    Raises ConfigError for offloading, and FSDP of version 1, which cannot hold a frozen base beside adapters.
+    """
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON:
+        _refuse_offload(environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") not in ("none", ""))
+        return _by_stage(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in _ON:
+        _refuse_offload(environment.get("FSDP_OFFLOAD_PARAMS", "").lower() in _ON)
+        return _by_version(environment.get("FSDP_VERSION", "1"))
+    return "none"
+
+
+def sharding_of(accelerator: Any) -> Sharding:
+    """Return what the plugins of an ``accelerate.Accelerator`` say; raises ConfigError for FSDP of version 1."""
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None:
+        return _by_stage(deepspeed.zero_stage)
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    return "none" if fsdp is None else _by_version(fsdp.fsdp_version)
+
+
+def _refuse_offload(asked: bool) -> None:
+    if asked:
+        raise ConfigError(
+            "accelerate is configured to keep the base in the memory of the host (offload_param_device, "
+            "fsdp_offload_params), which is not available here; set it to none (false), or use more processes"
+        )
+
+
+def _by_stage(stage: Any) -> Sharding:
+    if str(stage) not in ("0", "1", "2", "3"):
+        raise ConfigError(f"expected the ZeRO stage 0, 1, 2 or 3 from accelerate, found {stage!r}")
+    return _ZERO[int(stage)]
+
+
+def _by_version(version: Any) -> Sharding:
+    if str(version) != "2":
+        raise ConfigError(
+            f"expected fsdp_version: 2 in the configuration of accelerate, found {version!r}: version 1 flattens "
+            "weights, so adapters of several agents cannot be put on top of them"
+        )
+    return "fsdp2"
+
+
+def processes_of(accelerator: Any) -> "Processes":
+    """Return the processes of an ``accelerate.Accelerator``, in a group that carries tensors of CPUs as well.
+
+    Raises ConfigError where accelerate believes to be alone in a group of several, or has dropped a plugin.
+    """
+    import torch.distributed as dist
+
+    from agilerl.processes import ALONE, Processes
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != accelerator.num_processes:
+        raise ConfigError(
+            f"torch.distributed joins {world} processes, but the accelerator believes that there are "
+            f"{accelerator.num_processes}; on CPUs make it as accelerate.Accelerator(cpu=True, kwargs_handlers="
+            '[accelerate.InitProcessGroupKwargs(backend="gloo")])'
+        )
+    if (wanted := wanted_sharding()) != "none" and sharding_of(accelerator) == "none":
+        raise ConfigError(
+            f"accelerate launch is configured for {wanted}, which the accelerator has dropped, as it does on CPUs; "
+            "give it a plugin without cpu=True, or use agilerl train with distributed.sharding"
+        )
+    if world == 1:
+        return ALONE
+    group: Any = dist.group.WORLD
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    return Processes(accelerator.process_index, world, group)
+
+
+def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
+    """Raise ConfigError unless an accelerator fits a base on this device, of this type.
+
+    ``dtype`` is named as torch does, for instance ``bfloat16``.
+    """
+    kinds = [getattr(accelerator, name, None) for name in ("num_processes", "device", "state")]
+    if any(kind is None for kind in kinds):
+        raise ConfigError(f"accelerator must be an accelerate.Accelerator, found a {type(accelerator).__name__}")
+    if str(accelerator.device).partition(":")[0] != device.partition(":")[0]:
+        raise ConfigError(
+            f"the accelerator works on {accelerator.device}, the base model is on {device}; give the agent the same "
+            f"device, or make the accelerator with cpu={device == 'cpu'}"
+        )
+    if accelerator.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the accelerator means nothing "
+            "here: batch_size is an optimizer step, micro_batch_size_per_gpu what is computed at once; leave it at 1"
+        )
+    wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, dtype)
+    if wanted != dtype:
+        raise ConfigError(
+            f"the accelerator's mixed_precision={accelerator.mixed_precision!r} wants a base in {wanted}, found "
+            f"{dtype}; load the model with dtype={wanted}, adapters stay in float32, or use mixed_precision='no'"
+        )
+
+
+@contextmanager
+def loading_whole(accelerator: Any) -> Iterator[None]:
+    """Let transformers load whole models, also under a DeepSpeed plugin of stage 3, which it has heard of."""
+    plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
+    if plugin is None:
+        yield
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
+
+
+def check_whole(model: Any) -> None:
+    """Raise ConfigError for a model that transformers has loaded in parts."""
+    if any(hasattr(parameter, "ds_id") for parameter in getattr(model, "parameters", tuple)()):
+        raise ConfigError(
+            "actor_network was loaded in parts, by transformers under a DeepSpeed plugin; load it before the "
+            "accelerator is made, or give model_name instead: the base is divided here"
+        )
+
+
+def check_launch(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError where accelerate launch was asked for several processes and has started one."""
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
+        raise ConfigError(
+            "accelerate launch was asked for several processes and has started one, as it does with --cpu; use "
+            "torchrun --nproc-per-node 2 -m agilerl.cli train ... distributed.processes_per_island=2"
+        )

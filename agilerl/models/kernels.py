@@ -1,0 +1,74 @@
+"""Which kernels compute the base: the attention, Liger's norms, and what this machine has of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from agilerl.errors import ConfigError
+from agilerl.shared_options import AttentionKind
+
+__all__ = ["apply_liger_kernels", "choose_attention", "decoding_attention"]
+
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+
+def choose_attention(model: Any, kind: AttentionKind | None, device: torch.device) -> None:
+    """Let a model compute its attention in a way; None leaves it. Raises ConfigError where it cannot be had here."""
+    if kind is None or kind == getattr(model.config, "_attn_implementation", None):
+        return
+    if device.type != "cuda" and kind in ("flex_attention", *_FLASH):
+        raise ConfigError(
+            f"attn_implementation={kind!r} needs a CUDA device for its backward pass, found {device.type}; use 'sdpa' "
+            "or 'eager'"
+        )
+    try:
+        model.set_attn_implementation(kind)
+    except (ImportError, ValueError, RuntimeError) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ConfigError(f"attn_implementation={kind!r} is not available here: {first}; use 'sdpa'") from error
+
+
+@contextmanager
+def decoding_attention(config: Any) -> Iterator[None]:
+    """Compute attention by SDPA while rows of different lengths are decoded: the others take no mask of ours."""
+    before = config._attn_implementation
+    if before in ("sdpa", "eager", None):
+        yield
+        return
+    config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def apply_liger_kernels(model: Any, device: torch.device) -> None:
+    """Let Liger's Triton kernels compute RMSNorm, rotary embeddings and SwiGLU of one model.
+
+    Raises ConfigError without a CUDA device, without liger-kernel, and for a model that Liger does not know.
+    """
+    if device.type != "cuda":
+        raise ConfigError(
+            f"use_liger_kernel=True needs a CUDA device, found {device.type}: Liger's kernels are written in Triton; "
+            "leave it out here"
+        )
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise ConfigError(
+            "use_liger_kernel=True needs liger-kernel with triton, which is not installed: pip install 'agilerl[liger]'"
+        ) from error
+    kind = model.config.get_text_config().model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(
+            f"use_liger_kernel=True: Liger has no kernels for a {kind!r} model; leave it out, or use one of "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN)[:8])}, ..."
+        )
+    from inspect import signature
+
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
+    # Head and loss are ours: the fused ones would compute logits for the whole batch, of one agent.
+    off = ("cross_entropy", "fused_linear_cross_entropy")
+    patch(model=model, **{name: False for name in off if name in signature(patch).parameters})

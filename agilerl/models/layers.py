@@ -1,0 +1,118 @@
+"""How the layers of the base run in training: compiled, computed again in the backward pass, activations elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from agilerl.errors import ConfigError
+from agilerl.models.lora import StackedLoRALinear
+from agilerl.models.slots import AdapterStore
+from agilerl.shared_options import SharedOptions
+
+__all__ = ["configure_layers", "offloaded"]
+
+
+class _LayerForward:
+    """The forward of one decoder layer, as the options have it. Decoding always runs the layer's own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.own: Callable[..., Any] = layer.forward
+        self.compiled: Callable[..., Any] | None = None
+        self.store: AdapterStore | None = None
+        self.recompute = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return self.own(*args, **kwargs)
+        forward = self.compiled or self.own
+        if not (self.recompute and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        store = self.store
+        route, rows = (None, 0) if store is None else (store.route, store.batch_rows)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            # The second forward happens in the backward pass, when the route of the first is long over.
+            return nullcontext(), nullcontext() if store is None else store.as_now(route, rows)
+
+        # Nothing in a frozen base without dropout draws random numbers, so there is no state of them to restore.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+
+def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStore | None) -> None:
+    """Make the decoder layers of a body run as the options say; raises ConfigError where it has none that are known."""
+    wanted = options.gradient_checkpointing or options.torch_compiler is not None
+    layers = _decoder_layers(body)
+    if wanted and not layers:
+        names = "gradient_checkpointing" if options.gradient_checkpointing else "torch_compiler"
+        raise ConfigError(f"{names} needs a model made of decoder layers, found {type(body).__name__} without any")
+    if options.torch_compiler is not None:
+        _check_compiler(options.torch_compiler, next(body.parameters()).device)
+    for layer in layers:
+        changed = layer.__dict__.get("forward")
+        if not wanted:
+            if isinstance(changed, _LayerForward):
+                del layer.forward
+            continue
+        forward = changed if isinstance(changed, _LayerForward) else _LayerForward(layer)
+        forward.store, forward.recompute = store, options.gradient_checkpointing
+        forward.compiled = _compiled(layer, forward, options.torch_compiler)
+        layer.forward = forward
+
+
+def _compiled(layer: nn.Module, forward: _LayerForward, mode: str | None) -> Callable[..., Any] | None:
+    """Return the compiled forward of a layer. Its adapters stay outside the graph: they write into the bank."""
+    if mode is None:
+        return None
+    for module in layer.modules():
+        if isinstance(module, StackedLoRALinear):
+            module.leave_graph()
+    # The layers share one code, so that one graph serves them all; lengths vary, so it is made for any.
+    return torch.compile(forward.own, mode=mode, dynamic=True)
+
+
+@cache
+def _check_compiler(mode: str, device: torch.device) -> None:
+    """Raise ConfigError where torch.compile does not work: it needs a C++ compiler, on a GPU Triton."""
+    try:
+        torch.compile(torch.sin, mode=mode)(torch.zeros(2, device=device))
+    except Exception as error:  # of the compiler, its backends and what they call
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"torch_compiler={mode!r} does not work on this machine: {lines[0] if lines else type(error).__name__}; it "
+            "needs a C++ compiler (g++), on a GPU Triton as well; install it, or leave torch_compiler out"
+        ) from error
+
+
+def _decoder_layers(body: nn.Module) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def offloaded(frozen: nn.Module, *, pin: bool) -> Iterator[None]:
+    """Keep what autograd saves in the memory of the host while the context is open, the frozen weights aside.
+
+    With ``pin`` the memory is page-locked, so that copies to and from a GPU can overlap with its work.
+    """
+    weights = {p.untyped_storage().data_ptr() for p in frozen.parameters()}
+
+    def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        # Autograd saves the weights too, and copies of those would be all cost and no gain.
+        if tensor.untyped_storage().data_ptr() in weights:
+            return None, tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        host.copy_(tensor, non_blocking=pin)
+        return tensor.device, host
+
+    def unpack(saved: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = saved
+        return tensor if device is None else tensor.to(device, non_blocking=pin)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

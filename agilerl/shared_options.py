@@ -1,0 +1,151 @@
+"""Options of the shared base: how it is loaded, computed and sampled from, the same for all agents on it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from agilerl.errors import ConfigError
+from agilerl.vllm_config import VLLMConfig
+
+__all__ = [
+    "LOADING",
+    "AttentionKind",
+    "QuantizationConfig",
+    "SharedOptions",
+    "contradiction",
+    "quantization_settings",
+    "split_options",
+]
+
+
+def _plain(value: Any) -> Any:
+    """Turn a configuration object (``BitsAndBytesConfig``, ``VLLMConfig``) into what it was made of."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    to_dict = getattr(value, "to_dict", None)
+    return to_dict() if callable(to_dict) else value
+
+
+_Settings = Annotated[dict[str, Any] | None, BeforeValidator(_plain)]
+
+AttentionKind = Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
+
+_SHORT: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+_BOOKKEEPING = ("quant_method", "_load_in_4bit", "_load_in_8bit")
+"""What transformers adds to the settings of a BitsAndBytesConfig when it writes them down."""
+
+
+def quantization_settings(value: Any) -> Any:
+    """Accept ``nf4``, ``fp4``, ``int8``, a BitsAndBytesConfig and its settings; nothing loaded in few bits is None."""
+    if isinstance(value, str):
+        if value not in _SHORT:
+            raise ValueError(f"expected nf4, fp4, int8 or the settings of a BitsAndBytesConfig, found {value!r}")
+        return _SHORT[value]
+    value = _plain(value)
+    if not isinstance(value, Mapping):
+        return value
+    return {name: setting for name, setting in value.items() if name not in _BOOKKEEPING}
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class QuantizationConfig(_Options):
+    """The settings of a ``transformers.BitsAndBytesConfig``, under its names."""
+
+    load_in_4bit: bool = False
+    """Keep the linear layers in 4 bits."""
+    load_in_8bit: bool = False
+    """Keep the linear layers in 8 bits."""
+    bnb_4bit_quant_type: Literal["fp4", "nf4"] = "fp4"
+    """The sixteen values of 4 bits: ``nf4`` suits weights that are normally distributed (arXiv 2305.14314)."""
+    bnb_4bit_use_double_quant: bool = False
+    """Quantise the scales too."""
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the products; None: that of the base's other weights."""
+    bnb_4bit_quant_storage: Literal["uint8"] = "uint8"
+    """Type of the tensors that hold the bits."""
+    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    """Input columns that hold a larger number are computed in 16 bits; 0: none. Which columns these are depends on the
+    whole batch, so that the rows of other agents change an agent's last bits; ``int8`` alone stands for 0."""
+    llm_int8_skip_modules: list[str] | None = None
+    """Modules that keep their type, besides the language-model head."""
+    llm_int8_enable_fp32_cpu_offload: Literal[False] = False
+    """Not available."""
+    llm_int8_has_fp16_weight: Literal[False] = False
+    """Not available: the base is frozen."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.load_in_4bit == self.load_in_8bit:
+            raise ValueError("a quantization needs exactly one of load_in_4bit=True and load_in_8bit=True")
+        return self
+
+
+class SharedOptions(_Options):
+    """Options that belong to the shared base and not to one agent; none of them is a gene."""
+
+    quantization_config: Annotated[QuantizationConfig | None, BeforeValidator(quantization_settings)] = None
+    """Load the base in 4 or 8 bits: ``nf4``, ``fp4``, ``int8``, a ``transformers.BitsAndBytesConfig`` or its settings.
+    The language-model head and the embeddings keep their type."""
+    config_overrides: _Settings = None
+    """Settings of the model's own configuration to change while it is loaded by name (``dtype``,
+    ``rope_scaling``, ...); also called ``model_config``."""
+    attn_implementation: AttentionKind | None = None
+    """How attention is computed; None: what transformers chooses, SDPA where the model has it."""
+    lora_target_scope: str | None = None
+    """Part of a module's path that adapted layers lie under, for instance ``language_model`` of a multimodal model."""
+    gradient_checkpointing: bool = False
+    """Keep the inputs of each layer instead of all activations, and compute the layer again in the backward pass."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in the memory of the host; without effect on a CPU."""
+    torch_compiler: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """Mode of ``torch.compile`` for the body of the base in training forwards; None: not compiled."""
+    use_liger_kernel: bool = False
+    """Liger's Triton kernels for RMSNorm, rotary embeddings and SwiGLU; they need a CUDA device."""
+    use_liger_loss: bool = False
+    """Asks for Liger's fused loss. The native one is used, with a warning that says so: it is the same loss, never
+    holds the logits of a batch either, and knows every setting of every algorithm."""
+    use_sequence_packing: bool = False
+    """Put the rows of one agent behind each other without padding, each attending to itself alone."""
+    cast_logprobs_to_fp32: bool = True
+    """Reduce logits to log-probs in fp32; False does so in the type of the head, with its rounding."""
+    fused_logprobs_chunk_rows: Annotated[int | None, Field(ge=16)] = None
+    """Most rows of logits that exist at a time; None: 256 MB of fp32."""
+    fused_loss_chunk_rows: Annotated[int | None, Field(ge=16)] = None
+    """The same under the name that it has beside Liger's loss; ``fused_logprobs_chunk_rows`` wins."""
+    hf_generate_chunk_size: Annotated[int | None, Field(ge=1)] = None
+    """Prompts decoded at once by the torch engine, all agents together; None: ``max_rows_in_flight`` alone decides."""
+    use_vllm: bool = False
+    """Sample with vLLM in place of the torch engine."""
+    vllm_config: Annotated[VLLMConfig | None, BeforeValidator(_plain)] = None
+    """A ``VLLMConfig``, or its settings."""
+    use_memory_efficient_params: bool = True
+    """Move the base to the host while a colocated vLLM engine samples; without effect otherwise."""
+
+
+LOADING = ("quantization_config", "config_overrides", "attn_implementation", "lora_target_scope")
+"""Options that have to be known when the base is loaded, or its adapters' bank is made."""
+
+
+def split_options(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments without the shared options, and those; ``model_config`` is ``config_overrides``."""
+    rest, options = dict(arguments), {}
+    for name in ("model_config", *SharedOptions.model_fields):
+        if name in rest:
+            options["config_overrides" if name == "model_config" else name] = rest.pop(name)
+    return rest, options
+
+
+def contradiction(name: str, present: Any, found: Any) -> ConfigError:
+    """Return the error of an agent that asks for what its base does not have."""
+    return ConfigError(
+        f"{name}={found!r} contradicts the base that this agent shares, which has {name}={present!r}: all agents on "
+        "one base have the same; give it to the first of them (or to Runtime(options=...)), or load a base of its own"
+    )

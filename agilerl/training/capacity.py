@@ -1,0 +1,251 @@
+"""How to lay a population over N devices: every way that fits is forecast, and the quickest is proposed."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from agilerl.errors import ConfigError
+from agilerl.training.footprint import memory, peak
+from agilerl.training.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, PhaseCost, seconds
+from agilerl.training.roofline import (
+    GENERATION,
+    ITERATION,
+    MICRO_TOKENS,
+    Machine,
+    ModelShape,
+    Split,
+    Workload,
+    padded,
+    work,
+)
+
+__all__ = ["SHARE", "Capacity", "Forecast", "forecast", "proposed"]
+
+SHARE = 0.8
+"""Of a device's memory, for what is counted here: the rest is for libraries, fragments, copies that last a moment."""
+_GAIN = 0.03
+"""A larger batch must save this share of the time to be proposed: it costs memory."""
+_MOST_TOKENS, _MOST_ROWS = 2**17, 2**13
+_LAST_CURE = ["a smaller model, or fewer agents"]
+_BY_TOKENS, _BY_ROWS = ("logprobs", "train"), ("prefill", "decode", "exam_prefill", "exam_decode")
+"""The phases that a larger ``max_tokens_in_flight`` and ``max_rows_in_flight`` make quicker."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Memory and time of one way to lay out a run."""
+
+    split: Split
+    load: Workload
+    memory: Mapping[str, float]
+    """Bytes of each part on the fullest device."""
+    peak: float
+    """Most bytes at a time there."""
+    seconds: Mapping[str, float]
+    """Predicted, of each phase: those of ``ITERATION`` once an iteration, those of ``GENERATION`` once a generation."""
+    floors: Mapping[str, float]
+    """The least that the machine's rates allow, likewise."""
+
+    @property
+    def iteration(self) -> float:
+        """Seconds of an iteration."""
+        return sum(self.seconds[phase] for phase in ITERATION)
+
+    @property
+    def generation(self) -> float:
+        """Seconds of a generation with its iterations."""
+        return self.load.iterations * self.iteration + sum(self.seconds[phase] for phase in GENERATION)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A proposal and what it was preferred to."""
+
+    best: Forecast
+    others: tuple[Forecast, ...]
+    """The other ways that fit, the quickest first."""
+    refused: tuple[str, ...]
+    """The ways that do not, a sentence each."""
+    reasons: tuple[str, ...]
+    """Why this one, and why these sizes."""
+
+
+def forecast(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split | None = None) -> Forecast:
+    """Return memory and time of one layout at given batch sizes."""
+    split = split or Split()
+    works, parts = work(shape, load, split), memory(shape, load, split)
+    phases = costs.phases
+    if split.processes > PER_MACHINE:
+        machine = replace(machine, link=min(machine.link, NETWORK))
+    if split.vllm:
+        costs = replace(costs, phases={**phases, "decode": VLLM_DECODE, "prefill": _without_calls(phases["prefill"])})
+    return Forecast(
+        split=split,
+        load=load,
+        memory=parts,
+        peak=peak(parts, split),
+        seconds={phase: seconds(phase, found, machine, costs) for phase, found in works.items()},
+        floors={phase: found.floor(machine) for phase, found in works.items()},
+    )
+
+
+def _without_calls(cost: PhaseCost) -> PhaseCost:
+    return replace(cost, call=VLLM_DECODE.call)
+
+
+def proposed(
+    shape: ModelShape, load: Workload, machine: Machine, costs: Costs, devices: int, *, vllm: bool = False
+) -> Capacity:
+    """Return the layout that needs the least time for a generation on at most so many devices.
+
+    Among those within 3 %, the one with the fewest devices, then the smallest islands. Raises
+    ConfigError, saying what would hold it, where nothing fits.
+    """
+    found, refused = [], []
+    for split in _splits(shape, load.agents, devices, vllm=vllm):
+        sized = _sized(shape, load, machine, costs, split)
+        if isinstance(sized, str):
+            refused.append(f"{named(split)}: {sized}")
+        else:
+            found.append(sized)
+    if not found and not load.checkpointing:
+        again = proposed(shape, replace(load, checkpointing=True), machine, costs, devices, vllm=vllm)
+        why = "gradient_checkpointing: without it nothing fits"
+        return replace(again, refused=(*refused, *again.refused), reasons=(*again.reasons, why))
+    if not found:
+        raise ConfigError(_impossible(shape, load, machine, devices, vllm=vllm))
+    found.sort(key=lambda f: f.generation)
+    near = [f for f in found if f.generation <= found[0].generation * (1 + _GAIN)]
+    best = min(near, key=lambda f: (f.split.devices, f.split.sharded, f.split.processes, f.generation))
+    others = tuple(f for f in found if f is not best)
+    return Capacity(best, others, tuple(refused), tuple(_reasons(shape, machine, costs, best, others)))
+
+
+def named(split: Split) -> str:
+    """Return a layout in words."""
+    words = (
+        f"{split.islands} island{'s' * (split.islands > 1)} of {split.processes} process{'es' * (split.processes > 1)}"
+    )
+    return words + (", the base sharded over them" if split.sharded else "")
+
+
+def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iterator[Split]:
+    """Yield the layouts: a power of two of processes an island (or all), no island without agents.
+
+    Each process starts a vLLM of its own on its own device, so none decodes over several.
+    """
+    divisible = shape.linear_width >= shape.width  # quantised layers cannot be divided
+    sizes = sorted({p for p in (*(2**k for k in range(devices.bit_length())), devices) if p <= devices})
+    for processes in sizes:
+        islands = min(devices // processes, agents)
+        for sharded in (False, True) if processes > 1 and divisible else (False,):
+            yield Split(islands, processes, sharded, vllm=vllm)
+
+
+def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:
+    """Return the forecast at the batch sizes that pay, or a sentence on what does not fit at the smallest."""
+    room = SHARE * machine.memory
+    least = _with(load, split, padded(load.prompt + load.longest), 1)
+    smallest = forecast(shape, least, machine, costs, split)
+    if smallest.peak > room:
+        largest = max(smallest.memory, key=lambda name: smallest.memory[name])
+        return (
+            f"needs {gib(smallest.peak)} a device even with one row in flight, most of it for {largest} "
+            f"({gib(smallest.memory[largest])}); {gib(room)} are there"
+        )
+    best = smallest
+    for tokens in _doubled(least.max_tokens, _MOST_TOKENS):
+        load = _with(best.load, split, tokens, best.load.max_rows)
+        best = _better(best, forecast(shape, load, machine, costs, split), _BY_TOKENS, room)
+    for rows in _doubled(1, _MOST_ROWS):
+        load = replace(best.load, max_rows=rows)
+        best = _better(best, forecast(shape, load, machine, costs, split), _BY_ROWS, room)
+    return best
+
+
+def _better(best: Forecast, other: Forecast, phases: tuple[str, ...], room: float) -> Forecast:
+    """Return the forecast at another size if it fits and saves enough of the time of the phases that it is for."""
+    before, after = (sum(f.seconds[phase] for phase in phases) for f in (best, other))
+    return other if other.peak <= room and after < before * (1 - _GAIN) else best
+
+
+def _with(load: Workload, split: Split, tokens: int, rows: int) -> Workload:
+    """Return the workload with other sizes; where agents are few, one agent's micro-batch grows with the forward."""
+    own = ceil(tokens / ceil(load.agents / split.islands))
+    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(own, MICRO_TOKENS))
+
+
+def _doubled(start: int, most: int) -> Iterator[int]:
+    """Yield powers of two above ``start``."""
+    size = 1 << start.bit_length()
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _reasons(
+    shape: ModelShape, machine: Machine, costs: Costs, best: Forecast, others: tuple[Forecast, ...]
+) -> Iterator[str]:
+    split, load = best.split, best.load
+    rival = next((o for o in others if o.split.devices >= split.devices), None)
+    if rival is not None:
+        yield (
+            f"a generation takes {best.generation:,.3g} s with {named(split)}; with {named(rival.split)}: "
+            f"{rival.generation:,.3g} s"
+        )
+    larger = {
+        "max_tokens_in_flight": (load.max_tokens, _with(load, split, 2 * load.max_tokens, load.max_rows), "training"),
+        "max_rows_in_flight": (load.max_rows, replace(load, max_rows=2 * load.max_rows), "decoding"),
+    }
+    for name, (size, doubled, part) in larger.items():
+        part = "vllm" if split.vllm and part == "decoding" else part
+        other = forecast(shape, doubled, machine, costs, split)
+        why = (
+            f"twice as many would need {gib(other.peak)} of {gib(SHARE * machine.memory)}"
+            if other.peak > SHARE * machine.memory
+            else f"twice as many would save less than {_GAIN:.0%}"
+        )
+        yield f"{name}={size:,} ({part} {gib(best.memory[part])}): {why}"
+
+
+def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> str:
+    """Return what does not fit, and what would."""
+    cures = []
+    for count in (2**k for k in range(1, 11)):
+        if count > devices and _holds(shape, load, machine, count, vllm=vllm):
+            cures.append(f"{count} of these, the base sharded over them")
+            break
+    larger = [
+        name
+        for name, sheet in GPUS.items()
+        if sheet.memory > machine.memory
+        and _holds(shape, load, replace(machine, memory=sheet.memory), devices, vllm=vllm)
+    ]
+    if larger:
+        least = min(larger, key=lambda name: GPUS[name].memory)
+        cures.append(f"{devices} x {least} ({GPUS[least].memory / 1e9:.0f} GB)")
+    if shape.linear_width > 1 and _holds(replace(shape, linear_width=0.5625), load, machine, devices, vllm=vllm):
+        cures.append("the base in 4 bits (network.quantization=nf4)")
+    if vllm and _holds(shape, load, machine, devices, vllm=False):
+        cures.append("the torch engine (algorithm.use_vllm=false), for each process has the whole base in its vLLM")
+    parts = memory(shape, _with(load, Split(), padded(load.prompt + load.longest), 1), Split(vllm=vllm))
+    sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
+    return (
+        f"{shape.name} with {load.agents} agents does not fit on {devices} x {machine.name} "
+        f"({gib(SHARE * machine.memory)} of each for this), not even sharded over all, with one row in flight and "
+        "gradient checkpointing. "
+        f"On one device it would be: {sizes}. What would do: {'; or '.join(cures or _LAST_CURE)}"
+    )
+
+
+def _holds(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> bool:
+    for split in _splits(shape, load.agents, devices, vllm=vllm):
+        least = _with(load, split, padded(load.prompt + load.longest), 1)
+        if peak(memory(shape, least, split), split) <= SHARE * machine.memory:
+            return True
+    return False
+
+
+def gib(size: float) -> str:
+    """Return bytes as people read them."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,100 @@
+"""How the processes of a run are started and divided; nothing here changes what the run computes."""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agilerl.errors import ConfigError
+from agilerl.models.accelerators import Sharding, check_launch, wanted_sharding
+from agilerl.training.environment_config import Section
+
+__all__ = ["DistributedConfig", "asked_for", "by_accelerate"]
+
+_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class DistributedConfig(Section):
+    """Several processes: each island of them has one base and a share of the agents."""
+
+    backend: Literal["auto", "none", "torch", "ray"] = "auto"
+    """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one, whoever has
+    started it; ``torch``: only under such a launcher; ``ray``: this command starts the islands on a Ray cluster."""
+    processes_per_island: Annotated[int | None, Field(ge=1)] = None
+    """Processes that share the work of the same agents; None: 1, and all of them under accelerate launch."""
+    sharding: Literal["auto", "none", "fsdp2", "zero3"] = "auto"
+    """How the processes of an island hold the frozen base: ``none``: each all of it; ``fsdp2`` (torch) or ``zero3``
+    (DeepSpeed): each a part of its layers; ``auto``: as accelerate launch is configured, else ``none``."""
+    islands: Annotated[int, Field(ge=1)] = 2
+    """Islands that ``ray`` starts; elsewhere the launcher decides."""
+    cpus_per_island: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs that ``ray`` reserves for each process."""
+    gpus_per_island: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs that ``ray`` reserves for each process."""
+    address: str | None = None
+    """Ray cluster, for instance ``auto`` or ``ray://head:10001``; None starts one on this machine."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Times that ``ray`` goes on from the last checkpoint after an island was lost."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest that one process waits for another before it takes it for lost."""
+    vllm_servers: Annotated[int, Field(ge=0)] = 0
+    """vLLM servers that ``ray`` starts beside the islands, each with ``gpus_per_server`` GPUs."""
+    gpus_per_server: Annotated[float, Field(ge=0)] = 1.0
+    """GPUs that ``ray`` reserves for each vLLM server."""
+
+    def base_sharding(self, environment: Mapping[str, str] = os.environ) -> Sharding:
+        """Return how the base is held; raises ConfigError for what accelerate launch cannot have of this package."""
+        return wanted_sharding(environment) if self.sharding == "auto" else self.sharding
+
+
+def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is to work together with others that a launcher has started.
+
+    Raises ConfigError where a launcher was asked for several processes and has started one, where its variables are no
+    numbers, and for settings that need several processes where there is one.
+    """
+    if config.backend == "ray":
+        return False
+    if config.backend != "none":
+        check_launch(environment)
+        if all(name in environment for name in _LAUNCH):
+            size, _ = (_number(name, environment[name]) for name in ("WORLD_SIZE", "RANK"))
+            if size > 1:
+                return True
+        if config.backend == "torch" and "WORLD_SIZE" not in environment:
+            return True
+    _check_alone(config)
+    return False
+
+
+def _number(name: str, value: str) -> int:
+    """Return what a launcher has set; raises ConfigError for what no launcher sets."""
+    if not (value.isascii() and value.isdecimal()):
+        raise ConfigError(
+            f"expected a whole number in the environment variable {name}, found {value!r}; start the processes with "
+            "torchrun, or unset it"
+        )
+    return int(value)
+
+
+def _check_alone(config: DistributedConfig) -> None:
+    """Raise ConfigError for settings that mean nothing in one process."""
+    size = config.processes_per_island or 1
+    if size > 1:
+        wrong = f"distributed.processes_per_island={size}"
+    elif config.sharding in ("fsdp2", "zero3"):
+        wrong = f"distributed.sharding={config.sharding}"
+    else:
+        return
+    why = ", as distributed.backend=none says" if config.backend == "none" else ""
+    shared = "" if size > 1 else " distributed.processes_per_island=2"
+    raise ConfigError(
+        f"{wrong} needs several processes, found one{why}; start them with torchrun --nproc-per-node {max(size, 2)} "
+        f"-m agilerl train ...{shared}, or leave the setting out"
+    )
+
+
+def by_accelerate(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether accelerate launch has started this process."""
+    return any(name.startswith("ACCELERATE_") for name in environment)

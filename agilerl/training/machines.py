@@ -1,0 +1,134 @@
+"""Devices to plan for: data-sheet numbers in one table, and apart from them how near to their floor phases run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agilerl.errors import ConfigError
+from agilerl.training.roofline import Machine, Work
+from agilerl.validation import nearest
+
+__all__ = [
+    "COPY_SHARE",
+    "CPU_COSTS",
+    "GPUS",
+    "GPU_COSTS",
+    "MATMUL_SHARE",
+    "NETWORK",
+    "PER_MACHINE",
+    "VLLM_DECODE",
+    "Costs",
+    "PhaseCost",
+    "gpu",
+    "seconds",
+]
+
+_GB, _TB, _TERA = 1e9, 1e12, 1e12
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What a vendor states of a device, without structured sparsity."""
+
+    flops: float
+    """Peak operations a second of dense bf16 matrix products with fp32 sums."""
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second."""
+    link: float
+    """Bytes a second to other devices of the machine, one direction: half of what data sheets add up."""
+    source: str
+
+
+GPUS: dict[str, DataSheet] = {
+    "b200": DataSheet(2250 * _TERA, 180 * _GB, 8.0 * _TB, 900 * _GB, "NVIDIA HGX B200 data sheet (4.5 PFLOPS sparse)"),
+    "h200": DataSheet(989 * _TERA, 141 * _GB, 4.8 * _TB, 450 * _GB, "NVIDIA H200 SXM data sheet (1,979 sparse)"),
+    "h100": DataSheet(989 * _TERA, 80 * _GB, 3.35 * _TB, 450 * _GB, "NVIDIA H100 SXM data sheet (1,979 sparse)"),
+    "h100-pcie": DataSheet(756 * _TERA, 80 * _GB, 2.0 * _TB, 64 * _GB, "NVIDIA H100 PCIe data sheet (1,513 sparse)"),
+    "a100-80": DataSheet(312 * _TERA, 80 * _GB, 2.039 * _TB, 300 * _GB, "NVIDIA A100 80GB SXM data sheet"),
+    "a100-40": DataSheet(312 * _TERA, 40 * _GB, 1.555 * _TB, 300 * _GB, "NVIDIA A100 40GB SXM data sheet"),
+    "l40s": DataSheet(362 * _TERA, 48 * _GB, 0.864 * _TB, 32 * _GB, "NVIDIA L40S data sheet (733 sparse), PCIe 4 x16"),
+    "a10": DataSheet(125 * _TERA, 24 * _GB, 0.6 * _TB, 32 * _GB, "NVIDIA A10 data sheet, PCIe 4 x16"),
+    "l4": DataSheet(121 * _TERA, 24 * _GB, 0.3 * _TB, 32 * _GB, "NVIDIA L4 data sheet (242 sparse), PCIe 4 x16"),
+}
+
+PER_MACHINE = 8
+"""GPUs of one machine; an island of more sends over the network."""
+NETWORK = 50e9
+"""Assumed: bytes a second and GPU between machines, as one 400 Gbit/s port each gives."""
+MATMUL_SHARE, COPY_SHARE, LINK_SHARE = 0.7, 0.85, 0.7
+"""Assumed: what large products, copies and transfers reach of a data sheet's peak."""
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """How a phase's time follows from its work."""
+
+    floor: float
+    """Times the floor."""
+    traffic: float
+    """Share of the elementwise traffic that costs time at the copy rate."""
+    call: float
+    """Seconds of each call of a layer, however little it computes: launches, the interpreter."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of all phases on one kind of device, and where they come from."""
+
+    phases: Mapping[str, PhaseCost]
+    origin: str
+
+
+GPU_COSTS = Costs(
+    {
+        "prefill": PhaseCost(1.3, 2.0, 400e-6),
+        "decode": PhaseCost(1.5, 2.0, 400e-6),
+        "logprobs": PhaseCost(1.3, 2.0, 400e-6),
+        "train": PhaseCost(1.4, 2.0, 500e-6),
+        "optimizer": PhaseCost(4.0, 0.0, 2e-3),
+        "evolve": PhaseCost(2.0, 0.0, 0.0),
+        "checkpoint": PhaseCost(2.0, 0.0, 0.0),
+    },
+    "assumed: no GPU has been measured yet",
+)
+VLLM_DECODE = PhaseCost(1.6, 1.0, 40e-6)
+"""Assumed: vLLM replays CUDA graphs, so a layer's call costs a tenth."""
+
+CPU_COSTS = Costs(
+    {
+        "prefill": PhaseCost(1.0, 7.0, 1.3e-3),
+        "decode": PhaseCost(2.5, 17.0, 1.4e-3),
+        "logprobs": PhaseCost(1.07, 4.5, 1.4e-3),
+        "train": PhaseCost(1.0, 8.2, 1.4e-3),
+        "optimizer": PhaseCost(11.0, 0.0, 2.0e-3),
+        "evolve": PhaseCost(26.0, 0.0, 0.0),
+        "checkpoint": PhaseCost(1.6, 0.0, 0.0),
+    },
+    "measured on one CPU thread, on five models of 0.2 to 12 million parameters",
+)
+"""From ``benchmarking/roofline.py --calibrate``; docs/plan.md shows the errors on other models."""
+
+
+def gpu(name: str) -> Machine:
+    """Return a device with the rates that large operations are assumed to reach; raises ConfigError for another."""
+    if name not in GPUS:
+        raise ConfigError(f"--gpu={name!r} is unknown; {nearest(name, [*GPUS, 'cpu'])}")
+    sheet = GPUS[name]
+    return Machine(
+        name,
+        flops=sheet.flops * MATMUL_SHARE,
+        bandwidth=sheet.bandwidth * COPY_SHARE,
+        memory=sheet.memory,
+        link=sheet.link * LINK_SHARE,
+    )
+
+
+def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
+    """Return the predicted seconds of a phase's work."""
+    cost = costs.phases[phase.removeprefix("exam_")]
+    return (
+        cost.floor * work.floor(machine)
+        + cost.traffic * work.traffic / machine.bandwidth
+        + cost.call * work.layer_calls
+    )

@@ -1,0 +1,392 @@
+"""What a run has to compute, read and send: the operations and bytes of each phase, as arithmetic without torch.
+
+Symbols: P matmul parameters that a token uses (``linear`` in the layers, ``head`` for the vocabulary), D parameters of
+one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row. ``floor`` of a piece of work is the
+least time that a machine's matmul rate F and copy rate BW allow (Williams et al. 2009, the roofline model).
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from agilerl.training.activations import Widths
+
+__all__ = [
+    "ADAPTER_WIDTH",
+    "GENERATION",
+    "ITERATION",
+    "MICRO_TOKENS",
+    "Local",
+    "Machine",
+    "ModelShape",
+    "Split",
+    "Work",
+    "Workload",
+    "adapter_parameters",
+    "padded",
+    "rows_in_flight",
+    "tokens_in_flight",
+    "work",
+]
+
+ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
+GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
+"""The phases of an iteration, and those that come once a generation."""
+LENGTH_MULTIPLE = 32
+"""Rows are padded to a multiple of this many tokens, as ``agilerl.data.batch`` does."""
+MICRO_TOKENS = 4096
+"""Tokens of one agent's micro-batch where none is asked for, as ``agilerl.algorithms.update`` has them."""
+UNIT_ROWS = 256
+"""Most rows of one agent in one decode batch, as ``agilerl.rollouts.torch_engine`` has them."""
+DRAWING_BYTES = 40
+"""Read and written for each entry of the vocabulary and token: fp32 logits, softmax and its running sum in fp64."""
+ADAPTER_WIDTH = 4
+"""Bytes of an adapter's number: fp32, whatever the base has."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a causal language model that decide time and memory."""
+
+    name: str
+    layers: int
+    hidden: int
+    query_width: int
+    """Heads times head size."""
+    kv_width: int
+    """Key-value heads times head size."""
+    feed_forward: int
+    vocabulary: int
+    parameters: int
+    """All of them, as they lie in memory."""
+    linear: int
+    """P_lin: parameters of the layers' matrix products that one token passes through."""
+    linear_held: int
+    """The same with all experts of a mixture; equal to ``linear`` in a dense model."""
+    adapted: int
+    """Input plus output features of all layers that carry an adapter; times the rank: D."""
+    adapted_layers: int
+    context: int
+    """Most tokens of prompt and completion."""
+    width: float = 4.0
+    """w: bytes of a weight, of an activation, and of a key or value."""
+    linear_width: float = 4.0
+    """Bytes of a weight of ``linear``; less than ``width`` where these are quantised."""
+
+    @property
+    def head(self) -> int:
+        """P_head."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def linear_bytes(self) -> float:
+        """Bytes of the layers' matrices: what processes can divide among them."""
+        return self.linear_held * self.linear_width
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the frozen base."""
+        return self.linear_bytes + (self.parameters - self.linear_held) * self.width
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of weights that a forward pass over many tokens reads: P w. The embedding is a look-up."""
+        return self.linear_bytes + self.head * self.width
+
+    @property
+    def widths(self) -> Widths:
+        """The sizes that a token passes through."""
+        return Widths(
+            layers=self.layers,
+            hidden=self.hidden,
+            query=self.query_width,
+            key_value=self.kv_width,
+            feed_forward=self.feed_forward,
+            vocabulary=self.vocabulary,
+            bytes_each=int(self.width),
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Kappa: bytes of keys and values of one token."""
+        return self.widths.kv_bytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, with rates that large operations reach there."""
+
+    name: str
+    flops: float
+    """F: floating point operations a second of a large matrix product, in the base's data type."""
+    bandwidth: float
+    """BW: bytes a second, read plus written, of a large copy."""
+    memory: float
+    """Bytes."""
+    link: float
+    """Bytes a second to another device, one direction."""
+    disk: float = 1e9
+    """Bytes a second written and synchronised."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One iteration and one generation of the whole population. Lengths are in tokens."""
+
+    agents: int
+    rank: int
+    prompts: int
+    """Of one agent's iteration."""
+    group: int
+    """Completions of a prompt."""
+    prompt: float
+    """Mean length."""
+    completion: float
+    """Mean length."""
+    longest: int
+    """Longest completion: decoding takes as many steps."""
+    window: int
+    """Rows of one optimizer step."""
+    epochs: int = 1
+    reference: bool = False
+    """Whether a reference pass is needed (beta > 0)."""
+    old_pass: bool = False
+    """Whether log-probs of the sampling policy are computed anew, as after a foreign sampler."""
+    critic: bool = False
+    samples: bool = True
+    """False where the algorithm learns from data: nothing is decoded but exams."""
+    exam_prompts: int = 0
+    iterations: int = 1
+    """Of a generation."""
+    slots: int = 1
+    """Adapter slots of one agent: actor, critic, own reference."""
+    checkpointing: bool = False
+    """Whether activations are computed again in the backward pass."""
+    micro_tokens: int = MICRO_TOKENS
+    """Most tokens of one agent in one forward pass."""
+    row_multiple: int = 1
+    """Batches of prompts, and of rows that decode, are padded to a multiple of this; 16 on a CPU."""
+    max_tokens: int = 4096
+    """``training.maxtokens_in_flight``."""
+    max_rows: int = 1024
+    """``training.maxrows_in_flight``."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of one agent's iteration."""
+        return self.prompts * self.group
+
+    @property
+    def length(self) -> float:
+        """Mean length of a row."""
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the population is laid over processes, one device each."""
+
+    islands: int = 1
+    """Groups of processes; each holds a share of the agents."""
+    processes: int = 1
+    """Of one island; they divide its rows."""
+    sharded: bool = False
+    """Whether the processes of an island hold the base's layers together, each 1 / processes of them."""
+    tensor_parallel: int = 1
+    """Devices that decode together where the engine is vLLM."""
+    vllm: bool = False
+    """Whether vLLM decodes, on the same devices as training."""
+    takes_turns: bool = True
+    """Whether the base waits in the host's memory while vLLM decodes, and vLLM sleeps while it trains."""
+
+    @property
+    def devices(self) -> int:
+        """Devices in use."""
+        return self.islands * self.processes
+
+    @property
+    def shards(self) -> int:
+        """Parts of the base's layers."""
+        return self.processes if self.sharded else 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process has to do in a phase."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    """Least bytes read and written: weights, adapters, cache."""
+    traffic: float = 0.0
+    """Bytes of elementwise operations that a perfect fusion would save: no part of the floor."""
+    layer_calls: float = 0.0
+    """Times that a layer is called: each costs the same however small the batch."""
+    link: float = 0.0
+    """Bytes sent to other devices."""
+    disk: float = 0.0
+    """Bytes written to disk."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
+
+    def times(self, count: float) -> "Work":
+        """Return the work of doing it so often."""
+        return Work(**{name: getattr(self, name) * count for name in self.__dataclass_fields__})
+
+    def floor(self, machine: Machine) -> float:
+        """Return the least seconds: the slowest of computing, reading, sending and writing, all else hidden."""
+        return max(
+            self.flops / machine.flops,
+            self.bytes / machine.bandwidth,
+            self.link / machine.link,
+            self.disk / machine.disk,
+        )
+
+
+@dataclass(frozen=True)
+class Local:
+    """What the busiest process sees of the workload."""
+
+    agents: int
+    """Of its island."""
+    share: float
+    """Of its island's rows."""
+    split: Split
+
+    @classmethod
+    def of(cls, load: Workload, split: Split) -> "Local":
+        """Return the part of a process."""
+        return cls(ceil(load.agents / split.islands), 1 / split.processes, split)
+
+
+def padded(length: float) -> int:
+    """Return a length rounded up to the next multiple that batches are padded to."""
+    return max(1, ceil(length / LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
+
+
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Return D: the numbers of one adapter."""
+    return shape.adapted * rank
+
+
+def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, Work]:
+    """Return the work of each phase for the busiest process: an iteration's, and a generation's."""
+    split = split or Split()
+    local = Local.of(load, split)
+    none = Work()
+    return {
+        "prefill": _prefill(shape, load, local, load.prompts, load.group) if load.samples else none,
+        "decode": _decode(shape, load, local, load.rows) if load.samples else none,
+        "logprobs": _logprobs(shape, load, local),
+        "train": _train(shape, load, local),
+        "optimizer": _optimizer(shape, load, local),
+        "exam_prefill": _prefill(shape, load, local, load.exam_prompts, 1),
+        "exam_decode": _decode(shape, load, local, load.exam_prompts),
+        "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * local.agents),
+        "checkpoint": Work(disk=3 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents * load.slots),
+    }
+
+
+def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, group: int) -> Work:
+    """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 a prompt (causal attention, half of 4).
+
+    The cache of a prompt is then copied for each of its rows, and their first token drawn.
+    """
+    count = local.agents * prompts * local.share
+    if not count:
+        return Work()
+    calls = max(1, ceil(count * group / rows_in_flight(load, local)))
+    # Prompts that are there only to fill a batch have work too.
+    tokens = calls * _filled(count / calls, load.row_multiple) * padded(load.prompt)
+    d, rows = adapter_parameters(shape, load.rank), count * group
+    flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
+    drawn = rows * (2 * padded(load.prompt) * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
+    found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
+    return found + _gathered(shape, local, calls)
+
+
+def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int) -> Work:
+    """A token a row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes."""
+    rows, d = local.agents * rows_of_agent * local.share, adapter_parameters(shape, load.rank)
+    if not rows:
+        return Work()
+    batches = max(1, ceil(rows / rows_in_flight(load, local)))
+    steps, seen = batches * load.longest, load.prompt + load.completion / 2
+    tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
+    parallel = local.split.tensor_parallel
+    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * seen)
+    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) / parallel + tokens * seen * shape.kv_bytes
+    drawing = tokens * shape.vocabulary * DRAWING_BYTES
+    result = Work(flops, read, _forward_traffic(shape, tokens) + drawing, steps * shape.layers)
+    if parallel > 1:  # two sums over the devices a layer
+        share = 2 * (parallel - 1) / parallel
+        return result + Work(link=2 * shape.layers * tokens * parallel * shape.hidden * shape.width * share)
+    return result + _gathered(shape, local, steps)
+
+
+def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
+    """Passes without gradient: 2 P_lin T + 2 P_head T_c, the old policy's with its adapter."""
+    rows = local.agents * load.rows * local.share
+    tokens, spoken, d = rows * padded(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
+    once = Work(
+        tokens * 2 * shape.linear + spoken * 2 * shape.head + rows * _attention(shape, load.length),
+        calls * shape.read_bytes,
+        _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 16,
+        calls * shape.layers,
+    ) + _gathered(shape, local, calls)
+    adapted = once + Work(flops=2 * d * tokens)
+    return once.times(float(load.reference)) + adapted.times(float(load.old_pass))
+
+
+def _train(shape: ModelShape, load: Workload, local: Local) -> Work:
+    """4 P_lin T + 4 P_head T_c + 6 D T + 6 L d_q sum s^2: no gradient of the frozen weights is computed."""
+    rows = local.agents * load.rows * local.share * (2 if load.critic else 1)
+    tokens, spoken, d = rows * padded(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    calls = max(1, ceil(tokens / tokens_in_flight(load, local)))
+    passes = 3 if load.checkpointing else 2
+    flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
+    once = Work(
+        flops + (passes + 1) * rows * _attention(shape, load.length),
+        calls * passes * shape.read_bytes,
+        passes * 1.5 * _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 32,
+        calls * shape.layers * passes,
+    ) + _gathered(shape, local, calls * passes)
+    return once.times(load.epochs)
+
+
+def _optimizer(shape: ModelShape, load: Workload, local: Local) -> Work:
+    """30 N D bytes a step; where processes divide the rows, the gradients are summed over them."""
+    numbers = local.agents * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
+    steps = load.epochs * max(1, ceil(load.rows / load.window))
+    p = local.split.processes
+    return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
+
+
+def _filled(rows: float, multiple: int) -> float:
+    return ceil(rows / multiple) * multiple if multiple > 1 else rows
+
+
+def _attention(shape: ModelShape, length: float) -> float:
+    """Forward operations of causal attention over one row."""
+    return 2 * shape.layers * shape.query_width * length**2
+
+
+def _forward_traffic(shape: ModelShape, tokens: float) -> float:
+    """Bytes that norms, rotations, activations, sums and adapters read and write in a forward pass."""
+    return tokens * shape.layers * shape.width * (30 * shape.hidden + 10 * shape.feed_forward)
+
+
+def _gathered(shape: ModelShape, local: Local, calls: float) -> Work:
+    """Every pass over a sharded base collects the other processes' parts."""
+    return Work(link=calls * shape.linear_bytes * (1 - 1 / local.split.shards))
+
+
+def rows_in_flight(load: Workload, local: Local) -> int:
+    """Return the most rows that one process decodes at once."""
+    return max(1, min(load.max_rows, local.agents * UNIT_ROWS))
+
+
+def tokens_in_flight(load: Workload, local: Local) -> int:
+    """Return the most padded tokens of one training forward of one process."""
+    own = min(load.micro_tokens, ceil(load.window * local.share) * padded(load.length))
+    return max(padded(load.length), min(load.max_tokens, local.agents * own))

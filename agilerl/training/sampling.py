@@ -1,0 +1,92 @@
+"""The engine that samples in a run: what can be refused before anything is loaded, and its start."""
+
+from agilerl.envs.core import Split
+from agilerl.errors import ConfigError
+from agilerl.population import Population
+from agilerl.rollouts.sources import QuestionSource
+from agilerl.rollouts.vllm_colocated import check_installed
+from agilerl.rollouts.vllm_engine import VLLMEngine
+from agilerl.shared_options import SharedOptions
+from agilerl.training.config import RunConfig
+from agilerl.vllm_config import VLLMConfig, lora_capacity
+
+__all__ = ["check_room", "check_sampling", "largest_rank", "start_sampling"]
+
+_PANELS: tuple[Split, ...] = ("exam", "test")
+_TRIED_PROMPTS = 256
+"""Training prompts that are rendered to see how long they are."""
+
+
+def check_sampling(config: RunConfig, options: SharedOptions) -> None:
+    """Raise ConfigError for a vLLM that is missing or does not fit, and for adapters that it would not hold."""
+    if not options.use_vllm:
+        return
+    settings = options.vllm_config or VLLMConfig()
+    if settings.base_url is None:
+        check_installed(settings, config.training.device.partition(":")[0])
+    rank, most = largest_rank(config), settings.max_lora_rank
+    if most is not None and rank > most:
+        raise ConfigError(
+            f"algorithm.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
+            "(network.lora_config.r, mutation.rank_range); raise it, or narrow mutation.rank_range"
+        )
+    lora_capacity(rank)
+    processes = config.distributed.processes_per_island or 1
+    if processes > 1 and settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} with "
+            f"distributed.processes_per_island={processes}: each process starts a vLLM of its own on its own GPU, so "
+            "none can have the others'; leave out one of the two, or start a server and name it as "
+            "algorithm.vllm_config.base_url"
+        )
+
+
+def largest_rank(config: RunConfig) -> int:
+    """Return the largest rank that an adapter of the run may have."""
+    start = config.network.lora_config.r
+    return max(start, config.mutation.rank_range[1]) if config.mutation.probabilities.arch_mut > 0 else start
+
+
+def start_sampling(config: RunConfig, population: Population) -> None:
+    """Start vLLM where it samples, so that what it lacks shows before anything is trained."""
+    engine = population.runtime.engine
+    if isinstance(engine, VLLMEngine):
+        if engine.config.max_model_len is not None:  # what the settings rule out need not be started
+            check_room(population, engine.config, engine.config.max_model_len)
+        longest = population.context_length + (population.eval_max_new_tokens or 0)
+        rank = max(largest_rank(config), population.runtime.store.max_rank)
+        engine.start(max(len(population), config.training.pop_size), rank, longest)
+        check_room(population, engine.config, engine.backend.context_length)
+
+
+def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
+    """Raise ConfigError where ``room`` tokens of vLLM's context would cut completions that the settings allow.
+
+    Counted are the longest prompt of the panels and of what training begins with, and of episodes the first prompt.
+    What the agents' own ``max_model_len`` or the base cut is no concern of vLLM's.
+    """
+    limit, most = population.context_length, population.runtime.base.context_length
+    asked = [] if population.learns_from_data else [_training_row(population, limit)]
+    if settings.exams == "vllm":
+        exam = max(max(population.source.prompt_lengths(split, limit)) for split in _PANELS)
+        asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
+    prompt, completion = max(asked, key=sum, default=(0, 0))
+    if prompt + completion > room:
+        where = "algorithm.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"
+        raise ConfigError(
+            f"vLLM's context holds {room} tokens (max_model_len), found prompts of up to {prompt} and completions of "
+            f"up to {completion} tokens, together {prompt + completion}; raise {where} to that, or lower "
+            "algorithm.max_output_tokens and training.eval_max_new_tokens"
+        )
+
+
+def _training_row(population: Population, limit: int) -> tuple[int, int]:
+    """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
+    source = population.source
+    if isinstance(source, QuestionSource):
+        tried = (source.train(k, limit, lambda row: source.render(row, limit))[1] for k in range(_TRIED_PROMPTS))
+        prompt = max(map(len, tried))
+    else:
+        prompt = max(source.prompt_lengths("train", limit))
+    longest = (agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
+    return prompt, min(max(longest), limit - prompt)

@@ -1,0 +1,154 @@
+"""VLLMConfig: how vLLM samples for a population, inside the process or on a server."""
+
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agilerl.errors import ConfigError
+from agilerl.validation import sentence
+
+__all__ = ["LORA_RANKS", "VLLMConfig", "lora_capacity"]
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can reserve room for."""
+
+_OF_ENGINES = (
+    *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "max_loras"),
+    *("max_lora_rank", "enforce_eager", "sleep_mode", "sleep_mode_level", "dtype", "quantization", "kv_cache_dtype"),
+    *("kv_cache_memory_bytes", "enable_prefix_caching"),
+)
+"""What a server was told when it was started."""
+
+_OF_TRL = {
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_max_model_length": "max_model_len",
+    "vllm_enable_sleep_mode": "sleep_mode",
+    "vllm_server_base_url": "base_url",
+    "vllm_server_timeout": "server_timeout",
+}
+"""What TRL calls settings of ours."""
+
+
+def _url(text: str | None) -> str | None:
+    if text is None:
+        return None
+    wrong = ValueError(f"expected the address of a server, for instance http://localhost:8000, found {text!r}")
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # raises for what is no port
+    except ValueError:
+        raise wrong from None
+    blank = any(character.isspace() for character in text)
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+        or blank
+        or port == 0
+    ):
+        raise wrong
+    if parts.username or parts.password:
+        raise ValueError("expected an address without a password; put the server's key into VLLM_API_KEY instead")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+class VLLMConfig(BaseModel):
+    """Settings of the vLLM engine, under the names of AgileRL, vLLM or TRL; None: what suits base and population.
+
+    Raises ConfigError for an unknown name and a value out of range.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share the base."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of each GPU's memory for vLLM's weights and cache."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    """Most completions in flight, all agents together."""
+    max_num_batched_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of one step of vLLM's scheduler."""
+    max_model_len: Annotated[int | None, Field(ge=2)] = None
+    """Most tokens of prompt and completion; None: the base's own limit."""
+    max_loras: Annotated[int | None, Field(ge=1)] = None
+    """Adapters in one batch; None: as many as the first batch has."""
+    max_lora_rank: Annotated[int | None, Field(ge=1)] = None
+    """Largest rank of an adapter; None: what ``mutation.rank_range`` lets the population reach, or its rank now."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs; None: on a CPU."""
+    sleep_mode: bool = False
+    """Give vLLM's GPU memory free between rollouts."""
+    sleep_mode_level: int = 1
+    """1 keeps the base on the host meanwhile; 2 would forget it, and is refused."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Data type of vLLM's base; None: the trainer's."""
+    quantization: str | None = None
+    """Quantisation of vLLM's base, for instance ``awq`` or ``bitsandbytes``."""
+    vllm_model_name_or_path: str | None = None
+    """Another copy of the base for vLLM alone, for instance a quantised one."""
+    kv_cache_dtype: str | None = None
+    """Data type of the cache, for instance ``fp8``."""
+    kv_cache_memory_bytes: Annotated[int | None, Field(ge=1)] = None
+    """Bytes of the cache, in place of what ``gpu_memory_utilization`` leaves; None on a CPU: 1 GiB."""
+    enable_prefix_caching: bool = True
+    """Compute what prompts of one adapter have in common once."""
+    strip_multimodal_towers: bool = False
+    """Not available: must be false."""
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end a completion, in training and in exams."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token that was generated before."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of a token for each time it was generated before."""
+    lora_staging_dir: str | None = None
+    """Folder that adapters pass through; None: one in memory (``/dev/shm``) where there is such. A server on another
+    machine must see it under the same path."""
+    base_url: Annotated[str | None, AfterValidator(_url)] = None
+    """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``."""
+    server_timeout: Annotated[float, Field(gt=0)] = 240.0
+    """Seconds to wait for a server that is still starting."""
+    request_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a server may take for one completion."""
+    probe_tokens: Annotated[int, Field(ge=0, le=64)] = 4
+    """Tokens of each new adapter whose log-probs are compared with the trainer's; 0: never."""
+    probe_tolerance: Annotated[float | None, Field(gt=0)] = None
+    """Largest mean difference of those log-probs in nats; None: 0.001 where vLLM computes in float32, else 0.1."""
+    exams: Literal["vllm", "torch"] = "vllm"
+    """Engine of exams and tests; ``torch`` gives the same bits whoever else is examined."""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**{_OF_TRL.get(name, name): value for name, value in settings.items()})
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self))) from None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.sleep_mode_level != 1:
+            raise ValueError(
+                f"sleep_mode_level={self.sleep_mode_level} would forget the base's weights, which nothing gives back "
+                "to vLLM: only adapters are sent; use 1"
+            )
+        if self.strip_multimodal_towers:
+            raise ValueError("strip_multimodal_towers=True is not available; leave it out")
+        if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:
+            raise ValueError(f"max_lora_rank={self.max_lora_rank} is more than vLLM can, which is {LORA_RANKS[-1]}")
+        # Not whether it was given: a resolved manifest gives everything.
+        given = [name for name in _OF_ENGINES if getattr(self, name) != type(self).model_fields[name].default]
+        if self.base_url is not None and given:
+            raise ValueError(
+                f"{given[0]} is set where the server at {self.base_url} is started (vllm serve --"
+                f"{given[0].replace('_', '-')}); leave it out here, or leave out base_url"
+            )
+        return self
+
+
+def lora_capacity(rank: int) -> int:
+    """Return the smallest rank that vLLM reserves room for and that holds ``rank``; ConfigError where there is none."""
+    for capacity in LORA_RANKS:
+        if rank <= capacity:
+            return capacity
+    raise ConfigError(f"vLLM holds adapters of at most rank {LORA_RANKS[-1]}, found rank {rank}; lower it")

@@ -1,0 +1,378 @@
+"""Measure each phase against its roofline, and `agilerl plan` against what was measured.
+
+    python benchmarking/roofline.py [--device cpu] [--models embedded 1M 30M] [--rounds 7] [--out FILE]
+
+Each model runs in a child process, which measures F (the rate of a large matrix product) and BW (of a large copy)
+and the phases of an iteration and a generation in turn, ``--rounds`` times. For each phase: the median time with the
+smallest and the largest, the floor, ``fraction_of_limit`` = floor / measured, and ``predicted`` / measured, where the
+prediction is the one of `agilerl plan`, made from this process's F and BW. Memory: predicted / peak. On a CPU times are
+the CPU time of one thread, which other processes lengthen little; but ``checkpoint`` is wall time.
+
+``--calibrate`` measures other models and prints constants for ``agilerl/training/machines.py``: those of ``CPU_COSTS``
+come from there, so the models above are not what the constants were fitted to. ``--again`` computes from the times of
+an earlier JSON, with the constants of now.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from agilerl.training.footprint import memory, peak  # noqa: E402
+from agilerl.training.machines import CPU_COSTS, GPU_COSTS, seconds  # noqa: E402
+from agilerl.training.roofline import ITERATION, Machine, ModelShape, Workload, work  # noqa: E402
+
+SIZES: dict[str, dict[str, int]] = {
+    "1M": {"hidden": 128, "feed_forward": 384, "layers": 4, "heads": 4, "kv_heads": 2, "vocabulary": 1024},
+    "30M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "vocabulary": 8192},
+    "0.5B": {"hidden": 896, "feed_forward": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
+    "1.5B": {"hidden": 1536, "feed_forward": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151936},
+    # For --calibrate only:
+    "0.2M": {"hidden": 80, "feed_forward": 208, "layers": 2, "heads": 2, "kv_heads": 2, "vocabulary": 256},
+    "0.5M": {"hidden": 96, "feed_forward": 256, "layers": 5, "heads": 3, "kv_heads": 3, "vocabulary": 512},
+    "2M": {"hidden": 192, "feed_forward": 512, "layers": 5, "heads": 6, "kv_heads": 2, "vocabulary": 2048},
+    "5M": {"hidden": 256, "feed_forward": 704, "layers": 6, "heads": 8, "kv_heads": 4, "vocabulary": 4096},
+    "12M": {"hidden": 384, "feed_forward": 1024, "layers": 7, "heads": 6, "kv_heads": 2, "vocabulary": 2048},
+}
+LOADS: dict[str, dict[str, int]] = {
+    "embedded": {"agents": 4, "prompts": 16, "group": 8, "prompt": 12, "longest": 16},
+    "1M": {"agents": 4, "prompts": 4, "group": 8, "prompt": 40, "longest": 48},
+    "30M": {"agents": 2, "prompts": 2, "group": 8, "prompt": 60, "longest": 32},
+    "0.5B": {"agents": 4, "prompts": 8, "group": 8, "prompt": 120, "longest": 128},
+    "1.5B": {"agents": 4, "prompts": 8, "group": 8, "prompt": 120, "longest": 128},
+    "0.2M": {"agents": 8, "prompts": 4, "group": 4, "prompt": 30, "longest": 30},
+    "0.5M": {"agents": 2, "prompts": 8, "group": 8, "prompt": 20, "longest": 40},
+    "2M": {"agents": 2, "prompts": 4, "group": 8, "prompt": 90, "longest": 36},
+    "5M": {"agents": 4, "prompts": 4, "group": 4, "prompt": 30, "longest": 60},
+    "12M": {"agents": 2, "prompts": 2, "group": 16, "prompt": 60, "longest": 60},
+}
+CALIBRATION = ("0.2M", "0.5M", "2M", "5M", "12M")
+RANK = 16
+
+
+# -- the child: one model ---------------------------------------------------------------------------------------------
+
+
+def made_model(name: str, device: str) -> Any:
+    """Return a model that never ends a completion by itself, so that lengths are known."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from agilerl.models.base import resolve_model
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    if name == "embedded":
+        model = AutoModelForCausalLM.from_pretrained(resolve_model("embedded"), dtype=dtype)
+    else:
+        s = SIZES[name]
+        config = Qwen2Config(
+            vocab_size=s["vocabulary"],
+            hidden_size=s["hidden"],
+            intermediate_size=s["feed_forward"],
+            num_hidden_layers=s["layers"],
+            num_attention_heads=s["heads"],
+            num_key_value_heads=s["kv_heads"],
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+        )
+        with torch.device(device):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.eos_token_id = None
+    model.generation_config.eos_token_id = None
+    return model.to(device)
+
+
+def child(name: str, device: str, rounds: int, agents: int | None) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    transformers.utils.logging.set_verbosity_error()
+    from benchmarking.roofline_phases import Bench
+
+    load = LOADS[name] | ({"agents": agents} if agents else {})
+    tiny = {"agents": 1, "prompts": 1, "group": 2, "prompt": 4, "longest": 2}
+    Bench(made_model("1M", device), tiny, RANK, device).round()  # imports and kernels are no part of the memory
+    resident = resident_bytes(device)
+    bench = Bench(made_model(name, device), load, RANK, device)
+    bench.round()
+    used = peak_bytes(device) - resident
+    times: dict[str, list[float]] = {}
+    rates: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        rates.append(bench.rates())
+        for phase, spent in bench.round().items():
+            times.setdefault(phase, []).append(spent)
+    flops, bandwidth = median(f for f, _ in rates), median(b for _, b in rates)
+    return {
+        "model": name,
+        "device": device,
+        "load": load,
+        "shape": bench.shape.__dict__,
+        "F": flops,
+        "F_spread": [min(f for f, _ in rates), max(f for f, _ in rates)],
+        "BW": bandwidth,
+        "BW_spread": [min(b for _, b in rates), max(b for _, b in rates)],
+        "disk": bench.disk_rate(),
+        "times": times,
+        "peak_bytes": used,
+    }
+
+
+def whole_run(rounds: int) -> dict[str, Any]:
+    """Time iterations and exams of the embedded default as `agilerl train` makes them, beside what the plan says."""
+    from time import process_time
+
+    from agilerl.training.capacity import forecast
+    from agilerl.training.config import load_manifest
+    from agilerl.training.model_shape import model_shape
+    from agilerl.training.rates import measured_machine
+    from agilerl.training.setup import build
+    from agilerl.training.workload import lengths, workload
+
+    config = load_manifest(None)
+    shape = model_shape(config, device="cpu")
+    load = workload(config, lengths(config, shape, None, None), row_multiple=16)
+    population = build(config).population
+    times: dict[str, list[float]] = {"rollout": [], "update": [], "exam": []}
+    for _ in range(rounds + 1):
+        start = process_time()
+        rollout = population.rollout()
+        sampled = process_time()
+        population.learn(rollout)
+        learned = process_time()
+        population.evaluate("exam")
+        for name, spent in (
+            ("rollout", sampled - start),
+            ("update", learned - sampled),
+            ("exam", process_time() - learned),
+        ):
+            times[name].append(spent)
+    found = forecast(shape, load, measured_machine(clock=process_time), CPU_COSTS).seconds
+    predicted = {
+        "rollout": found["prefill"] + found["decode"],
+        "update": found["logprobs"] + found["train"] + found["optimizer"],
+        "exam": found["exam_prefill"] + found["exam_decode"],
+    }
+    return {
+        name: {"measured": median(own[1:]), "spread": [min(own[1:]), max(own[1:])], "predicted": predicted[name]}
+        for name, own in times.items()
+    }
+
+
+def resident_bytes(device: str) -> int:
+    """Return what the process holds now, and begin to watch for its peak."""
+    gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(next(x.split()[1] for x in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in x)) * 1024
+
+
+def peak_bytes(device: str) -> int:
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    return int(next(x.split()[1] for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)) * 1024
+
+
+# -- the parent: floors, predictions, the table -----------------------------------------------------------------------
+
+
+def workload(found: dict[str, Any]) -> Workload:
+    load = found["load"]
+    return Workload(
+        agents=load["agents"],
+        rank=RANK,
+        prompts=load["prompts"],
+        group=load["group"],
+        prompt=load["prompt"],
+        completion=load["longest"],
+        longest=load["longest"],
+        window=load["prompts"] * load["group"],
+        reference=True,
+        row_multiple=16 if found["device"] == "cpu" else 1,
+    )
+
+
+def machine_of(found: dict[str, Any]) -> Machine:
+    return Machine(found["device"], found["F"], found["BW"], 0, found["BW"] / 2, found["disk"])
+
+
+def judged(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the phases of one model with floors, fractions and predictions."""
+    shape, load, machine = ModelShape(**found["shape"]), workload(found), machine_of(found)
+    costs = CPU_COSTS if found["device"] == "cpu" else GPU_COSTS
+    works, phases = work(shape, load), {}
+    for phase, times in found["times"].items():
+        measured, floor = median(times), works[phase].floor(machine)
+        phases[phase] = {
+            "measured": measured,
+            "spread": [min(times), max(times)],
+            "floor": floor,
+            "fraction_of_limit": floor / measured,
+            "predicted": seconds(phase, works[phase], machine, costs),
+        }
+        phases[phase]["predicted_over_measured"] = phases[phase]["predicted"] / measured
+    whole = [p for p in phases if p in ITERATION]
+    total = {n: sum(phases[p][n] for p in whole) for n in ("measured", "floor", "predicted")}
+    total |= {"fraction_of_limit": total["floor"] / total["measured"]}
+    total |= {"predicted_over_measured": total["predicted"] / total["measured"]}
+    held = peak(memory(shape, load))
+    return {
+        **{n: found[n] for n in ("model", "device", "load", "F", "F_spread", "BW", "BW_spread", "disk")},
+        "parameters": shape.parameters,
+        "phases": phases,
+        "iteration": total,
+        "memory": {"peak": found["peak_bytes"], "predicted": held, "ratio": held / found["peak_bytes"]},
+    }
+
+
+def measured(name: str, device: str, rounds: int, agents: int | None = None) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, "--device", device, "--rounds", str(rounds)]
+    command += ["--agents", str(agents)] if agents else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: exit {done.returncode}: {done.stderr[-1500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = ["| model | phase | measured ms (smallest-largest) | floor ms | fraction of limit | predicted / measured |"]
+    lines.append("|---|---|---|---|---|---|")
+    for r in results:
+        for phase, p in r["phases"].items():
+            low, high = p["spread"]
+            lines.append(
+                f"| {r['model']} | {phase} | {_ms(p['measured'])} ({_ms(low)}-{_ms(high)}) | {_ms(p['floor'])} | "
+                f"{p['fraction_of_limit']:.3f} | {p['predicted_over_measured']:.2f} |"
+            )
+        t = r["iteration"]
+        lines.append(
+            f"| {r['model']} | **iteration** | {_ms(t['measured'])} | {_ms(t['floor'])} | {t['fraction_of_limit']:.3f} "
+            f"| {t['predicted_over_measured']:.2f} |"
+        )
+        m = r["memory"]
+        lines.append(
+            f"| {r['model']} | memory | {m['peak'] / 2**20:,.0f} MiB | | | {m['ratio']:.2f} |",
+        )
+    return "\n".join(lines)
+
+
+def _ms(value: float) -> str:
+    return f"{1000 * value:,.3g}" if value < 1 else f"{1000 * value:,.0f}"
+
+
+def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return costs that fit measurements, phase by phase: least squares of relative errors, never below the floor.
+
+    What the call of a layer costs can be told from decoding alone, whose batches are small; the others have the same.
+    """
+    import numpy as np
+    from scipy.optimize import lsq_linear
+
+    fitted: dict[str, Any] = {}
+    call = np.inf
+    for phase in ("decode", *(p for p in found[0]["times"] if p != "decode")):
+        rows = []
+        for f in found:
+            w, machine = work(ModelShape(**f["shape"]), workload(f))[phase], machine_of(f)
+            time = median(f["times"][phase])
+            rows.append([w.floor(machine) / time, w.traffic / machine.bandwidth / time, w.layer_calls / time])
+        matrix = np.array(rows)
+        scale = np.where(matrix.max(axis=0) > 0, matrix.max(axis=0), 1.0)
+        least = np.array([1.0, 0.0, 0.0]) * scale
+        most = np.array([np.inf, np.inf, np.inf if phase == "optimizer" else call]) * scale
+        values = lsq_linear(matrix / scale, np.ones(len(rows)), (least, most)).x / scale
+        call = float(values[2]) if phase == "decode" else call
+        used = [float(v) if column.any() else 0.0 for v, column in zip(values, matrix.T)]
+        fitted[phase] = dict(zip(("floor", "traffic", "call"), used))
+        fitted[phase]["predicted_over_measured"] = [round(float(row @ values), 2) for row in matrix]
+    return fitted
+
+
+def surroundings(rounds: int) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "commit": commit.stdout.strip(),
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        "rounds": rounds,
+    }
+
+
+def written(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    half.write_text(json.dumps(document, indent=1))
+    half.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--models", nargs="+", choices=LOADS, help="default: embedded 1M 30M; on cuda 0.5B 1.5B")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--agents", type=int, help="of each population; default: the model's own")
+    parser.add_argument("--calibrate", action="store_true", help="fit constants on other models")
+    parser.add_argument(
+        "--out", type=Path, help="where the JSON goes; default benchmarking/results/roofline-DEVICE.json"
+    )
+    parser.add_argument("--run", action="store_true", help="only the embedded default, as agilerl train runs it")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="judge the measurements of such a JSON anew")
+    parser.add_argument("--child", choices=LOADS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(child(arguments.child, arguments.device, arguments.rounds, arguments.agents)))
+        return
+    if arguments.run:
+        found = whole_run(arguments.rounds)
+        print(json.dumps(found, indent=1))
+        if arguments.out:
+            written(arguments.out, {**surroundings(arguments.rounds), "run": found})
+        return
+    device, agents = arguments.device, arguments.agents
+    models = arguments.models or (["embedded", "1M", "30M"] if device == "cpu" else ["0.5B", "1.5B"])
+    name = f"roofline-{'calibration-' * arguments.calibrate}{device}.json"
+    out = arguments.out or ROOT / "benchmarking" / "results" / name
+    if arguments.again:
+        document = json.loads(arguments.again.read_text())
+    else:
+        arms = [(m, agents) for m in models]
+        if arguments.calibrate:
+            arms = [*((m, None) for m in CALIBRATION), *((m, 1) for m in CALIBRATION[1::2])]
+        document = {**surroundings(arguments.rounds), "raw": []}
+        for model, count in arms:
+            document["raw"].append(measured(model, device, arguments.rounds, count))
+            written(out, document)
+    if arguments.calibrate:
+        document["costs"] = calibrated(document["raw"])
+        print(json.dumps(document["costs"], indent=1))
+        written(out, document)
+        return
+    document["results"] = results = [judged(found) for found in document["raw"]]
+    print(table(results))
+    written(out, document)
+    print(f"\nwritten: {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""`agilerl plan`: what it prints, that it loads no weights, and its sentences."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+from tests.cli.outcome import Outcome
+from tests.cli.test_command_line import imported
+
+Agilerl = Callable[..., Outcome]
+
+SEVEN = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 32768,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> str:
+    """A folder with the config.json of a model of 7.6 billion parameters, and nothing else."""
+    Qwen2Config(**SEVEN).save_pretrained(tmp_path / "seven")
+    return str(tmp_path / "seven")
+
+
+def planned(agilerl: Agilerl, *arguments: str) -> dict[str, Any]:
+    outcome = agilerl("plan", *arguments, "--json")
+    assert outcome.code == 0, outcome.errors
+    document: dict[str, Any] = json.loads(outcome.output)
+    return document
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--gpu", "h2000"], ["plan", "a.b=1"]])
+def test_help_and_typing_errors_load_nothing(arguments: list[str], tmp_path: Path) -> None:
+    _, packages = imported(*arguments, cwd=tmp_path)
+    assert packages.isdisjoint({"torch", "transformers", "peft"})
+
+
+def test_a_model_without_weights_is_planned_for(agilerl: Agilerl, seven: str) -> None:
+    found = planned(
+        agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpus", "8", "--gpu", "h200", "--prompt-tokens=300"
+    )
+    assert found["model"]["parameters"] == 7_615_616_512
+    assert found["model"]["linear"] == 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert found["model"]["width"] == 2
+    best = found["proposal"]
+    assert (best["islands"], best["processes"], best["devices"]) == (4, 2, 8)  # four agents
+    assert best["command"].startswith("torchrun --nproc-per-node 8 -m agilerl.cli train ")
+    assert "distributed.processes_per_island=2" in best["overrides"]
+    assert best["memory_bytes"]["peak"] < 0.8 * 141e9
+    assert best["seconds"]["iteration"] == pytest.approx(
+        sum(best["seconds"][phase] for phase in ("prefill", "decode", "logprobs", "train", "optimizer"))
+    )
+    assert all(best["floor_seconds"][phase] <= best["seconds"][phase] for phase in best["floor_seconds"])
+    assert found["others"]
+    assert found["workload"]["prompt"] == 300
+
+
+def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> None:
+    overrides = planned(agilerl, "--gpu", "l4", "--gpus", "2")["proposal"]["overrides"]
+    assert any(o.startswith("training.max_tokens_in_flight=") for o in overrides)
+    outcome = agilerl("train", "--dry-run", *overrides)
+    assert (outcome.code, outcome.errors) == (0, "")
+
+
+def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
+    found = planned(agilerl, "--gpu", "l4")
+    assert 6 <= found["workload"]["prompt"] <= 9
+    assert found["workload"]["completion"] == 10
+    assert "the mean of the exam's" in found["assumed"][0]
+    assert found["proposal"]["devices"] == 1
+    assert found["proposal"]["command"].startswith("agilerl train training.max_tokens_in_flight=")
+
+
+def test_this_machine_is_measured(agilerl: Agilerl) -> None:
+    found = planned(agilerl, "--gpu", "cpu")
+    assert found["machine"]["source"] == "measured here, just now"
+    assert 1e9 < found["machine"]["flops"] < 1e13
+    assert found["model"]["width"] == 4
+    assert "measured" in found["machine"]["costs"]
+
+
+def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
+    model = f"network.pretrained_model_name_or_path={seven}"
+    text = agilerl("plan", model, "--gpus", "2", "--gpu", "h100").output
+    flat = " ".join(text.split())
+    for words in (
+        "7,615,616,512 parameters, 14.2 GiB",
+        "NVIDIA H100 SXM data sheet",
+        "assumed: no GPU has been measured yet",
+        "islands of 1 process",
+        "torchrun --nproc-per-node 2",
+        "max_rows_in_flight",
+        "Memory of the fullest device",
+        "exam decode",
+        "also fits: 1 island of 2 processes",
+        "Not counted: grading",
+        "prompts of 256 tokens: assumed",
+    ):
+        assert words in flat
+
+
+def test_what_does_not_fit_is_one_sentence(agilerl: Agilerl, tmp_path: Path) -> None:
+    large = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192, "dtype": "bfloat16"}
+    LlamaConfig(**large, **heads, tie_word_embeddings=False).save_pretrained(tmp_path / "large")
+    outcome = agilerl("plan", f"network.pretrained_model_name_or_path={tmp_path / 'large'}", "--gpu", "h100")
+    assert (outcome.code, outcome.output) == (2, "")
+    assert "does not fit on 1 x h100" in outcome.errors
+    assert "of these, the base sharded over them" in outcome.errors
+    assert "Traceback" not in outcome.errors
+
+
+def test_quantised_bases_and_mixtures_are_counted_as_they_lie_in_memory(
+    agilerl: Agilerl, seven: str, tmp_path: Path
+) -> None:
+    model = f"network.pretrained_model_name_or_path={seven}"
+    four = planned(agilerl, model, "network.quantization=nf4", "--gpu", "h200")["model"]
+    assert four["linear_width"] == 0.5625
+    assert four["weight_bytes"] < 0.45 * planned(agilerl, model, "--gpu", "h200")["model"]["weight_bytes"]
+    Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+    ).save_pretrained(tmp_path / "mixture")
+    mixture = f"network.pretrained_model_name_or_path={tmp_path / 'mixture'}"
+    found = planned(agilerl, mixture, "network.lora_config.target_modules=[q_proj]", "--gpu", "h200")["model"]
+    experts = 2 * 8 * 3 * 32 * 16
+    assert found["linear_held"] - found["linear"] == experts * 6 // 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h2000"], ["h2000", "did you mean 'h200'"]),
+        (["--gpus", "0", "--gpu", "h200"], ["--gpus"]),
+        (["training.popsize=4"], ["popsize", "pop_size"]),
+        (["nothing.yaml"], ["nothing.yaml"]),
+        (["--prompt-tokens", "2000", "--gpu", "h200"], ["2,000", "context", "--prompt-tokens"]),
+        (["network.pretrained_model_name_or_path=/nowhere/at/all", "--gpu", "h200"], ["no model folder"]),
+    ],
+)
+def test_mistakes_are_sentences(arguments: list[str], words: list[str], agilerl: Agilerl) -> None:
+    outcome = agilerl("plan", *arguments)
+    assert outcome.code == 2
+    assert outcome.output == ""
+    assert len(outcome.errors.splitlines()) == 1
+    for word in words:
+        assert word in outcome.errors
+
+
+def test_a_damaged_config_is_a_sentence(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"model_type": "no_such_model"}')
+    outcome = agilerl("plan", f"network.pretrained_model_name_or_path={tmp_path / 'bad'}", "--gpu", "h200")
+    assert outcome.code == 2
+    assert "cannot read the shape of the model" in outcome.errors
+
+
+def test_no_weights_are_read_or_made(agilerl: Agilerl, seven: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*arguments, **options)
+        if tensor.device.type != "meta":
+            made.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counted)
+    planned(agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpu", "h200")
+    assert max(made, default=0) < 10**6

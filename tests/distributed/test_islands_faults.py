@@ -1,0 +1,146 @@
+"""What ends one process of a run ends all of them, soon and with one sentence; and the run goes on from there."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from agilerl.distributed.exchange import Exchange
+from agilerl.distributed.topology import SOLITARY, Topology, arranged, local_share
+from agilerl.errors import ConfigError
+from agilerl.processes import Processes
+from agilerl.training.config import load_manifest
+from agilerl.training.distributed_config import DistributedConfig, asked_for, by_accelerate
+from tests.distributed.together import descendants, ends, kill, started, wait_for
+from tests.faults.evidence import SHORT, differences, evidence
+from tests.faults.pieces import begin
+from tests.training.small_runs import environment
+
+QUICK = (
+    *SHORT,
+    *("training.pop_size=2", "training.max_steps=128", "environment.data_batch_size_per_gpu=2"),
+    *("environment.eval_prompts=4", "environment.test_prompts=4"),
+)
+"""8 iterations of 2 agents in 4 generations."""
+TRAIN = ("-m", "agilerl", "train", *QUICK, "--out", "run", "--resume", "auto")
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_stopped_then_killed_then_killed_under_torchrun(tmp_path: Path) -> None:
+    """A run that meets it all has the same bits as one that meets nothing."""
+    with started(2, *TRAIN, cwd=tmp_path) as children:
+        wait_for("iteration 1 ", children[0])
+        children[1].send_signal(signal.SIGTERM)
+        writer, other = ends(children)
+    assert (writer.code, other.code) == (143, 143)
+    assert writer.errors.splitlines()[-1] == "stopped; go on with: agilerl resume run"
+    assert other.output + other.errors == ""
+
+    with started(2, *TRAIN, cwd=tmp_path) as children:
+        wait_for("iteration 3 ", children[0])
+        kill(children[1].pid)
+        start = monotonic()
+        writer, other = ends(children)
+    assert monotonic() - start < 60
+    assert (writer.code, other.code) == (2, -signal.SIGKILL)
+    assert writer.errors.count("\n") == 1
+    assert "error: another process of this run is lost" in writer.errors
+
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+    with subprocess.Popen(
+        [sys.executable, *launcher, *TRAIN], cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True
+    ) as elastic:
+        wait_for("iteration 5 ", elastic)
+        workers = [child for child, name in descendants(elastic.pid).items() if "agilerl train" in name]
+        kill(max(workers))
+        output, errors = elastic.communicate(timeout=300)
+    assert elastic.returncode == 0, errors
+    assert "Resuming run after iteration " in output
+    alone = tmp_path / "alone"
+    for _ in begin(alone, *QUICK):
+        pass
+    assert (
+        differences(evidence(tmp_path / "run", extra_checkpoints=True), evidence(alone, extra_checkpoints=True)) == []
+    )
+
+
+@pytest.mark.model
+def test_a_mistake_that_one_process_finds_is_said_once(tmp_path: Path) -> None:
+    """The second process may not run the grader; so neither of them does, and nothing is written."""
+    (tmp_path / "mine.py").write_text("def reward(completion):\n    return 1.0\n")
+    own = ("environment.graders=[{name: 'mine.py:reward'}]",)
+    with started(2, *TRAIN, *own, cwd=tmp_path, own=[["--allow-code"], []]) as children:
+        writer, other = ends(children)
+    assert (writer.code, other.code) == (2, 2)
+    assert writer.errors.count("\n") == 1
+    assert writer.errors.startswith("error: ")
+    assert "--allow-code" in writer.errors
+    assert other.output + other.errors == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_cannot_be_divided() -> None:
+    config = DistributedConfig(processes_per_island=2)
+    with pytest.raises(ConfigError, match=r"3 processes cannot be divided into islands of .*_island=2"):
+        arranged(Processes(0, 3), config, {})
+    with pytest.raises(ConfigError, match=r"more islands than agents: 4 islands, training\.pop_size=3; start .* 3"):
+        Topology(peers=Exchange(Processes(0, 4))).check(3)
+    SOLITARY.check(1)
+
+
+def test_accelerate_makes_one_island_and_torchrun_one_each() -> None:
+    world = Processes(1, 4)
+    single = arranged(world, DistributedConfig(), {})
+    assert (single.peers.size, single.peers.rank, single.island.size, single.is_writer) == (4, 1, 1, False)
+    shared = arranged(world, DistributedConfig(), {"ACCELERATE_MIXED_PRECISION": "no"})
+    assert (shared.peers.size, shared.island.size, shared.island.rank, shared.is_writer) == (1, 4, 1, False)
+    assert by_accelerate({"ACCELERATE_USE_FSDP": "true"})
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables", "expected"),
+    [
+        ("auto", {}, False),
+        ("auto", LAUNCHED, True),
+        ("auto", {**LAUNCHED, "WORLD_SIZE": "1"}, False),
+        ("none", LAUNCHED, False),
+        ("ray", LAUNCHED, False),
+        ("torch", LAUNCHED, True),
+        ("torch", {}, True),
+    ],
+)
+def test_who_is_asked_to_work_together(backend: str, variables: Mapping[str, str], expected: bool) -> None:
+    assert asked_for(DistributedConfig(backend=backend), variables) == expected
+
+
+def test_torch_without_a_launcher_says_what_to_type(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agilerl", "train", "distributed.backend=torch", "--out", "run"],
+        cwd=tmp_path,
+        env={k: v for k, v in environment().items() if k != "WORLD_SIZE"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: distributed.backend=torch needs a launcher")
+    assert "torchrun --nproc-per-node 2" in done.stderr
+
+
+def test_each_process_of_a_machine_has_a_gpu_and_a_share_of_its_own() -> None:
+    config = load_manifest(None, ["training.device=cuda", "training.pop_size=5"])
+    world = Exchange(Processes(1, 2))
+    here = local_share(config, Topology(world, peers=world), {"LOCAL_RANK": "1"})
+    assert (here.training.device, here.training.pop_size) == ("cuda:1", 2)
+    assert local_share(config, SOLITARY, {"LOCAL_RANK": "1"}) is config
+    served = local_share(config, Topology(server="http://host:8000"), {})
+    assert served.algorithm["vllm_config"] == {"base_url": "http://host:8000"}
+    assert served.algorithm["use_vllm"] is True
+    assert "use_vllm" not in config.algorithm

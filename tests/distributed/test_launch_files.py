@@ -1,0 +1,84 @@
+"""What the tutorials and the page about several machines give to torchrun, SLURM and Kubernetes is what these take."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from agilerl.training.config import load_manifest
+from tests.test_readme import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "distributed.md"
+FOLDER = ROOT / "tutorials" / "manifests" / "distributed"
+
+
+def launched(command: str) -> tuple[Any, list[str]]:
+    """Return what torchrun makes of a command, and the command line of each process."""
+    program, *rest = shlex.split(command.replace("\\\n", " "))
+    assert program == "torchrun"
+    found = get_args_parser().parse_args(rest)
+    assert found.module
+    return found, [found.training_script, *found.training_script_args]
+
+
+@pytest.mark.parametrize("command", [text for text in blocks(PAGE, "text") if text.startswith("torchrun")])
+def test_torchrun_takes_the_commands_of_the_page(command: str) -> None:
+    _, (program, *arguments) = launched(command)
+    assert (program, arguments[0]) == ("agilerl", "train")
+    assert arguments[-2:] == ["--resume", "auto"]
+
+
+def test_the_slurm_script_is_one_and_starts_what_torchrun_takes() -> None:
+    script = FOLDER / "slurm.sh"
+    assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
+    started = re.search(r"torchrun (?:.*\\\n)*.*&$", script.read_text(), re.MULTILINE)
+    assert started is not None
+    command = re.sub(r'"?\$\{?(\w+)[^"\s}]*\}?"?', "7", started[0].removesuffix("&"))
+    found, process = launched(command)
+    assert (found.nnodes, found.nproc_per_node, found.max_restarts) == ("7", "7", 3)
+    assert found.shutdown_timeout == 240
+    assert process == ["agilerl", "train", "7", "--out", "7", "--resume", "auto"]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
+    assert options["ntasks-per-node"] == "1"
+    assert options["signal"] == "B:TERM@300"
+
+
+def test_the_ray_job_has_the_keys_of_kuberay_and_a_run_that_is_valid() -> None:
+    job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec = job["spec"]
+    assert set(spec) <= {
+        *("entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit", "submissionMode"),
+        "rayClusterSpec",
+    }
+    cluster = spec["rayClusterSpec"]
+    assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
+    (workers,) = cluster["workerGroupSpecs"]
+    assert set(workers) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        (container,) = group["template"]["spec"]["containers"]
+        volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    program, command, manifest, *rest = shlex.split(spec["entrypoint"])
+    assert (program, command, manifest) == ("agilerl", "train", "/manifest/mine.yaml")
+    config = load_manifest(None, [word for word in rest if "=" in word])
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert config.distributed.backend == "ray"
+    assert config.distributed.islands == workers["replicas"]
+    assert float(limits["cpu"]) == config.distributed.cpus_per_island
+    assert float(limits["nvidia.com/gpu"]) == config.distributed.gpus_per_island
+
+
+def test_the_manifest_for_ray_is_valid() -> None:
+    path = FOLDER / "ray.yaml"
+    config = load_manifest(path, [])
+    assert config.distributed.islands <= config.training.pop_size
+    assert f"agilerl train tutorials/manifests/distributed/{path.name}" in path.read_text()

@@ -1,0 +1,61 @@
+"""Whole runs of agents that two processes share: the same table as alone, one end for both, one sentence."""
+
+import json
+import signal
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_islands_faults import QUICK
+from tests.distributed.together import Job, ends, kill, run_jobs, started, wait_for
+from tests.training.small_runs import run_here
+
+SHARED = ("distributed.processes_per_island=2",)
+DIVIDED = (*SHARED, "distributed.sharding=fsdp2")
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+
+def table(run: Path) -> dict[str, Any]:
+    summary = json.loads((run / "summary.json").read_text())
+    return {name: summary[name] for name in ("fitness", "test", "tokens", "elite", "iterations")}
+
+
+def test_two_processes_come_to_the_same_table_as_one(tmp_path: Path) -> None:
+    whole, divided = tmp_path / "whole", tmp_path / "divided"
+    run_jobs(2, Job(whole, (*QUICK, *SHARED)), Job(divided, (*QUICK, *DIVIDED)), processes_per_island=2)
+    alone = table(run_here(tmp_path / "alone", *QUICK))
+    assert table(whole) == alone
+    assert table(divided) == alone
+
+
+def test_what_both_meet_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completion):\n    raise ValueError('cannot grade this')\n")
+    own = ("environment.graders=[{name: 'mine.py:reward'}]", "--allow-code", "--quiet", "--out", "run")
+    with started(2, "-m", "agilerl", "train", *QUICK, *SHARED, *own, cwd=tmp_path) as children:
+        writer, other = ends(children)
+    assert (writer.code, other.code) == (2, 2)
+    assert writer.errors.count("\n") == 1
+    assert "cannot grade this" in writer.errors
+    assert other.errors == ""
+
+
+def test_a_divided_base_stops_for_all_and_is_missed_by_all(tmp_path: Path) -> None:
+    command = ("-m", "agilerl.cli", "train", *QUICK, *DIVIDED, "--out", "run", "--resume", "auto")
+    with started(2, *command, cwd=tmp_path) as children:
+        wait_for("iteration 1 ", children[0])
+        children[1].send_signal(signal.SIGTERM)
+        writer, other = ends(children)
+    assert (writer.code, other.code) == (143, 143), (writer, other)
+    assert writer.errors.splitlines()[-1] == "stopped; go on with: agilerl resume run"
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
+    with started(2, *command, cwd=tmp_path) as children:
+        wait_for("iteration 3 ", children[0])
+        kill(children[1].pid)
+        start = monotonic()
+        writer, other = ends(children)
+    assert monotonic() - start < 60
+    assert (writer.code, other.code) == (2, -signal.SIGKILL)
+    assert writer.errors.count("\n") == 1
+    assert "error: another process of this run is lost" in writer.errors

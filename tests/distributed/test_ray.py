@@ -1,0 +1,97 @@
+"""`agilerl train ... distributed.backend=ray`, with a real Ray on this machine."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agilerl.cli.on_ray import serving
+from agilerl.distributed.ray_launcher import launch
+from agilerl.errors import ConfigError
+from agilerl.training.config import load_manifest
+from agilerl.training.distributed_config import DistributedConfig
+from agilerl.training.stopping import stop_on_signals
+from tests.distributed.test_islands_faults import QUICK
+from tests.distributed.together import descendants, kill, wait_for
+from tests.faults.evidence import differences, evidence
+from tests.faults.pieces import begin
+from tests.training.small_runs import environment
+
+ON_RAY = ("distributed.backend=ray", "distributed.islands=2", "distributed.cpus_per_island=0.5")
+
+
+def on_ray(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "agilerl", "train", *QUICK, *ON_RAY, *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_interrupted_then_an_island_is_killed_and_the_bits_are_those_of_one_process(tmp_path: Path) -> None:
+    with on_ray("--out", "run", cwd=tmp_path) as driver:
+        wait_for("iteration 1 ", driver)
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=200)
+    assert driver.returncode == 130
+    assert errors.splitlines()[-1] == f"stopped; go on with: agilerl resume {tmp_path / 'run'}"
+
+    with on_ray("--out", "run", "--resume", "auto", cwd=tmp_path) as driver:
+        wait_for("iteration 4 ", driver)
+        islands = [child for child, name in descendants(driver.pid).items() if name.startswith("ray::Island")]
+        assert len(islands) == 2
+        kill(islands[1])
+        output, errors = driver.communicate(timeout=300)
+    assert driver.returncode == 0, errors
+    assert "going on from the last checkpoint (1 of 3)" in output
+    assert "Resuming" in output
+    alone = tmp_path / "alone"
+    for _ in begin(alone, *QUICK):
+        pass
+    assert (
+        differences(evidence(tmp_path / "run", extra_checkpoints=True), evidence(alone, extra_checkpoints=True)) == []
+    )
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs Ray: pip install 'agilerl\[ray\]'"):
+        launch(DistributedConfig(), [], print, lambda: stop_on_signals(print))
+
+
+def test_more_islands_than_agents(tmp_path: Path) -> None:
+    with on_ray("distributed.islands=3", cwd=tmp_path) as driver:
+        _, errors = driver.communicate(timeout=100)
+    assert driver.returncode == 2
+    assert "more islands than agents: distributed.islands=3, training.pop_size=2" in errors
+
+
+@pytest.mark.timeout(600)
+def test_a_cluster_without_room_says_what_it_has(tmp_path: Path) -> None:
+    with on_ray("distributed.gpus_per_island=64", "distributed.timeout_seconds=5", cwd=tmp_path) as driver:
+        _, errors = driver.communicate(timeout=200)
+    assert driver.returncode == 2
+    assert errors.count("\n") == 1
+    assert "the Ray cluster has no room for" in errors
+
+
+def test_the_command_of_a_server_has_room_for_every_adapter() -> None:
+    overrides = ["distributed.vllm_servers=1", "training.pop_size=4", "network.lora_config.r=4"]
+    command = serving(load_manifest(None, overrides))
+    assert command[:2] == ["vllm", "serve"]
+    assert command[command.index("--max-loras") + 1] == "5"
+    assert command[command.index("--max-lora-rank") + 1] == "8"
+    ranks = ["mutation.probabilities.arch_mut=1", "mutation.rank_range=[4, 20]"]
+    wider = serving(load_manifest(None, [*overrides, *ranks]))
+    assert wider[wider.index("--max-lora-rank") + 1] == "32"
+    assert serving(load_manifest(None, [])) == []

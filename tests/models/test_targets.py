@@ -1,0 +1,179 @@
+"""Which layers carry adapters: mixtures of experts, text towers of multimodal models, a scope."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen2VLConfig,
+    Qwen3MoeConfig,
+)
+
+from agilerl.errors import ConfigError, EngineError
+from agilerl.models import adapters
+from agilerl.models.base import load_base
+from agilerl.models.slots import Route
+from agilerl.models.targets import lora_layers
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.runtime import Runtime
+from agilerl.shared_options import SharedOptions
+from tests.models.two_agents import make_runtime, rows, train_pass
+from tests.tiny_models import random_model
+
+pytestmark = pytest.mark.model
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, **TEXT}
+MIXTURES = {
+    "qwen3": Qwen3MoeConfig(num_experts=4, moe_intermediate_size=32, head_dim=16, **EXPERTS),
+    "mixtral": MixtralConfig(num_local_experts=4, **EXPERTS),
+    "qwen2": Qwen2MoeConfig(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48, **EXPERTS),
+}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def multimodal(kind: str) -> Any:
+    if kind == "llava":
+        vision = CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        )
+        config: Any = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT))
+    else:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+        config = Qwen2VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config).eval()
+
+
+def mixture(name: str) -> Any:
+    return random_model(MIXTURES[name], scale=0.5)
+
+
+def names(model: Any, targets: Any = "all-linear", scope: str | None = None) -> list[str]:
+    return [layer.name for layer in lora_layers(model, LoraConfig(target_modules=targets), scope)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_of_a_mixture_with_fused_experts_the_attention_carries_adapters(name: str) -> None:
+    assert {n.rpartition(".")[2] for n in names(mixture(name))} == ATTENTION
+
+
+def test_shared_experts_carry_adapters_and_their_router_does() -> None:
+    shared = {n.partition(".mlp.")[2] for n in names(mixture("qwen2")) if ".mlp." in n}
+    gates = {"shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"}
+    assert shared == gates
+
+
+def test_experts_that_are_named_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts.gate_up_proj holds the experts .* as one parameter"):
+        names(mixture("qwen3"), ["gate_up_proj"])
+    model = mixture("qwen3")
+    model.model.layers[1].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(64, 64)])
+    with pytest.raises(ConfigError, match=r"'model.layers.1.mlp.experts.0', an expert of a mixture: its rows are"):
+        names(model, r".*experts\.0")
+    assert not any("experts" in n for n in names(model))  # all-linear leaves it out
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_agents_of_a_mixture_keep_their_numbers_to_themselves(name: str) -> None:
+    runtime = make_runtime(mixture(name))
+    together = train_pass(runtime)
+    for agent in (0, 1):
+        alone = train_pass(runtime, (agent,))
+        torch.testing.assert_close(alone.logp[0], together.logp[agent], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(alone.grad[agent], together.grad[agent], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_peft_computes_the_same_on_a_mixture(name: str, tmp_path: Path) -> None:
+    """Shared experts get rows and tokens flattened into one dimension: each must still meet its own adapter."""
+    model = mixture(name)
+    runtime = make_runtime(model)
+    store, ids = runtime.store, rows(0, 64).ids
+    adapters.write_adapter(tmp_path, store.layers, store.adapter(1), runtime.lora_config, "")
+    with torch.no_grad(), store.routed(Route((0, 1), (2, len(ids)))):
+        ours = runtime.base.hidden(torch.cat([ids[:2], ids]))[2:]
+    theirs = PeftModel.from_pretrained(mixture(name), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(runtime.base.logits(ours), theirs(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_no_agent_can_be_told_of_are_an_error() -> None:
+    runtime = make_runtime(random_model())
+    layer = runtime.base.body.layers[0].mlp.up_proj
+    runtime.store.batch_rows = 4
+    with (
+        runtime.store.routed(Route((0, 1), (2, 2))),
+        pytest.raises(EngineError, match="computes 6 rows of a batch of 4"),
+    ):
+        layer(torch.zeros(6, 64))
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_of_a_multimodal_model_the_text_tower_is_trained(kind: str) -> None:
+    model = multimodal(kind)
+    assert len(names(model)) == 14
+    assert all(".language_model.layers." in n for n in names(model))
+    runtime = make_runtime(model)
+    runtime.base.check_head()
+    found = train_pass(runtime)
+    assert (found.grad.abs().sum(dim=1) > 0).all()
+    settings = SamplingSettings(4)
+    (group,) = runtime.engine.generate([GenerationRequest(0, [3, 4, 5], 2, settings)])
+    assert [len(c.token_ids) for c in group if c.finish_reason != "stop"] == [4] * len(
+        [c for c in group if c.finish_reason != "stop"]
+    )
+
+
+def test_a_multimodal_model_loads_by_its_folder(tmp_path: Path) -> None:
+    multimodal("llava").save_pretrained(tmp_path)
+    base = load_base(str(tmp_path))
+    assert (type(base.body).__name__, base.num_layers, base.vocabulary_size) == ("LlamaModel", 2, 64)
+
+
+def test_a_scope_narrows_the_layers() -> None:
+    model = multimodal("llava")
+    assert names(model, scope="language_model") == names(model)
+    only = names(model, scope="language_model.layers.1")
+    assert only
+    assert all(".layers.1." in n for n in only)
+    with pytest.raises(ConfigError, match=r"no layer of the model within lora_target_scope='vision_tower'"):
+        names(model, scope="vision_tower")
+    runtime = Runtime.for_model(random_model(), options=SharedOptions(lora_target_scope="mlp"))
+    assert {layer.name.split(".")[3] for layer in runtime.store.layers} == {"mlp"}
+
+
+def test_the_head_is_refused_as_a_target() -> None:
+    with pytest.raises(ConfigError, match="targets 'lm_head', the language-model head"):
+        names(random_model(), ["lm_head"])
+
+
+def test_the_model_class_is_that_of_a_causal_model_where_there_is_one(tmp_path: Path) -> None:
+    random_model().save_pretrained(tmp_path)
+    assert isinstance(load_base(str(tmp_path)).model, type(AutoModelForCausalLM.from_pretrained(tmp_path)))

@@ -1,0 +1,238 @@
+"""The estimate of memory before a run: what it counts, and what it says where the memory does not suffice."""
+
+import json
+
+import pytest
+import torch
+
+from agilerl.errors import ConfigError
+from agilerl.models.slots import AdapterStore
+from agilerl.rollouts import vllm_colocated
+from agilerl.shared_options import SharedOptions
+from agilerl.training import footprint, memory
+from agilerl.training.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.training.config import load_manifest
+from agilerl.training.model_shape import model_shape
+from agilerl.training.setup import build
+from agilerl.training.workload import Lengths, workload
+from agilerl.vllm_config import VLLMConfig
+from tests.distributed.together import ends, started
+from tests.models.test_layers import SavedBytes
+from tests.models.two_agents import make_runtime, train_pass
+from tests.tiny_models import qwen2, random_model
+from tests.training.small_runs import SMALL
+
+WIDTHS = Widths(layers=3, hidden=8, query=12, key_value=4, feed_forward=20, vocabulary=50, bytes_each=2)
+
+
+def parts(*overrides: str) -> dict[str, int]:
+    session = build(load_manifest(None, [*SMALL, *overrides]))
+    return memory.estimate(session.config, session.population)
+
+
+def test_a_layer_by_hand() -> None:
+    # 2 x 8 + 2 x 12 + 2 x 4 + 4 x 20 numbers of 2 bytes, and two inputs of norms in fp32
+    assert layer_bytes(WIDTHS) == 128 * 2 + 2 * 8 * 4
+    assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 320
+    assert saved_bytes(WIDTHS, checkpointing=True) == 3 * 8 * 2
+    assert saved_bytes(WIDTHS, checkpointing=False, offload=True) == 0
+    assert working_bytes(WIDTHS, again=False) == 4 * (20 + 8) * 4
+    assert working_bytes(WIDTHS, again=True) == 4 * (20 + 8) * 4 + 320
+    assert head_bytes(WIDTHS, 100, 16) == 3 * 16 * 50 * 4 + 3 * 100 * 8 * 2
+    assert head_bytes(WIDTHS, 100) == 3 * 100 * 50 * 4 + 3 * 100 * 8 * 2
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_saves_what_is_counted(dtype: torch.dtype) -> None:
+    saved = []
+    for layers in (2, 5):
+        runtime = make_runtime(random_model(qwen2(num_hidden_layers=layers, hidden_size=128)).to(dtype))
+        counter = SavedBytes(runtime.base.model)
+        with torch.autograd.graph.saved_tensors_hooks(counter, lambda tensor: tensor):
+            train_pass(runtime)
+        saved.append(counter.total)
+    tokens = 7 * 32
+    measured = (saved[1] - saved[0]) / 3 / tokens
+    assert layer_bytes(Widths.of(runtime.base)) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.model
+def test_the_estimate_follows_the_settings() -> None:
+    plain = parts()
+    less = {
+        "training_activations": "algorithm.gradient_checkpointing=true",
+        "base": "network.quantization=nf4",
+        "adapters": "training.pop_size=2",
+        "decode_cache": "training.max_rows_in_flight=8",
+        "rollouts": "algorithm.group_size=2",
+    }
+    for part, override in less.items():
+        changed = parts(override)
+        assert changed[part] < plain[part], part
+    assert memory.needed(plain) == sum(plain.values()) - min(plain["decode_cache"], plain["training_activations"])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("largest", "cure"),
+    [
+        ("base", "network.quantization=nf4"),
+        ("training_activations", "gradient_checkpointing=true"),
+        ("adapters", "lower training.pop_size"),
+        ("decode_cache", "lower training.max_rows_in_flight"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_cure(largest: str, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**30)
+    sizes = dict.fromkeys(("base", "adapters", "decode_cache", "training_activations", "rollouts"), 2**20)
+    memory.check_memory(sizes, "cpu")
+    with pytest.raises(ConfigError, match=f"most of it for {largest.replace('_', ' ')} .*{cure}"):
+        memory.check_memory({**sizes, largest: 2**30}, "cpu")
+
+
+def test_files_are_counted_as_they_will_lie_in_memory(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(3000))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2000)
+    with pytest.raises(ConfigError, match="most of it for base"):
+        memory.check_weights(str(tmp_path), "cpu")
+    memory.check_weights(str(tmp_path), "cpu", SharedOptions(quantization_config="nf4").quantization_config)
+
+
+def test_an_agent_costs_16_bytes_a_number() -> None:
+    layers = make_runtime(random_model()).store.layers
+    store = AdapterStore(layers, max_rank=8)
+    store.reserve(3)
+    banks = (store.theta, store.grad, store.exp_avg, store.exp_avg_sq)
+    size = sum(8 * (layer.in_features + layer.out_features) for layer in layers)
+    assert sum(bank.numel() * bank.element_size() for bank in banks) / 3 <= 1.01 * 16 * size
+    assert store.bytes_per_slot == 16 * store.size
+
+
+LENGTHS = Lengths(prompt=10, completion=20, longest=20, said=())
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("mutation.rank_range=[2, 64]", "mutation.probabilities={arch_mut: 0.5, no_mut: 0.5}"),
+        ("algorithm.lora_target_scope=self_attn",),
+    ],
+)
+def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
+    config = load_manifest(None, [*SMALL, *overrides])
+    shape, found = model_shape(config, device="cpu"), parts(*overrides)
+    planned = footprint.memory(shape, workload(config, LENGTHS))
+    assert planned["adapters"] == found["adapters"]
+    assert planned["base"] == found["base"]
+    # Both count rows in flight; here 3 agents' 16 completions of 30 tokens, padded to 32.
+    assert planned["decoding"] == footprint.decoding_bytes(shape.widths, 48, 30)
+    assert found["decode_cache"] % 48 == planned["decoding"] % 48 == 0
+    cache = 48 * shape.kv_bytes
+    assert (found["decode_cache"] - planned["decoding"]) % (32 * cache) == 0
+
+
+ISLANDS = """
+import json, sys
+from agilerl.distributed.topology import arranged, connected
+from agilerl.training.config import load_manifest
+from agilerl.training.distributed_config import DistributedConfig
+from agilerl.training.memory import estimate
+from agilerl.training.setup import build
+
+config = load_manifest(None, sys.argv[1:])
+with connected(DistributedConfig(), cuda=False) as topology:
+    for size in (1, 2):
+        layout = arranged(topology.world.processes, DistributedConfig(processes_per_island=size))
+        session = build(config, topology=layout)
+        print(json.dumps(estimate(session.config, session.population)))
+"""
+
+
+@pytest.mark.model
+def test_a_process_counts_what_it_holds_itself() -> None:
+    settings = [*SMALL, "training.pop_size=4", "training.max_tokens_in_flight=65536"]
+    with started(2, "-c", ISLANDS, *settings) as children:
+        first, second = ends(children)
+    assert first.code == second.code == 0, first.errors + second.errors
+    assert first.output == second.output
+    two_islands, one_island = map(json.loads, first.output.splitlines())
+    alone, half = parts(*settings), parts(*settings, "training.pop_size=2")
+    assert two_islands == half
+    # All agents are on the one island: their rows are divided for decoding and training, and known to both processes.
+    whole = {name: alone[name] for name in ("base", "adapters", "rollouts")}
+    divided = {name: half[name] for name in ("decode_cache", "training_activations")}
+    assert one_island == whole | divided
+
+
+def test_processes_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    memory.check_memory({"base": 400}, "cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    memory.check_memory({"base": 400}, "cpu")
+    with pytest.raises(ConfigError, match=r"for 2 processes of which each needs that; .* start fewer processes"):
+        memory.check_memory({"base": 401}, "cpu")
+    memory.check_memory({"base": 800}, "cuda:1")  # a GPU of its own
+    with pytest.raises(ConfigError, match="rollouts"):  # which lie in the machine's memory
+        memory.check_memory({"base": 800, "rollouts": 401}, "cuda:1")
+
+
+def test_vllm_keeps_to_its_share_of_a_gpu() -> None:
+    share = {"gpu_memory_utilization": 0.5}
+    assert memory.vllm_part(VLLMConfig(**share), 300, 1000, offload=True) == {"vllm": 500}
+    sleeping = VLLMConfig(**share, sleep_mode=True)
+    assert memory.vllm_part(sleeping, 300, 1000, offload=False) == {"vllm_awake": 500}
+    assert memory.vllm_part(sleeping, 300, 1000, offload=True) == {"vllm_alone": 500}
+    fixed = VLLMConfig(**share, kv_cache_memory_bytes=70, tensor_parallel_size=2)
+    assert memory.vllm_part(fixed, 300, 1000, offload=True) == {"vllm": 150 + 70}
+
+
+def test_vllm_on_a_cpu_holds_weights_and_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert memory.vllm_part(VLLMConfig(), 300, None, offload=False) == {"vllm": 300 + vllm_colocated.CPU_CACHE}
+    given = VLLMConfig(kv_cache_memory_bytes=70)
+    assert memory.vllm_part(given, 300, None, offload=False) == {"vllm": 370}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert memory.vllm_part(given, 300, None, offload=False) == {"vllm": 300 + 3 * 2**30}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("vllm", 10 + 40 + 30 + 500), ("vllm_awake", 10 + 40 + 500), ("vllm_alone", 10 + 500)],
+)
+def test_vllm_takes_turns_where_it_sleeps(name: str, expected: int) -> None:
+    sizes = {"base": 40, "adapters": 10, "training_activations": 30, name: 500}
+    assert memory.needed(sizes) == expected
+
+
+def test_the_margin_is_for_what_vllm_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+    memory.check_memory({"base": 400, "adapters": 80, "training_activations": 300, "vllm_alone": 900}, "cuda:0")
+    with pytest.raises(ConfigError, match=r"most of it for vllm .*gpu_memory_utilization.*sleep_mode"):
+        memory.check_memory({"base": 400, "adapters": 80, "training_activations": 300, "vllm": 900}, "cuda:0")
+    memory.check_memory({"base": 400, "vllm": 500}, "cuda:0")
+    with pytest.raises(ConfigError):
+        memory.check_memory({"base": 401, "vllm": 500}, "cuda:0")
+
+
+@pytest.mark.model
+def test_where_vllm_samples_the_torch_engine_has_no_cache() -> None:
+    session = build(load_manifest(None, SMALL))
+    runtime, sampling = session.population.runtime, SharedOptions(use_vllm=True)
+    own = memory.estimate(session.config, session.population)["decode_cache"]
+    expected = {
+        (): {"vllm": runtime.base.parameters * 4 + 2**30},
+        (("dtype", "bfloat16"),): {"vllm": runtime.base.parameters * 2 + 2**30},
+        (("exams", "torch"), ("kv_cache_memory_bytes", 7)): {
+            "vllm": runtime.base.parameters * 4 + 7,
+            "decode_cache": own,
+        },
+        (("base_url", "http://localhost:8000"),): {},
+    }
+    for settings, sizes in expected.items():
+        runtime.options = sampling.model_copy(update={"vllm_config": VLLMConfig(**dict(settings))})
+        found = memory.estimate(session.config, session.population)
+        assert {name: found[name] for name in ("vllm", "decode_cache") if name in found} == sizes

@@ -1,0 +1,64 @@
+"""What is refused of vLLM before anything is trained: too little context, layouts that cannot start."""
+
+from typing import Any
+
+import pytest
+
+from agilerl.errors import ConfigError
+from agilerl.rollouts import vllm_colocated
+from agilerl.training.config import RunConfig, load_manifest
+from agilerl.training.sampling import check_room, check_sampling
+from agilerl.training.setup import build, shared_options
+from agilerl.vllm_config import VLLMConfig
+from tests.training.small_runs import SMALL
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_manifest(None, [*SMALL, *overrides])
+
+
+@pytest.mark.model
+def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> None:
+    population = build(config("algorithm.max_output_tokens=9", "training.eval_max_new_tokens=7")).population
+    source, limit = population.source, population.context_length
+    exam = max(max(source.prompt_lengths(split, limit)) for split in ("exam", "test"))
+    train = max(len(source.train(k, limit, lambda row: source.render(row, limit))[1]) for k in range(256))  # type: ignore[attr-defined]
+    need = max(exam + 7, train + 9)
+    check_room(population, VLLMConfig(), need)
+    with pytest.raises(ConfigError, match=rf"holds {need - 1} tokens .* together {need}; raise algorithm"):
+        check_room(population, VLLMConfig(), need - 1)
+    with pytest.raises(ConfigError, match="raise the server's --max-model-len"):
+        check_room(population, VLLMConfig(base_url="http://localhost:1"), need - 1)
+
+    population.eval_max_new_tokens = 100
+    with pytest.raises(ConfigError, match=f"completions of up to 100 tokens, together {exam + 100};"):
+        check_room(population, VLLMConfig(), need)
+    check_room(population, VLLMConfig(exams="torch"), train + 9)  # exams are not sampled by vLLM then
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("where", ["", ", base_url: 'http://localhost:1'"])
+def test_settings_are_refused_before_vllm_is_started(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is neither a vLLM nor a server: a start would be another error.
+    monkeypatch.setattr(vllm_colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
+    settings = f"algorithm.vllm_config={{max_model_len: 12{where}}}"
+    with pytest.raises(ConfigError, match=r"vLLM's context holds 12 tokens \(max_model_len\), found prompts of up to"):
+        build(config("algorithm.use_vllm=true", settings))
+
+
+def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
+
+    def checked(**distributed: Any) -> None:
+        wanted = config("algorithm.use_vllm=true", "algorithm.vllm_config={tensor_parallel_size: 2}")
+        wanted = wanted.model_copy(
+            update={
+                "training": wanted.training.model_copy(update={"device": "cuda"}),
+                "distributed": wanted.distributed.model_copy(update=distributed),
+            }
+        )
+        check_sampling(wanted, shared_options(wanted))
+
+    checked()
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 with distributed\.processes_per_island=2: each"):
+        checked(processes_per_island=2)

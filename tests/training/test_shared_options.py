@@ -1,0 +1,183 @@
+"""The options of the shared base: in Python and in manifests, agreed upon by all agents."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from agilerl.algorithms import GRPO, PPO
+from agilerl.errors import ConfigError
+from agilerl.runtime import Runtime
+from agilerl.shared_options import SharedOptions
+from agilerl.training.config import load_manifest
+from agilerl.training.setup import build, document, shared_options
+from agilerl.validation import validated
+from tests.models.two_agents import make_runtime, train_pass
+from tests.tiny_models import PAD, random_model
+from tests.training.small_runs import SMALL
+
+
+def agent(runtime: Runtime, **options: Any) -> GRPO:
+    return GRPO(runtime=runtime, pad_token_id=PAD, **options)
+
+
+@pytest.mark.model
+def test_the_first_agent_decides_and_the_others_agree() -> None:
+    runtime = Runtime.for_model(random_model())
+    first = agent(runtime, fused_logprobs_chunk_rows=32)
+    assert runtime.options.fused_logprobs_chunk_rows == 32
+    others = [agent(runtime), agent(runtime, fused_logprobs_chunk_rows=32), first.clone()]
+    with pytest.raises(
+        ConfigError, match=r"fused_logprobs_chunk_rows=64 contradicts the base .* has .*=32: all agents"
+    ):
+        agent(runtime, fused_logprobs_chunk_rows=64)
+    with pytest.raises(ConfigError, match="gradient_checkpointing=True contradicts"):
+        PPO(runtime=runtime, pad_token_id=PAD, gradient_checkpointing=True)
+    for one in (first, *others):
+        one.clean_up()
+    agent(runtime, fused_logprobs_chunk_rows=64)  # nobody is left who wanted 32
+    assert runtime.options.fused_logprobs_chunk_rows == 64
+
+
+@pytest.mark.model
+def test_what_the_runtime_was_given_stays() -> None:
+    runtime = Runtime.for_model(random_model(), options=SharedOptions(gradient_checkpointing=False))
+    with pytest.raises(ConfigError, match="gradient_checkpointing=True contradicts"):
+        agent(runtime, gradient_checkpointing=True)
+
+
+@pytest.mark.model
+def test_options_of_loading_are_for_loading() -> None:
+    runtime = Runtime.for_model(random_model())
+    with pytest.raises(ConfigError, match="lora_target_scope='mlp' contradicts"):
+        agent(runtime, lora_target_scope="mlp")
+    with pytest.raises(ConfigError, match="model_config is for a model that is loaded by its name"):
+        GRPO(actor_network=random_model(), pad_token_id=PAD, model_config={"attn_implementation": "eager"})
+
+
+@pytest.mark.model
+def test_model_config_changes_the_configuration_of_a_model_that_is_loaded() -> None:
+    loaded = GRPO(model_name="embedded", model_config={"torch_dtype": "bfloat16", "attn_implementation": "eager"})
+    base = loaded.runtime.base
+    assert (str(base.dtype), base.model.config._attn_implementation) == ("torch.bfloat16", "eager")
+    for overrides, message in (
+        ({"rms_norm_epsilon": 3}, "has no setting 'rms_norm_epsilon' to change; did you mean 'rms_norm_eps'"),
+        ({"dtype": "int3"}, "'int3' does not go with dtype='auto'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPO(model_name="embedded", model_config=overrides)
+
+
+def test_a_wrong_option_is_a_sentence() -> None:
+    for values, message in (
+        ({"torch_compiler": "fast"}, "torch_compiler: .*'default'"),
+        ({"fused_logprobs_chunk_rows": 3}, "fused_logprobs_chunk_rows: .*greater than or equal to 16"),
+        ({"gradient_checkpointing": "perhaps"}, "gradient_checkpointing: .*boolean"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validated(SharedOptions, values)
+    with pytest.raises(
+        ConfigError, match=r"GRPO has no argument 'gradient_checkpoint'; did you mean 'gradient_checkpo"
+    ):
+        GRPO(gradient_checkpoint=True)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["flex_attention", "flash_attention_2"])
+def test_attention_that_this_machine_has_not_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"attn_implementation='{kind}' needs a CUDA device.*use 'sdpa' or 'eager'"):
+        make_runtime(random_model(), attn_implementation=kind)
+
+
+@pytest.mark.model
+def test_decoding_uses_sdpa_where_the_attention_takes_no_mask() -> None:
+    prompt = [{"input_ids": [[3, 4, 5]]}]
+    found = []
+    for kind in ("sdpa", "flex_attention"):  # the second cannot be computed here, and is not
+        one = agent(Runtime.for_model(random_model(), seed=1), max_output_tokens=6)
+        one.runtime.base.model.config._attn_implementation = kind
+        found.append(one.get_action(prompt).completion_ids[0].tolist())
+        assert one.runtime.base.model.config._attn_implementation == kind
+    assert found[0] == found[1]
+
+
+@pytest.mark.model
+def test_ligers_kernels_need_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="use_liger_kernel=True needs a CUDA device, found cpu"):
+        make_runtime(random_model(), use_liger_kernel=True)
+
+
+@pytest.mark.model
+def test_eager_attention_and_tiles_of_logits_compute_the_same() -> None:
+    expected = train_pass(make_runtime(random_model()))
+    assert max(train_pass(make_runtime(random_model(), attn_implementation="eager")).distance(expected)) < 1e-5
+    assert train_pass(make_runtime(random_model(), fused_logprobs_chunk_rows=16)).same_bits(expected)
+
+
+@pytest.mark.model
+def test_log_probs_in_the_heads_own_type_are_coarser() -> None:
+    fine = train_pass(make_runtime(random_model().bfloat16()))
+    coarse = train_pass(make_runtime(random_model().bfloat16(), cast_logprobs_to_fp32=False))
+    logp, _ = coarse.distance(fine)
+    assert 1e-4 < logp < 0.02
+
+
+@pytest.mark.model
+def test_prompts_are_decoded_in_chunks_to_the_same_tokens() -> None:
+    prompts = [{"input_ids": [[3, 4, n]]} for n in range(5, 10)]
+    found, sizes = [], []
+    for chunk in (None, 2):
+        runtime = Runtime.for_model(random_model(), seed=1)
+        runtime.base.body.layers[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+        one = agent(runtime, hf_generate_chunk_size=chunk, group_size=16, max_output_tokens=6)
+        found.append([ids.tolist() for ids in one.get_action(prompts).completion_ids])
+    assert found[0] == found[1]
+    assert (sizes[1], sizes[-1]) == (5 * 16, 16)  # the rows of one decoding step
+
+
+def test_manifests_have_them_under_algorithm() -> None:
+    config = load_manifest(None, ["algorithm.gradient_checkpointing=true", "network.quantization=nf4"])
+    options = shared_options(config)
+    assert options.gradient_checkpointing
+    assert options.quantization_config is not None
+    assert options.quantization_config.bnb_4bit_quant_type == "nf4"
+    again = type(config).from_dict(document(config))
+    assert document(again) == document(config)
+    assert shared_options(again) == options
+
+
+def test_what_manifests_contradict_is_a_sentence() -> None:
+    wrong = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=int8"])
+    with pytest.raises(ConfigError, match=r"network.quantization=.* and algorithm.quantization_config=.* disagree"):
+        shared_options(wrong)
+    same = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=nf4"])
+    assert shared_options(same) == shared_options(load_manifest(None, ["network.quantization=nf4"]))
+    with pytest.raises(ConfigError, match=r"algorithm.torch_compiler: .*'default'"):
+        shared_options(load_manifest(None, ["algorithm.torch_compiler=fast"]))
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'algorithm.gradient_checkpoint'; did you mean 'gradient_checkpoi"
+    ):
+        build(load_manifest(None, ["algorithm.gradient_checkpoint=true"]))
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("algorithm.gradient_checkpointing=true", "gradient_checkpointing", True),
+        ("algorithm.use_sequence_packing=true", "use_sequence_packing", True),
+        ("network.attn_implementation=eager", "attn_implementation", "eager"),
+        ("algorithm.lora_target_scope=self_attn", "lora_target_scope", "self_attn"),
+        ("algorithm.model_config={rms_norm_eps: 0.1}", "config_overrides", {"rms_norm_eps": 0.1}),
+    ],
+)
+def test_a_runs_options_reach_its_base(override: str, name: str, value: Any) -> None:
+    runtime = build(load_manifest(None, [*SMALL, override])).population.runtime
+    assert getattr(runtime.options, name) == value
+    assert runtime.base.options == runtime.options
+
+
+def test_the_declaration_needs_no_torch() -> None:
+    code = "import agilerl.shared_options, agilerl.training.network_config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
