@@ -288,8 +288,8 @@ class Runtime:
             )
         if sharding != "none" and self.options.use_vllm:
             raise ConfigError(
-                f"use_vllm=True loads a whole base in every process, which sharding={sharding!r} is there to avoid; leave "
-                "one of the two out"
+                f"use_vllm=True compares vLLM with the whole base, of which sharding={sharding!r} leaves each "
+                "process a part; leave one of the two out"
             )
         self.lockstep = shard_base(self.base, self.store, processes, sharding)
         self.processes = processes

@@ -117,19 +117,21 @@ def overrides(config: RunConfig, best: "Forecast") -> list[str]:
         found.append(f"distributed.processes_per_island={split.processes}")
     if split.sharded:
         found.append("distributed.sharding=fsdp2")
+    if split.tensor_parallel > 1:
+        found.append(f"algorithm.vllm_config.tensor_parallel_size={split.tensor_parallel}")
     return found
 
 
 def command(config: RunConfig, best: "Forecast", arguments: Sequence[str]) -> str:
     """Return the command that starts the proposal."""
-    devices = best.split.devices
+    processes = best.split.islands * best.split.processes
     given = [*arguments, *overrides(config, best)]
     quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in given)
-    if devices == 1:
+    if processes == 1:
         return f"agilerl train {quoted}"
-    machines = -(-devices // PER_MACHINE)
+    machines = -(-processes // PER_MACHINE)
     nodes = f"--nnodes {machines} " if machines > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {-(-devices // machines)} -m agilerl.cli train {quoted}"
+    return f"torchrun {nodes}--nproc-per-node {-(-processes // machines)} -m agilerl.cli train {quoted}"
 
 
 def _print(document: dict[str, Any], capacity: "Capacity", console: Console) -> None:

@@ -127,6 +127,8 @@ class BaseModel:
             apply_liger_kernels(self.model, self.device)
         if options.use_liger_loss and not self.options.use_liger_loss:
             warnings.warn(_LIGER_LOSS, stacklevel=2)
+        if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
+            warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
         before, self.options = self.options, options
         if options.use_sequence_packing and not before.use_sequence_packing:

@@ -126,20 +126,25 @@ def named(split: Split) -> str:
     words = (
         f"{split.islands} island{'s' * (split.islands > 1)} of {split.processes} process{'es' * (split.processes > 1)}"
     )
-    return words + (", the base sharded over them" if split.sharded else "")
+    words += ", the base sharded over them" if split.sharded else ""
+    return words + (f", vLLM over {split.tensor_parallel} devices" if split.tensor_parallel > 1 else "")
 
 
 def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iterator[Split]:
     """Yield the layouts: a power of two of processes an island (or all), no island without agents.
 
-    Each process starts a vLLM of its own on its own device, so none decodes over several.
+    Each process starts a vLLM of its own, with the whole base: so vLLM goes with no sharded base, and decodes over
+    several devices where there is one process.
     """
-    divisible = shape.linear_width >= shape.width  # quantised layers cannot be divided
+    divisible = shape.linear_width >= shape.width and not vllm  # quantised layers cannot be divided
     sizes = sorted({p for p in (*(2**k for k in range(devices.bit_length())), devices) if p <= devices})
     for processes in sizes:
         islands = min(devices // processes, agents)
         for sharded in (False, True) if processes > 1 and divisible else (False,):
             yield Split(islands, processes, sharded, vllm=vllm)
+    for parallel in sizes[1:] if vllm else ():
+        if parallel & (parallel - 1) == 0:  # attention heads come in powers of two
+            yield Split(tensor_parallel=parallel, vllm=True)
 
 
 def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:

@@ -192,7 +192,7 @@ class Split:
     sharded: bool = False
     """Whether the processes of an island hold the base's layers together, each 1 / processes of them."""
     tensor_parallel: int = 1
-    """Devices that decode together where the engine is vLLM."""
+    """Devices over which the one process's vLLM decodes; it trains on the first of them."""
     vllm: bool = False
     """Whether vLLM decodes, on the same devices as training."""
     takes_turns: bool = True
@@ -201,7 +201,7 @@ class Split:
     @property
     def devices(self) -> int:
         """Devices in use."""
-        return self.islands * self.processes
+        return self.islands * self.processes * self.tensor_parallel
 
     @property
     def shards(self) -> int:
@@ -314,12 +314,12 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int)
     tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
     parallel = local.split.tensor_parallel
     flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * seen)
-    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) / parallel + tokens * seen * shape.kv_bytes
-    drawing = tokens * shape.vocabulary * DRAWING_BYTES
-    result = Work(flops, read, _forward_traffic(shape, tokens) + drawing, steps * shape.layers)
+    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + tokens * seen * shape.kv_bytes
+    traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
+    result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
     if parallel > 1:  # two sums over the devices a layer
         share = 2 * (parallel - 1) / parallel
-        return result + Work(link=2 * shape.layers * tokens * parallel * shape.hidden * shape.width * share)
+        return result + Work(link=2 * shape.layers * tokens * shape.hidden * shape.width * share)
     return result + _gathered(shape, local, steps)
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="torch_compiler='default' compiles layers"):
         runtime.share(two, "fsdp2")
     runtime.options = runtime.options.model_copy(update={"torch_compiler": None, "use_vllm": True})
-    with pytest.raises(ConfigError, match="use_vllm=True loads a whole base in every process"):
+    with pytest.raises(ConfigError, match="use_vllm=True compares vLLM with the whole base"):
         runtime.share(two, "fsdp2")
     runtime.options = runtime.options.model_copy(update={"use_vllm": False})
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)

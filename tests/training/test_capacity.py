@@ -122,8 +122,11 @@ def test_a_quantised_base_is_never_sharded() -> None:
 def test_each_process_decodes_with_a_vllm_of_its_own_or_not_at_all() -> None:
     found = proposed(SEVEN, replace(LOAD, agents=1), gpu("h200"), GPU_COSTS, 8, vllm=True)
     assert found.best.split.vllm
-    assert {option.split.tensor_parallel for option in (found.best, *found.others)} == {1}
-    assert max(option.split.processes for option in (found.best, *found.others)) == 8
+    options = (found.best, *found.others)
+    assert {o.split.tensor_parallel for o in options if o.split.processes * o.split.islands > 1} == {1}
+    assert {o.split.tensor_parallel for o in options} == {1, 2, 4, 8}
+    assert max(o.split.processes for o in options) == 8
+    assert not any(o.split.sharded for o in options)
     with pytest.raises(ConfigError, match=r"the torch engine \(algorithm\.use_vllm=false\)"):
         proposed(SEVENTY, LOAD, gpu("h100"), GPU_COSTS, 8, vllm=True)
     proposed(SEVENTY, LOAD, gpu("h100"), GPU_COSTS, 8)
@@ -152,4 +155,5 @@ def test_between_machines_an_island_sends_more_slowly() -> None:
 
 def test_layouts_in_words() -> None:
     assert named(Split()) == "1 island of 1 process"
+    assert named(Split(tensor_parallel=4, vllm=True)) == "1 island of 1 process, vLLM over 4 devices"
     assert named(Split(2, 4, True)) == "2 islands of 4 processes, the base sharded over them"

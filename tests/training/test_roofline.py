@@ -123,10 +123,10 @@ def test_a_sharded_base_is_collected_in_every_pass() -> None:
 
 
 def test_tensor_parallel_decoding_reads_less_and_sends_sums() -> None:
-    split = Split(processes=2, tensor_parallel=2, vllm=True)
-    found = work(SHAPE, LOAD, split)["decode"]
-    assert found.bytes == 32 * 400 + 64 * 48 * 32
-    assert found.link == 2 * 2 * 64 * 2 * 4 * 4 * 1  # two sums a layer, 2 (t - 1) / t of H w a token and device
+    alone, found = (work(SHAPE, LOAD, Split(tensor_parallel=t, vllm=True))["decode"] for t in (1, 2))
+    assert (found.flops, found.bytes, found.traffic) == (alone.flops / 2, alone.bytes / 2, alone.traffic / 2)
+    assert found.link == 2 * 2 * 128 * 4 * 4 * 1  # two sums a layer, 2 (t - 1) / t of H w a token
+    assert alone.link == 0
 
 
 def test_floor_is_the_slowest_of_four() -> None:
