@@ -1,5 +1,6 @@
 """The command line: ``agilerl``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -14,6 +15,18 @@ def main() -> None:
 
     Exit code 2: the user's mistake; 1: the disk refused; 130: interrupted.
     """
+    try:
+        _command()
+    except SystemExit as ended:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        # One of several processes: threads of gloo may abort it while the interpreter takes itself apart.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1)
+
+
+def _command() -> None:
     import typer
 
     from agilerl.cli.app import app

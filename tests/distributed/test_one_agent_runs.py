@@ -35,7 +35,7 @@ def test_what_both_meet_is_said_once(tmp_path: Path) -> None:
     own = ("environment.graders=[{name: 'mine.py:reward'}]", "--allow-code", "--quiet", "--out", "run")
     with started(2, "-m", "agilerl", "train", *QUICK, *SHARED, *own, cwd=tmp_path) as children:
         writer, other = ends(children)
-    assert (writer.code, other.code) == (2, 2)
+    assert (writer.code, other.code) == (2, 2), (writer, other)
     assert writer.errors.count("\n") == 1
     assert "cannot grade this" in writer.errors
     assert other.errors == ""

@@ -31,10 +31,10 @@ def go_on(root: Path, unfinished: Unfinished) -> None:
 def refused(root: Path, unfinished: Unfinished) -> str:
     """Return the sentence; nothing outside the run directory may change, and it may not take long."""
     outside = {p: p.stat().st_mtime_ns for p in root.parent.rglob("*") if root not in p.parents and p != root}
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(AgileRLError) as caught:
         go_on(root, unfinished)
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1500
     assert outside == {p: p.stat().st_mtime_ns for p in root.parent.rglob("*") if root not in p.parents and p != root}

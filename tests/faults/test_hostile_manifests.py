@@ -54,10 +54,10 @@ def refused(text: str, place: Path) -> str:
     path = place / "hostile.yaml"
     path.write_text(text)
     before = sorted(place.parent.rglob("*"))
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(AgileRLError) as caught:
         read_and_checked(path)
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
     assert sorted(place.parent.rglob("*")) == before
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 3000
@@ -125,10 +125,10 @@ def test_a_manifest_of_a_hundred_megabytes_is_not_read(place: Path) -> None:
     path = place / "large.yaml"
     with open(path, "wb") as file:
         file.truncate(100_000_000)
-    start = time.process_time()
+    start = time.thread_time()
     with pytest.raises(ConfigError, match="100,000,000 bytes; expected at most 50,000"):
         load_manifest(path)
-    assert time.process_time() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 @pytest.mark.parametrize("kind", ["named pipe", "device", "link to a device", "socket", "folder"])

@@ -167,6 +167,8 @@ class SyntheticRun:
             self.metrics.write({**line, "eval/n": 400})
             tests[who] = {"mean": mean, "stderr": stderr, "n": 400}
         trained = sum(self.tokens.values())
+        self.run.elite.mkdir()
+        (self.run.elite / "adapter_model.safetensors").touch()
         self.run.finish(
             {
                 "generations": self.generations,
