@@ -13,7 +13,7 @@ _LONGEST = 2000
 def main() -> None:
     """Run the command line; what goes wrong ends in one sentence.
 
-    Exit code 2: the user's mistake; 1: the disk refused; 130: interrupted.
+    Exit code 2: the user's mistake; 1: the disk refused, or no agent was fit; 130: interrupted; 143: stopped.
     """
     try:
         _command()

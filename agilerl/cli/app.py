@@ -13,6 +13,14 @@ app = typer.Typer(
 )
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
+        help="A YAML manifest (without one: the embedded default) and settings that override it.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs to read.")]
 
 
@@ -37,14 +45,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command(context_settings={"ignore_unknown_options": False})
 def train(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
-            help="A YAML manifest (without one: the embedded default) and settings that override it.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: Arguments = None,
     *,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory; default runs/<task>-<time>.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run (training.seed).", min=0)] = None,
@@ -147,14 +148,7 @@ def check(
 
 @app.command()
 def plan(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
-            help="A YAML manifest (without one: the embedded default) and settings that override it.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: Arguments = None,
     *,
     gpus: Annotated[int, typer.Option("--gpus", help="How many devices there are.", min=1, max=4096)] = 1,
     gpu: Annotated[

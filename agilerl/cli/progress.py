@@ -15,8 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.hpo.fitness import Fitness
-from agilerl.training.events import Event, Evolved, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
-from agilerl.training.loop import LearningFailed
+from agilerl.training.events import (
+    Event,
+    Evolved,
+    ExamDone,
+    IterationDone,
+    LearningFailed,
+    PhaseStarted,
+    RunFinished,
+    RunStarted,
+)
 from agilerl.training.setup import Session
 
 __all__ = ["watch"]

@@ -3,16 +3,8 @@
 import json
 from collections.abc import Callable
 
-from agilerl.errors import (
-    AgileRLError,
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    EnvError,
-    MemoryExhaustedError,
-    RewardError,
-    RewardTimeoutError,
-)
+from agilerl import errors
+from agilerl.errors import AgileRLError
 from agilerl.models.lockstep import Lockstep
 from agilerl.processes import Processes
 
@@ -20,17 +12,7 @@ __all__ = ["agreed"]
 
 _FINE, _FAILED = b"\0", b"\1"
 _ERRORS: dict[str, type[AgileRLError]] = {
-    kind.__name__: kind
-    for kind in (
-        AgileRLError,
-        CheckpointError,
-        ConfigError,
-        EngineError,
-        EnvError,
-        MemoryExhaustedError,
-        RewardError,
-        RewardTimeoutError,
-    )
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
 }
 
 

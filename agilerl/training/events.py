@@ -8,7 +8,16 @@ from typing import Any
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import Plan
 
-__all__ = ["Event", "ExamDone", "Evolved", "IterationDone", "PhaseStarted", "RunFinished", "RunStarted"]
+__all__ = [
+    "Event",
+    "ExamDone",
+    "Evolved",
+    "IterationDone",
+    "LearningFailed",
+    "PhaseStarted",
+    "RunFinished",
+    "RunStarted",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,15 @@ class IterationDone(Event):
     """Share of the run's budget that is spent, in [0, 1]."""
     metrics: Mapping[int, Mapping[str, float]]
     """By agent index."""
+
+
+@dataclass(frozen=True)
+class LearningFailed(Event):
+    """Agents did not learn in an iteration as they should have."""
+
+    iteration: int
+    outcomes: Mapping[int, str]
+    """What happened, by the index of each such agent; never ``ok``."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from agilerl.training.events import (
     Evolved,
     ExamDone,
     IterationDone,
+    LearningFailed,
     PhaseStarted,
     RunFinished,
     RunStarted,
@@ -29,19 +30,10 @@ from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session, document
 from agilerl.training.stopping import Interrupted, StopRequest
 
-__all__ = ["LearningFailed", "planned_iterations", "resume", "samples_per_iteration", "train"]
+__all__ = ["planned_iterations", "resume", "samples_per_iteration", "train"]
 
 
 Records = RunRecords | FollowersRecords
-
-
-@dataclass(frozen=True)
-class LearningFailed(Event):
-    """Agents did not learn in an iteration as they should have."""
-
-    iteration: int
-    outcomes: Mapping[int, str]
-    """What happened, by the index of each such agent; never ``ok``."""
 
 
 @dataclass(frozen=True)

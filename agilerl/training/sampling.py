@@ -10,11 +10,11 @@ from agilerl.shared_options import SharedOptions
 from agilerl.training.config import RunConfig
 from agilerl.vllm_config import VLLMConfig, lora_capacity
 
-__all__ = ["check_room", "check_sampling", "largest_rank", "start_sampling"]
+__all__ = ["TRIED_PROMPTS", "check_room", "check_sampling", "largest_rank", "start_sampling"]
 
 _PANELS: tuple[Split, ...] = ("exam", "test")
-_TRIED_PROMPTS = 256
-"""Training prompts that are rendered to see how long they are."""
+TRIED_PROMPTS = 256
+"""Training prompts that are rendered before a run starts, to see whether they fit."""
 
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
@@ -84,7 +84,7 @@ def _training_row(population: Population, limit: int) -> tuple[int, int]:
     """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
     source = population.source
     if isinstance(source, QuestionSource):
-        tried = (source.train(k, limit, lambda row: source.render(row, limit))[1] for k in range(_TRIED_PROMPTS))
+        tried = (source.train(k, limit, lambda row: source.render(row, limit))[1] for k in range(TRIED_PROMPTS))
         prompt = max(map(len, tried))
     else:
         prompt = max(source.prompt_lengths("train", limit))

@@ -33,7 +33,7 @@ from agilerl.training.config import GeneConfig, RunConfig
 from agilerl.training.graders import own_weights
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.named_files import digests
-from agilerl.training.sampling import check_sampling, start_sampling
+from agilerl.training.sampling import TRIED_PROMPTS, check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
@@ -41,8 +41,6 @@ from agilerl.validation import nearest, shown, validated
 __all__ = ["Session", "algorithm_class", "build", "check", "document", "genes", "shared_options"]
 
 _CHOICE = re.compile(r"choice\[(.*)\]")
-_TRIED_PROMPTS = 256
-"""Training prompts that are rendered before the run starts."""
 
 
 @dataclass
@@ -392,8 +390,8 @@ def try_prompts(population: Population) -> None:
     for split in ("exam", "test"):
         source.prompt_lengths(split, limit)
     if population.learns_from_data:
-        for position in range(_TRIED_PROMPTS):
+        for position in range(TRIED_PROMPTS):
             population.examples(position)
     elif isinstance(source, QuestionSource):
-        for position in range(_TRIED_PROMPTS):
+        for position in range(TRIED_PROMPTS):
             source.train(position, limit, lambda row: source.render(row, limit))

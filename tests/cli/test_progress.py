@@ -12,8 +12,16 @@ from rich.console import Console
 from agilerl.cli.progress import genes_text, watch
 from agilerl.hpo.fitness import Fitness
 from agilerl.training.config import load_manifest
-from agilerl.training.events import Event, ExamDone, IterationDone, PhaseStarted, RunFinished, RunStarted
-from agilerl.training.loop import LearningFailed, train
+from agilerl.training.events import (
+    Event,
+    ExamDone,
+    IterationDone,
+    LearningFailed,
+    PhaseStarted,
+    RunFinished,
+    RunStarted,
+)
+from agilerl.training.loop import train
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import SMALL
 

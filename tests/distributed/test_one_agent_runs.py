@@ -3,13 +3,12 @@
 import json
 import signal
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_islands_faults import QUICK
-from tests.distributed.together import Job, ends, kill, run_jobs, started, wait_for
+from tests.distributed.together import Job, check_a_loss_is_noticed, ends, run_jobs, started, wait_for
 from tests.training.small_runs import run_here
 
 SHARED = ("distributed.processes_per_island=2",)
@@ -51,11 +50,4 @@ def test_a_divided_base_stops_for_all_and_is_missed_by_all(tmp_path: Path) -> No
     assert writer.errors.splitlines()[-1] == "stopped; go on with: agilerl resume run"
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     with started(2, *command, cwd=tmp_path) as children:
-        wait_for("iteration 3 ", children[0])
-        kill(children[1].pid)
-        start = monotonic()
-        writer, other = ends(children)
-    assert monotonic() - start < 60
-    assert (writer.code, other.code) == (2, -signal.SIGKILL)
-    assert writer.errors.count("\n") == 1
-    assert "error: another process of this run is lost" in writer.errors
+        check_a_loss_is_noticed(children)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from tests.distributed.test_processes import free_port
@@ -104,6 +105,18 @@ def wait_for(line: str, process: "subprocess.Popen[str]") -> None:
     """Return when a process prints a line that begins so."""
     assert process.stdout is not None
     assert any(found.startswith(line) for found in iter(process.stdout.readline, "")), process.communicate()
+
+
+def check_a_loss_is_noticed(children: Sequence["subprocess.Popen[str]"]) -> None:
+    """Kill the second of two processes after iteration 3: the first ends within a minute, with one sentence."""
+    wait_for("iteration 3 ", children[0])
+    kill(children[1].pid)
+    start = monotonic()
+    writer, other = ends(children)
+    assert monotonic() - start < 60
+    assert (writer.code, other.code) == (2, -signal.SIGKILL)
+    assert writer.errors.count("\n") == 1
+    assert "error: another process of this run is lost" in writer.errors
 
 
 def run_jobs(size: int, *jobs: Job, **distributed: Any) -> None:

@@ -18,8 +18,8 @@ from agilerl.report.page import render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
 from agilerl.training.config import load_manifest
-from agilerl.training.events import IterationDone
-from agilerl.training.loop import LearningFailed, resume, train
+from agilerl.training.events import IterationDone, LearningFailed
+from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT, differences, evidence

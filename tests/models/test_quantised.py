@@ -23,7 +23,9 @@ from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, parts, rows, train_pass
 from tests.tiny_models import PAD, llama, qwen2, random_model
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip(
+    "bitsandbytes", reason="the package bitsandbytes is not installed; make setup installs it"
+)
 pytestmark = pytest.mark.model
 
 KINDS = ("nf4", "fp4", "int8")
