@@ -38,3 +38,11 @@ class EngineError(AgileRLError):
 
 class MemoryExhaustedError(EngineError):
     """Memory does not hold the least that can be computed at once."""
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an optional part, ``math`` say, for the end of a message.
+
+    The one place that knows it: PyPI has another project by the name of this one, so the source is installed.
+    """
+    return f"pip install -e '.[{extra}]' in the folder of agilerl's source"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
+from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, how_to_install
 from agilerl.training.distributed_config import DistributedConfig
 from agilerl.training.stopping import Interrupted, StopRequest
 
@@ -120,7 +120,7 @@ def _ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("distributed.backend=ray needs Ray: pip install 'agilerl[ray]'") from error
+        raise ConfigError(f"distributed.backend=ray needs Ray: {how_to_install('ray')}") from error
     found: str = ray.__version__
     if tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED:
         raise ConfigError(f"distributed.backend=ray needs Ray {SUPPORTED[0]}.{SUPPORTED[1]} or newer, found {found}")
@@ -291,7 +291,9 @@ class Server:
         try:
             self.process = subprocess.Popen([*command, "--host", "0.0.0.0", "--port", str(self.port)], env=environment)
         except OSError as error:
-            raise EngineError(f"{command[0]!r} could not be started: {error}; pip install 'agilerl[vllm]'") from error
+            raise EngineError(
+                f"{command[0]!r} could not be started: {error}; install vLLM: {how_to_install('vllm')}"
+            ) from error
 
     def url(self, seconds: float) -> str:
         """Return the address of the server once it answers."""

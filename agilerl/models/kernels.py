@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.shared_options import AttentionKind
 
 __all__ = ["apply_liger_kernels", "choose_attention", "decoding_attention"]
@@ -58,7 +58,8 @@ def apply_liger_kernels(model: Any, device: torch.device) -> None:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         raise ConfigError(
-            "use_liger_kernel=True needs liger-kernel with triton, which is not installed: pip install 'agilerl[liger]'"
+            "use_liger_kernel=True needs liger-kernel with triton, which is not installed: "
+            + how_to_install("liger")
         ) from error
     kind = model.config.get_text_config().model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:

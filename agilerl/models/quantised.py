@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.shared_options import QuantizationConfig, SharedOptions
 
 __all__ = [
@@ -87,7 +87,7 @@ def _check_installed() -> None:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "a base in 4 or 8 bits needs bitsandbytes, which is not installed: pip install 'agilerl[quantization]'"
+            f"a base in 4 or 8 bits needs bitsandbytes, which is not installed: {how_to_install('quantization')}"
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.models.accelerators import Sharding
 from agilerl.models.base import BaseModel
 from agilerl.models.lockstep import Lockstep
@@ -123,7 +123,7 @@ def _zero3(base: BaseModel, processes: Processes) -> nn.Module:
             import deepspeed
         except ImportError as error:
             raise ConfigError(
-                "distributed.sharding=zero3 needs DeepSpeed: pip install 'agilerl[deepspeed]'; or use fsdp2, which "
+                f"distributed.sharding=zero3 needs DeepSpeed: {how_to_install('deepspeed')}; or use fsdp2, which "
                 "comes with torch"
             ) from error
     if processes.size != dist.get_world_size():

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import regex
 
-from agilerl.errors import ConfigError, RewardTimeoutError
+from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.isolated import IsolatedGrader
@@ -48,7 +48,7 @@ class Accuracy(IsolatedGrader):
             ConfigError: math-verify is not installed.
         """
         if find_spec("math_verify") is None:
-            raise ConfigError("accuracy needs math-verify, which is not installed; run: pip install 'agilerl[math]'")
+            raise ConfigError(f"accuracy needs math-verify, which is not installed; run: {how_to_install('math')}")
         function = "agilerl.rewards.mathematics:math_accuracy"
         super().__init__(function, timeout=timeout, workers=workers, name="accuracy")
 

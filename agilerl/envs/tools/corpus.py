@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agilerl.envs.files import read_file
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.validation import nearest, shown
 
 __all__ = ["LocalSearch"]
@@ -20,7 +20,7 @@ class LocalSearch:
     """Finds the passages that a query fits best; ``LocalSearch(...).search`` is the tool.
 
     The same query gives the same passages in the same order: passages of equal score in the corpus's order. Words are
-    compared in lower case and not otherwise changed. Needs bm25s: ``pip install "agilerl[search]"``.
+    compared in lower case and not otherwise changed. Needs bm25s: ``pip install -e '.[search]'``.
     """
 
     def __init__(self, corpus: Sequence[str] | str | Path, *, topk: int = 3, column: str = "text") -> None:
@@ -66,7 +66,7 @@ def _indexed(words: Sequence[Sequence[str]]) -> Any:
     try:
         import bm25s  # optional
     except ImportError as error:
-        raise ConfigError(f'search needs bm25s: pip install "agilerl[search]" ({error})') from error
+        raise ConfigError(f"search needs bm25s: {how_to_install('search')} ({error})") from error
     index = bm25s.BM25()
     index.index([list(passage) for passage in words], show_progress=False)
     return index
