@@ -58,8 +58,7 @@ def apply_liger_kernels(model: Any, device: torch.device) -> None:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:
         raise ConfigError(
-            "use_liger_kernel=True needs liger-kernel with triton, which is not installed: "
-            + how_to_install("liger")
+            "use_liger_kernel=True needs liger-kernel with triton, which is not installed: " + how_to_install("liger")
         ) from error
     kind = model.config.get_text_config().model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
