@@ -10,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 
 from agilerl.errors import ConfigError
 
-__all__ = ["nearest", "sentence", "shown", "validated"]
+__all__ = ["LARGEST_FLOAT32", "nearest", "sentence", "shown", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
+LARGEST_FLOAT32 = 3.4e38
+"""Most numbers meet a float32 tensor in the end, which refuses larger ones or makes them infinite."""
 _LONGEST = 100
 _MOST_NAMES = 12
 _MOST_FINDINGS = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutation
@@ -21,7 +21,7 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
-from agilerl.validation import nearest, sentence, validated
+from agilerl.validation import LARGEST_FLOAT32, nearest, sentence, validated
 
 __all__ = ["AlgorithmConfig", "EvolvableAlgorithm"]
 
@@ -32,6 +32,14 @@ class AlgorithmConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _fits_tensors(cls, value: Any) -> Any:
+        for number in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and abs(number) > LARGEST_FLOAT32:
+                raise ValueError(f"expected a number that float32 holds (up to 3.4e38), found {number:g}")
+        return value
 
 
 class _Hyperparameter:

@@ -200,7 +200,10 @@ def _tokens(run: RunRecord) -> dict[str, float]:
 
 def _duration(seconds: Any) -> str:
     value = number(seconds)
-    return str(timedelta(seconds=round(value))) if math.isfinite(value) else ""
+    if not math.isfinite(value):
+        return ""
+    longest = timedelta.max.total_seconds()
+    return str(timedelta(seconds=round(value))) if abs(value) < longest else f"{value:.3g} s"
 
 
 def _peak_memory(run: RunRecord) -> str:

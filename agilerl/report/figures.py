@@ -2,6 +2,7 @@
 
 import html
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -343,7 +344,7 @@ def _last_value(run: RunRecord, agent: AgentRecord, metric: str, step: int) -> t
 
 def _drawable(value: Any) -> Any:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value
+        return value if math.isfinite(number(value)) else None
     return plain(value)
 
 
@@ -356,9 +357,11 @@ def _rounded(value: Any) -> Any:
 
 def _decades(low: float, high: float) -> dict[str, Any]:
     """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade where there are few decades."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = min(math.ceil(math.log10(high)), sys.float_info.max_10_exp)
     digits = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+    ticks = [tick for tick in ticks if 0 < tick < math.inf]
     labels = [f"{tick:g}".replace("e-0", "e-").replace("e+0", "e+") for tick in ticks]
     return {"type": "log", "tickvals": ticks, "ticktext": labels}
 

@@ -141,10 +141,13 @@ def load_run(path: Path) -> RunRecord:
 
 
 def number(value: Any) -> float:
-    """Return a metric as a float, NaN where it is absent or no number."""
+    """Return a metric as a float: NaN where it is absent or no number, infinite where it is beyond floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _whole(value: Any) -> bool:

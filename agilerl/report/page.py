@@ -72,10 +72,19 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def script_json(value: Any) -> Markup:
     """Return JSON that is safe inside a script element: no ``<``, ``>``, ``&`` or line separator remains in it."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data with None for numbers that JSON does not have: sums of large measurements are infinite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def inline_script(code: str) -> str:
@@ -142,7 +151,8 @@ def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     if not ends or len(runs) == 1:
         return None
     margin = 0.05 * (max(ends) - min(ends) or 1.0)
-    return min(ends) - margin, max(ends) + margin
+    low, high = min(ends) - margin, max(ends) + margin
+    return (low, high) if math.isfinite(high - low) else None  # each figure finds a range then
 
 
 def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:

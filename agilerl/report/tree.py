@@ -102,7 +102,9 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
     for index, span in family.spans.items():
         for generation in span:
             mean = means.get((index, generation), math.nan)
-            colour = _shade((mean - low) / (high - low) if high > low else 0.5) if math.isfinite(mean) else None
+            # Halves: the difference of the largest floats is infinite.
+            width = high / 2 - low / 2
+            colour = _shade((mean / 2 - low / 2) / width if width > 0 else 0.5) if math.isfinite(mean) else None
             x.append(generation)
             y.append(family.rows[index])
             text.append(str(index))

@@ -1,6 +1,5 @@
 """Several graders as one: a weighted sum that keeps every part for the logs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grade, Grades, grade
+from agilerl.validation import LARGEST_FLOAT32, shown
 
 __all__ = ["CombinedGrader", "weighted"]
 
@@ -105,7 +105,8 @@ class CombinedGrader(BaseGrader):
 def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     """Return the weighted sums of the scores that ``weights`` names, [N].
 
-    None where one of these graders failed, or none of them applies; those of weight 0 count for neither.
+    None where one of these graders failed, none of them applies, or the sum is beyond float32; those of weight 0 count
+    for neither.
     """
     weights = {name: weight for name, weight in weights.items() if weight != 0}
     failed = {place for name in weights for place in grades.failures[name]}
@@ -113,7 +114,9 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     for place in range(len(grades.rewards)):
         scores = {name: grades.scores[name][place] for name in weights}
         applying = [weights[name] * score for name, score in scores.items() if score is not None]
-        rewards.append(sum(applying) if applying and place not in failed else None)
+        total = sum(applying) if applying and place not in failed else None
+        # A sum that float32 does not hold would be an infinite reward, which is worth less than none.
+        rewards.append(total if total is not None and abs(total) <= LARGEST_FLOAT32 else None)
     return rewards
 
 
@@ -122,5 +125,8 @@ def check_weights(weights: Mapping[str, float], graders: Mapping[str, Grader]) -
     if set(weights) != set(graders):
         raise ConfigError(f"expected weights for {', '.join(graders)}, found {', '.join(map(str, weights)) or 'none'}")
     for name, weight in weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise ConfigError(f"expected a finite number as the weight of {name}, found {weight!r}")
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not abs(weight) <= LARGEST_FLOAT32:
+            raise ConfigError(
+                f"expected a number that float32 holds (up to 3.4e38) as the weight of {name}, found {shown(weight)}"
+            )

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, SupportsFloat
 
 from agilerl.errors import RewardError, RewardTimeoutError
+from agilerl.validation import LARGEST_FLOAT32
 
 __all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name", "outcome_of"]
 
@@ -17,8 +18,6 @@ Grader = Callable[..., Any]
 Outcome = float | RewardError | None
 """A score, None (not applicable), or why there is none: the grader failed."""
 
-_LARGEST = 3.4e38
-"""Rewards are float32 tensors in the end; a larger one would become infinite there."""
 POSITIONAL = ("completion", "answer", "question")
 NAMED_KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -108,7 +107,7 @@ def check_score(value: object, name: str = "the reward function") -> float | Non
         raise RewardError(
             f"{name} must return a finite number or None, found {number}; return None where it has no score"
         )
-    if abs(number) > _LARGEST:
+    if abs(number) > LARGEST_FLOAT32:
         raise RewardError(f"{name} must return a number that float32 holds (up to 3.4e38), found {number:g}; scale it")
     return number
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agilerl.runs.redaction import secrets_in
 from agilerl.training.own_code import code_name
-from agilerl.validation import shown
+from agilerl.validation import LARGEST_FLOAT32, shown
 
 __all__ = ["DatasetConfig", "EnvironmentConfig", "GraderConfig", "Section"]
 
@@ -87,7 +87,7 @@ class GraderConfig(Section):
     ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``. With
     ``--allow-code`` also a function or class of one's own: ``rewards.py:my_reward``, in the manifest's folder or below,
     or ``module:Name``."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)] = 1.0
     """What its score is multiplied by; one of weight 0 is logged and no more."""
     params: Params = Field(default_factory=dict)
     """Its parameters, as in Python. No secrets: those come from environment variables."""

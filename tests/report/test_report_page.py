@@ -1,5 +1,6 @@
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from synthetic_run import ATTACK
 from agilerl.errors import CheckpointError
 from agilerl.report import build_report
 from agilerl.report.page import inline_script, script_json
+from agilerl.runs import strict_json
 
 
 class Page(HTMLParser):
@@ -157,8 +159,7 @@ def test_json_in_a_script_cannot_end_it():
     text = script_json(value)
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == value
-    with pytest.raises(ValueError, match="JSON"):
-        script_json(float("nan"))
+    assert script_json([float("nan"), (float("inf"), 1.0)]) == "[null,[null,1.0]]"
 
 
 def test_code_in_a_script_cannot_end_it():
@@ -193,6 +194,46 @@ def test_nothing_but_nan_still_gives_a_report(tmp_path):
     assert "loss, reward not finite at step 1, 2; fitness not finite in generation 0" in found.text
     assert "fitness-0" not in found.figures
     assert "tree-0" in found.figures
+
+
+LARGEST, SMALLEST = sys.float_info.max, 5e-324
+EXTREMES = {
+    "largest": [LARGEST],
+    "both ends": [LARGEST, -LARGEST],
+    "near the ends": [1e308, -1e308, 1.0],
+    "smallest": [SMALLEST],
+    "smallest and largest": [SMALLEST, LARGEST],
+    "infinite": [float("inf"), 1.0, float("-inf")],
+    "beyond floats": [10**400, -(10**400), 1],
+}
+
+
+def with_numbers(value, numbers):
+    """Return what a run wrote with its measurements replaced, one after the other."""
+    if isinstance(value, dict):
+        return {key: with_numbers(item, numbers) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_numbers(item, numbers) for item in value]
+    return next(numbers) if isinstance(value, float) or value in ("NaN", "Infinity") else value
+
+
+@pytest.mark.parametrize("kind", EXTREMES)
+def test_numbers_that_no_arithmetic_holds_still_give_a_report(kind, runs, tmp_path):
+    roots = []
+    for name in ("whole", "unfinished"):
+        roots.append(tmp_path / name)
+        shutil.copytree(runs[name], roots[-1])
+        for file in ("metrics.jsonl", "lineage.jsonl", "summary.json"):
+            if not (path := roots[-1] / file).exists():
+                continue
+            numbers = itertools.cycle(EXTREMES[kind])
+            text = path.read_text(encoding="utf-8")
+            pieces = [text] if path.suffix == ".json" else text.splitlines()
+            written = [with_numbers(strict_json.loads(piece), numbers) for piece in pieces]
+            path.write_text("".join(f"{strict_json.dumps(piece)}\n" for piece in written), encoding="utf-8")
+    for chosen in (roots[:1], roots[1:], roots):
+        found = Page(build_report(chosen, tmp_path / "report.html"))
+        assert "tree-0" in found.figures
 
 
 def test_lines_that_lack_keys_are_left_out_and_counted(tmp_path):

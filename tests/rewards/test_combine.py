@@ -119,9 +119,7 @@ def test_weights_are_read_when_they_are_used():
 def test_weights_that_do_not_fit(weights):
     grader = CombinedGrader([length, right])
     grader.weights = weights
-    with pytest.raises(
-        ConfigError, match=r"expected (weights for length, right|a finite number as the weight of right)"
-    ):
+    with pytest.raises(ConfigError, match=r"expected (weights for length, right|a number .* as the weight of right)"):
         grade(grader, TEXTS, ROWS)
 
 
@@ -130,13 +128,23 @@ def test_weights_that_do_not_fit(weights):
     [
         ([], "at least one grader"),
         ([length, length], "two graders are called 'length'; name them"),
-        ([(length, "much")], "finite number as the weight of length, found 'much'"),
+        ([(length, 1e308)], r"as the weight of length, found 1e\+308"),
+        ([(length, 10**400)], "as the weight of length, found 1000"),
+        ([(length, "much")], "as the weight of length, found 'much'"),
         ([0.5], r"pairs \(grader, weight\), in a CombinedGrader, found 0.5"),
     ],
 )
 def test_bad_combinations(graders, sentence):
     with pytest.raises(ConfigError, match=sentence):
         CombinedGrader(graders)
+
+
+def test_a_sum_beyond_float32_is_no_grade():
+    def large(completion, answer, question):
+        return 3e38 if completion == "a" else 1.0
+
+    assert TEXTS[0] == "a"
+    assert grade(CombinedGrader([(large, 2), right]), TEXTS, ROWS).rewards == [None, 2.0, 2.0]
 
 
 def test_names_and_combinations_inside_combinations():
