@@ -29,6 +29,6 @@ def test_numbers_beyond_float32_are_refused(algorithm: str, name: str):
 
 def test_a_pair_and_what_float32_holds():
     model = ALGORITHMS["GRPO"].Config
-    with pytest.raises(ConfigError, match="clip_coef: .* float32"):
+    with pytest.raises(ConfigError, match=r"clip_coef: .* float32"):
         validated(model, {"clip_coef": (0.5, 1e39)})
     assert validated(model, {"adv_clip_range": 3e38, "kl_clamp_value": 3e38, "delta": 3e38})
