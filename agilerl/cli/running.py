@@ -68,11 +68,11 @@ def opened_run(
     check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
     quieten_libraries()
     from agilerl.runs.strict_json import read_json
+    from agilerl.training.resolved import document, recorded
     from agilerl.training.saved import open_run
-    from agilerl.training.setup import document
 
     if expected is not None:
-        RunConfig.from_dict(info["config"])
+        recorded(info)
         _check_same(info["config"], document(expected), root)
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)

@@ -17,6 +17,7 @@ from agilerl.runs.directory import RunDirectory
 from agilerl.training.config import RunConfig
 from agilerl.training.distributed_config import DistributedConfig
 from agilerl.training.events import Event
+from agilerl.training.resolved import given
 from agilerl.training.setup import Session, build
 from agilerl.training.stopping import Interrupted, StopRequest, stop_on_signals
 
@@ -153,11 +154,9 @@ def _decided(wish: Wish, found: list[Any]) -> dict[str, Any]:
         if saved is None:
             return {"done": True}
         found.append(saved)
-        return {"done": False, "config": saved.run.info["config"], "root": str(root)}
+        return {"done": False, "config": given(saved.config), "root": str(root)}
     check_place(root)
-    # What is set, and no more: a default that is written out can mean something else.
-    values = wish.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
-    return {"done": False, "config": values, "root": str(root)}
+    return {"done": False, "config": given(wish.config), "root": str(root)}
 
 
 def events_of(prepared: Prepared, stop: StopRequest) -> Iterator[Event]:

@@ -106,18 +106,21 @@ class RunDirectory(RunLayout):
         config: Mapping[str, Any],
         seed: int,
         *,
+        given: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
         files: Mapping[str, Mapping[str, str]] | None = None,
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
-        ``config`` is the resolved configuration (anything JSON holds); ``command`` defaults to this process's, and is
+        ``config`` is the resolved configuration (anything JSON holds), ``given`` what of it was set, the rest being
+        defaults (None: all of it); ``command`` defaults to this process's, and is
         written without keys and passwords; ``files`` gives the sha256 of what the run reads, by kind and path.
         Raises CheckpointError, having written nothing, where the directory is in use (with the owner's process
         id), holds a run, or holds something else.
         """
         root = Path(path)
         document = strict_json.loads(strict_json.dumps(config))
+        given = None if given is None else strict_json.loads(strict_json.dumps(given))
         try:
             check_vacant(root)
             root.mkdir(parents=True, exist_ok=True)
@@ -138,6 +141,8 @@ class RunDirectory(RunLayout):
                 "command": redacted(sys.argv if command is None else command),
                 "files": dict(files or {}),
             }
+            if given is not None:
+                info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
                 _make(folder)
@@ -222,8 +227,11 @@ def read_run(path: str | Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {shown(info.get(key))}.")
     if _sha256(info["config"]) != info["config_sha256"]:
         raise CheckpointError(f"{file}: the configuration does not fit its sha256; the file was changed or damaged.")
-    if not isinstance(info.get("files", {}), dict):
-        raise CheckpointError(f"{file} should give files as dict, found {shown(info['files'])}.")
+    for key in ("files", "given"):
+        if not isinstance(info.get(key, {}), dict):
+            raise CheckpointError(f"{file} should give {key} as dict, found {shown(info[key])}.")
+    if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
+        raise CheckpointError(f"{file}: what was set does not fit its sha256; the file was changed or damaged.")
     return info
 
 

@@ -150,7 +150,7 @@ class SelectionConfig(Section):
     name: Literal["tournament", "truncation", "none"] = "tournament"
     """Strategy; ``none`` keeps everybody, which is random search."""
     tournament_size: Annotated[int, Field(ge=1)] = 2
-    """Agents that compete for one place."""
+    """Agents that compete for one place; where it is not given, at most as many as there are."""
     elitism: bool = True
     """The best agent keeps its place."""
     collapse_guard: bool = True
@@ -177,7 +177,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        size, tournament = self.training.pop_size, self.selection_strategy.tournament_size
+        size, tournament = self.training.pop_size, self.tournament_size
         if self.selection_strategy.name == "tournament" and tournament > size:
             raise ValueError(
                 f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
@@ -188,6 +188,12 @@ class RunConfig(Section):
         if not isinstance(self.algorithm["name"], str):
             raise ValueError(f"algorithm.name must be the name of an algorithm, found {shown(self.algorithm['name'])}")
         return self
+
+    @property
+    def tournament_size(self) -> int:
+        """Agents that compete for one place; the default is no more than there are."""
+        size, given = self.selection_strategy.tournament_size, self.selection_strategy.model_fields_set
+        return size if "tournament_size" in given else min(size, self.training.pop_size)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":

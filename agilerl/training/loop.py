@@ -26,8 +26,9 @@ from agilerl.training.events import (
 from agilerl.training.followers import FollowersRecords
 from agilerl.training.progress import Progress
 from agilerl.training.records import RunRecords, Where, completion_records, elite_of
+from agilerl.training.resolved import document, given
 from agilerl.training.saved import SavedCheckpoint
-from agilerl.training.setup import Session, document
+from agilerl.training.setup import Session
 from agilerl.training.stopping import Interrupted, StopRequest
 
 __all__ = ["planned_iterations", "resume", "samples_per_iteration", "train"]
@@ -69,7 +70,8 @@ def train(
         return
     config = session.config
     seed = config.training.seed
-    with RunDirectory.create(out, document(config), seed, command=command, files=session.files) as run:
+    settings, was_set = document(config), given(config)
+    with RunDirectory.create(out, settings, seed, given=was_set, command=command, files=session.files) as run:
         yield from _work(session, out, run, None, stop or StopRequest())
 
 

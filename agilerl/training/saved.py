@@ -21,6 +21,7 @@ from agilerl.runtime import Runtime
 from agilerl.training.config import RunConfig
 from agilerl.training.named_files import check_unchanged
 from agilerl.training.progress import Progress
+from agilerl.training.resolved import recorded
 from agilerl.training.state_json import read_clock, read_state_json
 from agilerl.validation import shown
 
@@ -77,7 +78,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
     """
     run = RunDirectory.open(path)
     try:
-        config = RunConfig.from_dict(run.info["config"])
+        config = recorded(run.info)
         if not allow_changes:
             check_unchanged(config, run.info.get("files", {}), run.root)
         return SavedRun(run, config, _newest_usable(run, report))

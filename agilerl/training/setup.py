@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
+from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.distributed.islands import IslandPopulation, founders
@@ -27,20 +26,29 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.population import Population
 from agilerl.rollouts.sources import QuestionSource
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions, split_options
 from agilerl.training.base import load_runtime
 from agilerl.training.config import GeneConfig, RunConfig
-from agilerl.training.graders import own_weights
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.named_files import digests
+from agilerl.training.resolved import algorithm_class, algorithm_classes, document, hyperparameters, shared_options
 from agilerl.training.sampling import TRIED_PROMPTS, check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
 
-__all__ = ["Session", "algorithm_class", "build", "check", "document", "genes", "shared_options"]
-
-_CHOICE = re.compile(r"choice\[(.*)\]")
+__all__ = [
+    "Session",
+    "algorithm_class",
+    "algorithm_classes",
+    "build",
+    "check",
+    "document",
+    "first_generation",
+    "genes",
+    "hyperparameters",
+    "shared_options",
+    "task",
+]
 
 
 @dataclass
@@ -58,91 +66,6 @@ class Session:
     """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
     topology: Topology = SOLITARY
     """The processes of the run, seen from this one."""
-
-
-def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
-    """Return the class that ``algorithm.name`` stands for, of several the first."""
-    return algorithm_classes(config)[0]
-
-
-def algorithm_classes(config: RunConfig) -> list[type[LLMAlgorithm]]:
-    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
-
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
-    """
-    written = config.algorithm["name"]
-    choice = _CHOICE.fullmatch(written.strip())
-    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
-    family = GRPO.family()
-    for name in names:
-        if name not in ALGORITHMS:
-            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, ALGORITHMS)}")
-        if choice is not None and name not in family:
-            raise ConfigError(
-                f"algorithm.name={shown(written)}: an agent cannot become {name} or cease to be it; choose among "
-                f"{', '.join(family)}"
-            )
-    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
-        raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
-    return [ALGORITHMS[name] for name in names]
-
-
-def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = None) -> AlgorithmConfig:
-    """Return the hyperparameters of the agents, checked; the run's seed is theirs unless they have their own.
-
-    Where ``algorithm.name`` is a choice, those of ``algorithm``, or of the first. Raises ConfigError for an unknown
-    one, a value out of range, and two different limits of the context.
-    """
-    model = (algorithm or algorithm_class(config)).Config
-    values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
-    for key in values:
-        if key not in model.model_fields and key not in GRPO.Config.model_fields:  # of which the others say why not
-            known = [*model.model_fields, *SharedOptions.model_fields]
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {nearest(key, known)}")
-    values.setdefault("seed", config.training.seed)
-    limit = config.network.max_context_length
-    if limit is not None and values.setdefault("max_model_len", limit) != limit:
-        raise ConfigError(
-            f"network.max_context_length={limit} and algorithm.max_model_len={shown(values['max_model_len'])} mean the "
-            "same and disagree; give one of them"
-        )
-    given = values.get("reward_weights", {})
-    if "reward_weights" in model.model_fields and isinstance(given, Mapping):
-        weights = own_weights(config.environment, given, config.mutation.rl_hp_selection)
-        values |= {"reward_weights": weights} if weights else {}
-    return validated(model, values, "algorithm")
-
-
-def shared_options(config: RunConfig) -> SharedOptions:
-    """Return the options of the base: those under ``algorithm``, and those of ``network`` that mean the same.
-
-    Raises ConfigError for a value out of range, and where the two sections disagree.
-    """
-    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
-    same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
-    for name, option in same.items():
-        value, present = getattr(config.network, name), getattr(options, option)
-        if value is not None and present not in (None, value):
-            raise ConfigError(
-                f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same and disagree; "
-                "give one of them"
-            )
-        if value is not None:
-            options = options.model_copy(update={option: value})
-    return options
-
-
-def document(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved manifest, defaults included, as plain data; it gives the same run again.
-
-    What it does not say is on how many processes: any number goes on with the run.
-    """
-    # The defaults of one algorithm are not those of another: where there are several, they stay unsaid.
-    several = len(algorithm_classes(config)) > 1
-    values = hyperparameters(config).model_dump(mode="json", exclude_unset=several)
-    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm").model_dump(mode="json")
-    algorithm = {"name": config.algorithm["name"], **values, **options}
-    return {**config.model_dump(mode="json", exclude={"distributed"}), "algorithm": algorithm}
 
 
 def genes(config: RunConfig) -> dict[str, Gene]:
@@ -197,7 +120,7 @@ def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
 
 
 def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
-    given = wanted.model_fields_set
+    given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
     if wanted.choices is not None or declared.dtype == "choice":
         if len(given) > 1 or (given and wanted.choices is None):
             names = ", ".join(sorted(given - {"choices"}))
@@ -293,7 +216,7 @@ def selection(config: RunConfig) -> SelectionStrategy:
     """Build the selection strategy."""
     s, size = config.selection_strategy, config.training.pop_size
     if s.name == "tournament":
-        return TournamentSelection(s.tournament_size, s.elitism, size)
+        return TournamentSelection(config.tournament_size, s.elitism, size)
     return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
@@ -319,7 +242,7 @@ def build(
     runtime = load_runtime(config, shared_options(config))
     runtime.share(topology.island, config.distributed.base_sharding())
     saved = received(topology, checkpoint, runtime)
-    agents = _founders(whole, runtime, topology) if saved is None else _survivors(config, saved, runtime)
+    agents = first_generation(whole, runtime, topology) if saved is None else _survivors(config, saved, runtime)
     islands = topology.peers.size > 1
     population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
         agents,
@@ -337,11 +260,12 @@ def build(
     return Session(whole, made, population, selection(whole), mutations(config), saved, digests(config), topology)
 
 
-def _founders(config: RunConfig, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
+def first_generation(config: RunConfig, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
     """Return the first generation, as far as it lives on this island."""
     t, classes = config.training, algorithm_classes(config)
-    # As run.json has them, so that a run that begins anew from that writes the same files.
-    start = {name: value for name, value in split_options(document(config)["algorithm"])[0].items() if name != "name"}
+    # What was set and no more, for a default that is handed on would count as set; and as run.json has it, so that a
+    # run that begins again from that writes the same files.
+    start = hyperparameters(config).model_dump(mode="json", exclude_unset=True)
     places = topology.places(t.pop_size)
     agents = founders(
         classes[0], places, t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start

@@ -1,0 +1,54 @@
+"""A population of one: nothing to select among, and everything else of a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agilerl.training.config import load_manifest
+from agilerl.training.loop import resume, train
+from agilerl.training.resolved import document
+from agilerl.training.saved import open_run
+from agilerl.training.setup import build
+from tests.training.small_runs import SMALL, agilerl, less_times, lines
+
+ALONE = [*SMALL, "training.pop_size=1", "training.max_steps=64"]
+
+
+@pytest.mark.model
+def test_the_default_manifest_with_one_agent(tmp_path: Path) -> None:
+    done = agilerl("train", *ALONE, "--out", "run", cwd=tmp_path, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["agents"], summary["generations"], summary["iterations"]) == (1, 2, 4)
+    assert set(summary["test"]) == {"base", "median_first_generation", "elite"}
+    assert summary["elite"]["index"] == 0
+    assert "<html" in (tmp_path / "run" / "report.html").read_text().lower()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("elitism", ["true", "false"])
+def test_a_run_with_one_agent_goes_on_as_if_never_interrupted(elitism: str, tmp_path: Path) -> None:
+    config = load_manifest(None, [*ALONE, f"selection_strategy.elitism={elitism}", "training.checkpoint_steps=1"])
+    whole, root = tmp_path / "whole", tmp_path / "run"
+    for _ in train(build(config), whole, command=["test"]):
+        pass
+    events = train(build(config), root, command=["test"])
+    for event in events:
+        if type(event).__name__ == "IterationDone" and event.iteration == 4:  # type: ignore[union-attr]
+            break
+    events.close()  # type: ignore[attr-defined]
+    saved = open_run(root, report=print)
+    assert saved.checkpoint is not None
+    assert document(saved.config) == document(config)
+    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+        pass
+    for name in ("metrics.jsonl", "lineage.jsonl"):
+        assert less_times(lines(root / name)) == less_times(lines(whole / name))
+
+
+def test_a_tournament_that_was_asked_for_stays_as_large_or_is_refused() -> None:
+    config = load_manifest(None, ["training.pop_size=1"])
+    assert document(config)["selection_strategy"]["tournament_size"] == config.tournament_size == 1
+    assert load_manifest(None).tournament_size == 2
+    assert load_manifest(None, ["selection_strategy.tournament_size=3"]).tournament_size == 3

@@ -1,0 +1,215 @@
+"""What was set stays told from what has its default, in every way a configuration travels."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.state import read_state, write_state
+from agilerl.distributed.topology import SOLITARY
+from agilerl.distributed.transfer import packed, unpacked
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.hpo.parameters import values_of
+from agilerl.runs.directory import RunDirectory
+from agilerl.runtime import Runtime
+from agilerl.training.base import load_runtime
+from agilerl.training.config import RunConfig, load_manifest
+from agilerl.training.loop import resume, train
+from agilerl.training.resolved import document, given, hyperparameters, recorded, shared_options
+from agilerl.training.saved import SavedRun, open_run
+from agilerl.training.setup import build, check, first_generation
+from tests.training.small_runs import SMALL, lines
+
+MANIFESTS = Path(__file__).resolve().parent.parent.parent / "tutorials" / "manifests"
+BY_ALGORITHM = {name: MANIFESTS / f"{name.lower()}.yaml" for name in ALGORITHMS}
+DERIVED = {"seed"}
+"""What every agent is given of the run's own settings."""
+SETTINGS = [(name, field) for name, algorithm in ALGORITHMS.items() for field in algorithm.Config.model_fields]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    config = load_manifest(None)
+    return load_runtime(config, shared_options(config))
+
+
+def choices(annotation: Any) -> list[Any]:
+    """Return what a type could hold: all of a Literal, both booleans, some numbers."""
+    if annotation is bool:
+        return [True, False]
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return [[0.7, 1.4]]
+    numbers = {int: [7, 12], float: [0.3, 0.95, 1.7, 2.5]}.get(annotation, [])
+    return numbers + [choice for part in get_args(annotation) for choice in choices(part)]
+
+
+def another_value(field: FieldInfo) -> Any:
+    """Return a value that a field takes and that is not its default, as JSON holds it."""
+    if get_origin(field.annotation) is dict:
+        return {"exact": 0.5}
+    adapter: TypeAdapter[Any] = TypeAdapter(
+        Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    )
+    for choice in choices(field.annotation):
+        try:
+            if adapter.validate_python(choice) != field.get_default(call_default_factory=True):
+                return choice
+        except ValidationError:
+            continue
+    raise AssertionError(f"no other value for {field}")
+
+
+def started(config: RunConfig, root: Path) -> None:
+    """Leave the directory of a run that ended before its first checkpoint."""
+    RunDirectory.create(root, document(config), 1, given=given(config)).close()
+
+
+def reopened(root: Path, *, report: Any = print) -> RunConfig:
+    saved = open_run(root, report=report)
+    saved.run.close()
+    return saved.config
+
+
+def refusal(config: RunConfig) -> str | None:
+    """Return what is wrong with a configuration, if anything is."""
+    try:
+        check(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore:.*the update is biased")
+@pytest.mark.parametrize(("name", "field"), SETTINGS)
+def test_one_setting_of_a_manifest(name: str, field: str, runtime: Runtime, tmp_path: Path) -> None:
+    value = another_value(ALGORITHMS[name].Config.model_fields[field])
+    config = load_manifest(BY_ALGORITHM[name], [f"algorithm.{field}={json.dumps(value)}"])
+    expected = ({*config.algorithm} - {"name"}) | DERIVED
+    refused = refusal(config)
+    if refused is not None:
+        assert field in refused
+        return
+    (agent, *_) = first_generation(config, runtime, SOLITARY)
+    assert agent.config.model_fields_set == expected
+    assert json.loads(agent.config.model_dump_json(include={field})) == {field: value}
+
+    assert agent.clone(9).config.model_fields_set == expected
+    assert unpacked(packed(agent.state())).config.keys() == expected
+    write_state(agent.state(), tmp_path / "agent", runtime, agent.lora_config)
+    loaded = ALGORITHMS[name].from_state(read_state(tmp_path / "agent", runtime.store.layers), runtime)
+    assert (loaded.config, loaded.config.model_fields_set) == (agent.config, expected)
+
+    started(config, tmp_path / "run")
+    again = reopened(tmp_path / "run")
+    assert (document(again), given(again)) == (document(config), given(config))
+    (resumed, *_) = first_generation(again, runtime, SOLITARY)
+    assert (resumed.config, resumed.config.model_fields_set) == (agent.config, expected)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_python_configuration_gives_what_was_set(name: str, runtime: Runtime) -> None:
+    algorithm: type[LLMAlgorithm] = ALGORITHMS[name]
+    agent = algorithm(config=algorithm.Config(update_epochs=2), runtime=runtime, max_output_tokens=5)
+    assert agent.config.model_fields_set == {"update_epochs", "max_output_tokens"}
+    assert agent.clone().config.model_fields_set == {"update_epochs", "max_output_tokens"}
+
+
+CISPO_BOUNDS = {
+    "the cap of GRPO's": (["algorithm.loss_type=cispo"], (0.0, 5.0)),
+    "GRPO's own cap": (["algorithm.loss_type=cispo", "algorithm.clip_max=3"], (0.0, 3.0)),
+    "GRPO's own clip": (["algorithm.loss_type=cispo", "algorithm.clip_coef=0.2"], (0.8, 1.2)),
+    "one number": (["algorithm.name=CISPO", "algorithm.clip_coef=0.2"], (0.8, 1.2)),
+    "a pair": (["algorithm.name=CISPO", "algorithm.clip_coef=[0.5, 2]"], (0.5, 2.0)),
+    "floor and cap": (["algorithm.name=CISPO", "algorithm.clip_min=0.1", "algorithm.clip_max=4"], (0.1, 4.0)),
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("overrides", "bounds"), CISPO_BOUNDS.values(), ids=CISPO_BOUNDS)
+def test_the_bounds_of_cispo(overrides: list[str], bounds: tuple[float, float], tmp_path: Path) -> None:
+    config = load_manifest(None, [*SMALL, *overrides])
+    for made in (config, RunConfig.from_dict(document(config))):  # the resolved manifest is a manifest
+        agents = build(made).population.agents
+        assert [agent.config.weight_range for agent in agents] == [bounds] * 3  # type: ignore[attr-defined]
+    started(config, tmp_path / "run")
+    assert hyperparameters(reopened(tmp_path / "run")).weight_range == bounds  # type: ignore[attr-defined]
+
+
+@pytest.mark.model
+def test_a_run_with_bounds_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    config = load_manifest(None, [*SMALL, "algorithm.loss_type=cispo", "training.checkpoint_steps=1"])
+    whole = tmp_path / "whole"
+    for _ in train(build(config), whole, command=["test"]):
+        pass
+    for event in train(build(config), root, command=["test"]):
+        if type(event).__name__ == "IterationDone" and event.iteration == 3:
+            break
+    del event
+    saved: SavedRun = open_run(root, report=print)
+    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+        pass
+    outcome = [
+        [
+            (line["agent"], line["step"], line["loss"])
+            for line in lines(run / "metrics.jsonl")
+            if line["kind"] == "train"
+        ]
+        for run in (whole, root)
+    ]
+    assert outcome[0] == outcome[1]
+
+
+def test_a_gene_with_choices_survives_run_json(tmp_path: Path) -> None:
+    config = load_manifest(
+        BY_ALGORITHM["SFT"], ["mutation.rl_hp_selection.loss_type.choices=[nll, dft]", "algorithm.loss_type=nll"]
+    )
+    check(config)
+    check(RunConfig.from_dict(document(config)))
+    started(config, tmp_path / "run")
+    check(reopened(tmp_path / "run"))
+
+
+def test_a_run_that_did_not_say_what_was_set_is_read_as_before(tmp_path: Path) -> None:
+    config = load_manifest(None, ["algorithm.clip_coef=[0.8, 1.3]"])
+    RunDirectory.create(tmp_path / "run", document(config), 1).close()
+    assert "given" not in json.loads((tmp_path / "run" / "run.json").read_text())
+    again = reopened(tmp_path / "run")
+    assert document(again) == document(config)
+    assert hyperparameters(again).model_fields_set == set(type(hyperparameters(config)).model_fields)
+
+
+def test_a_default_that_has_changed_keeps_the_recorded_value() -> None:
+    config = load_manifest(None)
+    info = {"config": document(config), "given": given(config)}
+    info["config"]["algorithm"]["temperature"] = 0.9  # as if 0.9 had been the default then
+    info["config"]["training"]["evo_steps"] = 5
+    again = recorded(info)
+    assert document(again) == info["config"]
+    assert (again.algorithm["temperature"], again.training.evo_steps) == (0.9, 5)
+    assert hyperparameters(again).model_fields_set == hyperparameters(config).model_fields_set | {"temperature"}
+
+
+def test_what_was_set_is_guarded_by_its_sha256(tmp_path: Path) -> None:
+    started(load_manifest(None, ["algorithm.loss_type=cispo", "algorithm.clip_coef=0.2"]), tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    info = json.loads(file.read_text())
+    del info["given"]["algorithm"]["clip_coef"]
+    file.write_text(json.dumps(info))
+    with pytest.raises(CheckpointError, match="sha256"):
+        open_run(tmp_path / "run", report=print)
+
+
+def test_values_that_evolve_count_as_set(runtime: Runtime) -> None:
+    config = load_manifest(BY_ALGORITHM["CISPO"])
+    agents = first_generation(config, runtime, SOLITARY)
+    for agent in agents:
+        assert set(values_of(agent.config, agent.genes)) <= agent.config.model_fields_set | {"clip_max"}
+    assert all("clip_max" in agent.config.model_fields_set for agent in agents[1:])
