@@ -22,7 +22,7 @@ from agilerl.models.accelerators import (
     sharding_of,
 )
 from agilerl.models.agreement import agreed
-from agilerl.models.base import BaseModel, from_model, load_base, load_tokenizer
+from agilerl.models.base import BaseModel, check_device, from_model, load_base, load_tokenizer, with_padding
 from agilerl.models.heads import token_values
 from agilerl.models.lockstep import Lockstep
 from agilerl.models.lora import attach, detach
@@ -116,10 +116,24 @@ class Runtime:
 
     @classmethod
     def from_pretrained(
-        cls, name: str, *, dtype: str = "auto", device: str | None = None, tokenizer: Any = None, **options: Any
+        cls,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        tokenizer: Any = None,
+        pad_token: str | None = None,
+        pad_token_id: int | None = None,
+        **options: Any,
     ) -> "Runtime":
-        """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor."""
-        tokenizer = load_tokenizer(name) if tokenizer is None else tokenizer
+        """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor.
+
+        The pad token is the one given, else the tokenizer's own, else its end token. Raises ConfigError for a device
+        that this machine has not, and for a pad token that the tokenizer does not know.
+        """
+        check_device("cpu" if device is None else device)
+        padding: dict[str, Any] = {"pad_token": pad_token, "pad_token_id": pad_token_id}
+        tokenizer = load_tokenizer(name, **padding) if tokenizer is None else with_padding(tokenizer, name, **padding)
         base = load_base(name, dtype=dtype, device=device or "cpu", options=options.get("options"))
         return cls(base, tokenizer=tokenizer, **options)
 
@@ -153,6 +167,8 @@ class Runtime:
         *,
         device: str | None = None,
         accelerator: Any = None,
+        pad_token: str | None = None,
+        pad_token_id: int | None = None,
         **options: Any,
     ) -> "Runtime":
         """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
@@ -164,11 +180,15 @@ class Runtime:
             )
         if device is None and accelerator is not None:
             device = str(getattr(accelerator, "device", None) or "cpu")
+        if device is not None:
+            check_device(device)
         if runtime is not None:
             runtime.configure(options.get("options") or SharedOptions())
         elif name is not None:
             with loading_whole(accelerator):
-                runtime = cls.from_pretrained(name, device=device, **options)
+                runtime = cls.from_pretrained(
+                    name, device=device, pad_token=pad_token, pad_token_id=pad_token_id, **options
+                )
         else:
             check_whole(model)
             runtime = cls.for_model(model if device is None else model.to(device), **options)

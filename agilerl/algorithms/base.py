@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, EngineError
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import (
     Gene,
@@ -23,7 +23,7 @@ from agilerl.hpo.parameters import (
 )
 from agilerl.validation import LARGEST_FLOAT32, nearest, sentence, validated
 
-__all__ = ["AlgorithmConfig", "EvolvableAlgorithm"]
+__all__ = ["AlgorithmConfig", "EvolvableAlgorithm", "while_open"]
 
 
 class AlgorithmConfig(BaseModel):
@@ -59,6 +59,27 @@ class _Hyperparameter:
         agent.set_hyperparameters({self.name: value})
 
 
+class _WhileOpen:
+    """An attribute whose value belongs to somebody else once its agent is cleaned up: reading it then raises."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
+        if agent is None:
+            return self
+        agent.check_open()
+        return agent.__dict__.get(self.name)
+
+    def __set__(self, agent: "EvolvableAlgorithm", value: Any) -> None:
+        agent.__dict__[self.name] = value
+
+
+def while_open() -> Any:
+    """Return an attribute, None until it is set, that raises EngineError after ``clean_up``."""
+    return _WhileOpen()
+
+
 class EvolvableAlgorithm(ABC):
     """An agent that evolution can clone, mutate, save and restore.
 
@@ -67,6 +88,8 @@ class EvolvableAlgorithm(ABC):
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    is_open: bool = True
+    """False after ``clean_up``: what the agent held belongs to others."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -142,6 +165,14 @@ class EvolvableAlgorithm(ABC):
             raise ConfigError(sentence(error, type(self.config))) from None
         check_present(self.genes, values_of(config, self.genes))
         self.config = config
+
+    def check_open(self) -> None:
+        """Raise EngineError once the agent has been cleaned up."""
+        if not self.is_open:
+            raise EngineError(
+                f"agent {self.index} was cleaned up: its slot belongs to others now, so it can neither act nor learn "
+                "nor be saved; clone or save an agent before clean_up(), or make a new one"
+            )
 
     # -- mutation -------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ class DataAlgorithm(LLMAlgorithm):
     def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the scores of ``loop`` batches of the environment's test set; their mean joins ``fitness``.
 
+        NaN does if the agent is ``sick``, whatever its scores: selection then replaces it.
         An environment of prompts (``ReasoningGym``) grades greedy completions instead.
         """
         if not isinstance(env, DataGym):
@@ -74,7 +75,7 @@ class DataAlgorithm(LLMAlgorithm):
                 self.tokens["evaluated"] += int(batch.lengths.sum())
                 batch = env.step() if number + 1 < loop else batch
         scores = of_all(self.runtime.processes, np.concatenate(found))
-        self.fitness.append(float(scores.mean()))
+        self.note_fitness(scores)
         return scores
 
     def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:

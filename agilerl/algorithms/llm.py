@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from agilerl import streams
-from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
+from agilerl.algorithms.agent_json import read_agent_json
+from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import examine, of_all
 from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests
@@ -23,13 +24,15 @@ from agilerl.algorithms.reference import ReferencePolicy
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
-    base_name,
+    actor_folder,
+    adopt,
     capture,
     check_algorithm,
+    check_base,
     constructor_arguments,
-    load_weights,
     read_state,
     restore,
+    save_folder,
     write_state,
 )
 from agilerl.algorithms.update import Experience, usual_micro_rows
@@ -39,10 +42,12 @@ from agilerl.functional import MetricReducer
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
+from agilerl.models.base import padding_id
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.optim import AdamWSettings
 from agilerl.rollouts import SamplingSettings
 from agilerl.runtime import Runtime
+from agilerl.validation import shown
 
 __all__ = ["LLMAlgorithm"]
 
@@ -64,6 +69,11 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     """Rows that belong together and stay in one optimizer step; 2 where rows come in pairs."""
     trained_slots: ClassVar[int] = 1
     """Slots that an agent trains: the policy's, and a critic's where there is one."""
+    slot: int = while_open()
+    """Slot of the policy."""
+    reference_slot: int | None = while_open()
+    critic_slot: int | None = while_open()
+    """Slot of the critic, for algorithms that have one."""
 
     def __init__(
         self,
@@ -94,13 +104,10 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
             accelerator=accelerator,
             seed=self.config.seed,
             options=options,
+            pad_token=pad_token,
+            pad_token_id=pad_token_id,
         )
-        tokenizer = self.runtime.tokenizer
-        if pad_token_id is None:
-            if tokenizer is None:
-                raise ConfigError("pad_token_id is required: the runtime has no tokenizer to take it from")
-            pad_token_id = tokenizer.pad_token_id
-        self.pad_token_id, self.pad_token = pad_token_id, pad_token
+        self.pad_token_id, self.pad_token = self._padding(pad_token_id, pad_token), pad_token
         self.cosine_lr_schedule_config = cosine_lr_schedule_config
         self.position = 0
         """Prompts of the training stream that this agent has consumed."""
@@ -113,11 +120,28 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
         self.begin_health()
-        self.critic_slot: int | None = None
-        """Slot of the critic, for algorithms that have one."""
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
         self._take_slots()
+
+    def _padding(self, pad_token_id: int | None, pad_token: str | None) -> int:
+        """Return the id that fills rows up: as given by number or name, else the tokenizer's."""
+        tokenizer, vocabulary = self.runtime.tokenizer, self.runtime.base.vocabulary_size
+        if pad_token is not None and tokenizer is not None:
+            return padding_id(tokenizer, pad_token, pad_token_id)
+        if pad_token_id is None:
+            pad_token_id = None if tokenizer is None else tokenizer.pad_token_id
+        if pad_token_id is None:
+            raise ConfigError(
+                "pad_token_id is required: the runtime has no tokenizer with a pad token to take it from; give, for "
+                "instance, pad_token_id=tokenizer.eos_token_id"
+            )
+        known = isinstance(pad_token_id, int | np.integer) and not isinstance(pad_token_id, bool)
+        if not known or not 0 <= pad_token_id < vocabulary:
+            raise ConfigError(
+                f"expected pad_token_id as a token of the model, 0 to {vocabulary - 1}, found {shown(pad_token_id)}"
+            )
+        return int(pad_token_id)
 
     # -- resources ------------------------------------------------------------------------------------------------
 
@@ -137,11 +161,18 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         return weakref.finalize(self, self.runtime.store.release, slot)
 
     def clean_up(self) -> None:
-        """Give the agent's slots back; the agent cannot be used afterwards."""
+        """Give the agent's slots back, for others to use; whatever needs one raises EngineError from here on.
+
+        What the agent was (hyperparameters, fitness, counters) can still be read. A second call does nothing.
+        """
+        if not self.is_open:
+            return
+        self.forget_reference()
+        store = self.runtime.store
+        if store.route is not None and self.slot in store.route.slots:  # of use_adapter
+            store.route = None
         self._lease()
-        if self.reference_slot is not None:
-            self._reference_lease()
-            self.reference_slot = None
+        self.is_open = False
 
     def move_to(self, slot: int) -> None:
         """Move the adapter into another slot that is free."""
@@ -201,8 +232,12 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         does not count up to.
         """
         scores = of_all(self.runtime.processes, examine(self, env, loop))
-        self.fitness.append(float("nan") if self.sick else float(scores.mean()))
+        self.note_fitness(scores)
         return scores
+
+    def note_fitness(self, scores: np.ndarray) -> None:
+        """Add the mean of an exam's scores to ``fitness``, or NaN if the agent is ``sick``."""
+        self.fitness.append(float("nan") if self.sick else float(scores.mean()))
 
     # -- learning -------------------------------------------------------------------------------------------------
 
@@ -261,6 +296,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
 
     def apply_mutation(self, mutation: Mutation) -> None:
         """Carry out a planned mutation; it ends every selection, also where it changes nothing."""
+        self.check_open()
         super().apply_mutation(mutation)
         self.after_selection()
 
@@ -303,15 +339,33 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         return clone
 
     def save_checkpoint(
-        self, path: str | Path, lora_only: bool = True, save_optimizer: bool = True, **kwargs: Any
+        self,
+        path: str | Path,
+        lora_only: bool = True,
+        save_optimizer: bool = True,
+        *,
+        overwrite: bool = False,
+        **kwargs: Any,
     ) -> None:
-        """Write ``actor/`` (PEFT), ``reference/`` where there is one, the optimizer and the agent's settings."""
+        """Write ``actor/`` (PEFT), ``reference/`` where there is one, the optimizer and the agent's settings.
+
+        The folder is there as a whole or not at all. A checkpoint that is there already is replaced with ``overwrite``,
+        nothing of it remains; CheckpointError is raised without it, for a file, and for a folder that holds something
+        else. Of several processes that train the agent the first writes.
+        """
         if not lora_only:
             raise ConfigError(
                 "lora_only=False is refused: the base model is frozen, so a checkpoint never holds it; load it from "
                 "where it came from, or merge the adapter with PEFT's merge_and_unload()"
             )
-        write_state(self.state(), Path(path), self.runtime, self.lora_config, save_optimizer=save_optimizer)
+        state = self.state()
+        if self.runtime.processes.rank > 0:
+            return
+        save_folder(
+            path,
+            lambda folder: write_state(state, folder, self.runtime, self.lora_config, save_optimizer=save_optimizer),
+            overwrite=overwrite,
+        )
 
     def load_checkpoint(
         self,
@@ -322,12 +376,14 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     ) -> None:
         """Load the adapter of a checkpoint folder into this agent; hyperparameters stay this agent's own.
 
-        A checkpoint of another algorithm is the stage before this one (SFT -> DPO -> GRPO): its actor becomes the
-        reference policy as well. One of the same algorithm brings the reference it was saved with, unless
-        ``overwrite_reference_adapter`` makes its actor the reference too. With ``overwrite_critic_adapter`` an agent
-        with a critic takes the checkpoint's, or starts its critic from the actor where there is none. Raises
-        CheckpointError when the ranks differ.
+        The policy is the one that was saved: if ``lora_alpha`` or ``use_rslora`` were others, the agent takes those of
+        the checkpoint over, and a warning says so. A checkpoint of another algorithm is the stage before this one (SFT
+        -> DPO -> GRPO): its actor becomes the reference policy as well. One of the same algorithm brings the reference
+        it was saved with (the base model, too), unless ``overwrite_reference_adapter`` makes its actor the reference.
+        With ``overwrite_critic_adapter`` an agent with a critic takes the checkpoint's, or starts its critic from the
+        actor where there is none. Raises CheckpointError when the ranks differ; this agent then is as it was.
         """
+        self.check_open()
         state = read_state(Path(path), self.runtime.store.layers)
         if state.lora["r"] != self.rank:
             raise CheckpointError(
@@ -336,10 +392,17 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
             )
         if load_optimizer and not state.moments:
             raise CheckpointError(f"{str(path)!r} was saved without its optimizer; load it with load_optimizer=False")
-        load_weights(self, state, with_optimizer=load_optimizer, with_critic=overwrite_critic_adapter)
+        check_base(state, self.runtime)
         separate = getattr(self.config, "use_separate_reference_adapter", False)
-        if overwrite_reference_adapter or (separate and state.algorithm != type(self).__name__):
-            self.set_reference(state.adapter)
+        if state.algorithm != type(self).__name__:
+            state.reference = None  # that of the stage before
+        adopt(
+            self,
+            state,
+            with_optimizer=load_optimizer,
+            with_critic=overwrite_critic_adapter,
+            actor_as_reference=overwrite_reference_adapter or (separate and state.algorithm != type(self).__name__),
+        )
 
     @classmethod
     def load(
@@ -353,13 +416,18 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     ) -> Self:
         """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given.
 
-        An agent that was trained with an own loss needs it again as ``loss``; else CheckpointError is raised.
+        The folder is what ``save_checkpoint`` or ``save_llm_checkpoint`` wrote, or the ``elite/`` of a run. An agent
+        that was trained with a custom loss needs it again as ``loss``; else CheckpointError is raised.
         """
+        folder = Path(path)
+        lora = adapters.read_config(actor_folder(folder))
         if runtime is None:
-            lora = adapters.read_config(Path(path) / "actor")
-            runtime = Runtime.from_pretrained(base_name(Path(path)), device=device, lora_config=lora)
+            saved = read_agent_json(folder / "agent.json")
+            runtime = Runtime.from_pretrained(saved["base"], device=device, lora_config=lora, **saved["pad"])
+        state = read_state(folder, runtime.store.layers)
+        check_base(state, runtime)
         runtime.accelerate(accelerator)
-        return cls.from_state(read_state(Path(path), runtime.store.layers), runtime, loss)
+        return cls.from_state(state, runtime, loss)
 
     # -- populations ----------------------------------------------------------------------------------------------
 

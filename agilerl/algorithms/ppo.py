@@ -283,9 +283,10 @@ class PPO(AdaptiveKL, LLMAlgorithm):
         self._critic_lease = self._lease_of(self.critic_slot)
 
     def clean_up(self) -> None:
-        """Give the agent's slots back; the agent cannot be used afterwards."""
+        """Give the agent's slots back; whatever needs one raises EngineError from here on."""
+        if self.is_open:
+            self._critic_lease()
         super().clean_up()
-        self._critic_lease()
 
     def move_to(self, slot: int) -> None:
         """Move the policy's adapter into a free slot, and the critic's into the lowest free one below its own."""

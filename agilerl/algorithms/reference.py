@@ -107,6 +107,12 @@ class ReferencePolicy:
                 stacklevel=2,
             )
 
+    def forget_reference(self) -> None:
+        """Make the base model the reference, and give the slot of another one back."""
+        if self.reference_slot is not None:
+            self._reference_lease()
+        self.reference_slot, self.reference_key = None, b"base"
+
     def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
         agent = cast("LLMAlgorithm", self)

@@ -1,7 +1,10 @@
 """An agent as plain data: what clone, save, load and migration have in common, and its form on disk."""
 
 import copy
-from collections.abc import Collection, Sequence
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +15,14 @@ from torch import Tensor
 from agilerl.algorithms.agent_json import like, read_agent_json
 from agilerl.algorithms.losses import loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
+from agilerl.models.base import EMBEDDED, resolve_model
+from agilerl.models.operators import rescale
 from agilerl.models.slots import AdapterStore, LinearShape
 from agilerl.runs import strict_json
+from agilerl.runs.atomic import commit_folder
 from agilerl.runtime import Runtime
 from agilerl.validation import shown
 
@@ -26,15 +32,18 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentState",
     "CriticState",
-    "base_name",
+    "actor_folder",
+    "adopt",
     "capture",
     "check_algorithm",
+    "check_base",
     "constructor_arguments",
-    "load_weights",
     "read_state",
     "restore",
+    "save_folder",
     "save_llm_checkpoint",
     "write_state",
+    "write_tokenizer",
 ]
 
 _COUNTERS = (
@@ -178,8 +187,38 @@ def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -
     load_weights(agent, state, with_optimizer=with_optimizer)
 
 
+def adopt(
+    agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
+) -> None:
+    """Give an agent the policy of a state of equal rank, its scale and its reference included.
+
+    Rank, alpha and rsLoRA make an adapter what it is: the agent takes alpha and rsLoRA over, and a warning says so if
+    its own scale was another. Without ``with_critic`` the agent keeps the values of its critic.
+    """
+    store, lora = agent.runtime.store, agent.lora_config
+    if with_critic and agent.critic_slot is not None and state.critic is not None:
+        _check_head(store, state.critic)
+    before = float(store.scaling[agent.slot])
+    lora.lora_alpha, lora.use_rslora = state.lora["lora_alpha"], state.lora["use_rslora"]
+    scaling = adapters.lora_scaling(lora)
+    store.set_rank(agent.slot, agent.rank, scaling)
+    if agent.critic_slot is not None:
+        rescale(store, agent.critic_slot, scaling)
+    agent.forget_reference()
+    load_weights(agent, state, with_optimizer=with_optimizer, with_critic=with_critic)
+    if actor_as_reference:
+        agent.set_reference(state.adapter)
+    if not math.isclose(before, scaling, rel_tol=1e-6):
+        warnings.warn(
+            f"the checkpoint's adapter has the scale {scaling:g} (lora_alpha={lora.lora_alpha:g}, use_rslora="
+            f"{lora.use_rslora}), this agent had {before:g}: it has taken the checkpoint's over, so that the policy is "
+            "the one that was saved",
+            stacklevel=3,
+        )
+
+
 def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
-    """Give an agent the adapter (and the reference, where there is one) of a state of equal rank.
+    """Give an agent the adapter (and the reference, where there is one) of a state of equal rank and scale.
 
     With ``with_critic`` an agent that has a critic takes the state's; without one there, its critic starts from the
     actor's adapter and a head of zeros.
@@ -198,13 +237,18 @@ def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bo
         _load_critic(store, agent.critic_slot, critic, with_optimizer=with_optimizer)
 
 
+def _check_head(store: AdapterStore, critic: CriticState) -> None:
+    numbers = store.head_features + 1
+    for found in (critic.head, *critic.head_moments.values()):
+        if found.shape != (numbers,):
+            raise CheckpointError(f"expected a value head of {numbers} numbers, found {found.numel()}")
+
+
 def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_optimizer: bool) -> None:
+    _check_head(store, critic)
     store.load_adapter(slot, critic.adapter)
     store.clear_moments(slot)
     head = torch.zeros_like(store.read_head(slot))
-    for found in (critic.head, *critic.head_moments.values()):
-        if found.shape != head[0].shape:
-            raise CheckpointError(f"expected a value head of {head.shape[1]} numbers, found {found.numel()}")
     head[0] = critic.head
     if with_optimizer and critic.moments:
         store.write(slot, critic.moments)
@@ -213,18 +257,50 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
     store.write_head(slot, head)
 
 
-def base_name(folder: Path) -> str:
-    """Return the name of the base model that a checkpoint belongs to; raises CheckpointError when there is none."""
-    return str(read_agent_json(folder / "agent.json")["base"])
+def check_base(state: AgentState, runtime: Runtime) -> None:
+    """Warn if a state was saved on a base model of another name: shapes that fit do not make it the same model."""
+    found, present = state.base, runtime.base.name
+    if found and present and _place(found) != _place(present):
+        warnings.warn(
+            f"the checkpoint was trained on the base model {found!r}, this agent is on {present!r}; unless they are "
+            "the same model, its adapter means nothing here",
+            stacklevel=3,
+        )
+
+
+def _place(name: str) -> str:
+    path = Path(resolve_model(name) if name == EMBEDDED else name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+def actor_folder(folder: Path) -> Path:
+    """Return the PEFT folder of a checkpoint's policy: ``actor/``, or the folder itself, as in the elite of a run.
+
+    Raises CheckpointError if there is no checkpoint.
+    """
+    if not (folder / "agent.json").is_file():
+        elite = folder / "elite"
+        hint = f"; the best agent of this run is in {str(elite)!r}" if (elite / "agent.json").is_file() else ""
+        raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing{hint}")
+    return folder / "actor" if (folder / "actor").is_dir() else folder
 
 
 def write_state(
-    state: AgentState, folder: Path, runtime: Runtime, lora_config: Any, *, save_optimizer: bool = True
+    state: AgentState,
+    folder: Path,
+    runtime: Runtime,
+    lora_config: Any,
+    *,
+    save_optimizer: bool = True,
+    actor: str = "actor",
 ) -> None:
-    """Write PEFT folders ``actor/`` and, where there are, ``reference/`` and ``critic/``; optimizer; ``agent.json``."""
+    """Write PEFT folders ``actor/`` and, where there are, ``reference/`` and ``critic/``; optimizer; ``agent.json``.
+
+    ``actor`` "" puts the policy into the folder itself.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     layers, source = runtime.store.layers, runtime.base.source
-    adapters.write_adapter(folder / "actor", layers, state.adapter, lora_config, source)
+    adapters.write_adapter(folder / actor, layers, state.adapter, lora_config, source)
     if state.reference is not None:
         config = _of_rank(len(state.reference[0][0]), lora_config)
         adapters.write_adapter(folder / "reference", layers, state.reference, config, source)
@@ -262,15 +338,55 @@ def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) 
     }
 
 
-def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path) -> None:
-    """Save an agent so that ``PeftModel.from_pretrained(base, folder)`` loads its policy from path and path/actor."""
-    folder = Path(path)
-    agent.save_checkpoint(folder)
-    runtime = agent.runtime
-    factors = runtime.store.adapter(agent.slot)
-    adapters.write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
-    if runtime.tokenizer is not None:
-        runtime.tokenizer.save_pretrained(str(folder))
+def save_folder(path: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+    """Make a checkpoint folder of what ``write(folder)`` writes: there as a whole or not at all.
+
+    One that exists is replaced as a whole with ``overwrite``. Raises CheckpointError without it, for a file, and for a
+    folder that holds something else; WriteError where the disk refuses.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(
+            f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another path"
+        )
+    if target.is_dir() and any(target.iterdir()):
+        if not (target / "agent.json").is_file():
+            raise CheckpointError(
+                f"the folder {str(path)!r} holds files that are no checkpoint; choose a folder that is new or empty"
+            )
+        if not overwrite:
+            raise CheckpointError(
+                f"{str(path)!r} holds a checkpoint already; pass overwrite=True to replace it, or choose another folder"
+            )
+    if Path(os.path.realpath(os.curdir)).is_relative_to(target):
+        raise CheckpointError(f"{str(path)!r} is the folder that this process works in; choose one inside it")
+    commit_folder(target, write, manifest=False, overwrite=True)
+
+
+def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path, *, overwrite: bool = False) -> None:
+    """Save an agent so that ``PeftModel.from_pretrained(base, folder)`` loads its policy from path and path/actor.
+
+    The folder is there as a whole or not at all; a checkpoint that is there already is replaced with ``overwrite``, and
+    CheckpointError raised without it. Of several processes that train the agent the first writes.
+    """
+    runtime, state = agent.runtime, agent.state()
+
+    def write(folder: Path) -> None:
+        write_state(state, folder, runtime, agent.lora_config)
+        adapters.write_adapter(folder, runtime.store.layers, state.adapter, agent.lora_config, runtime.base.source)
+        if runtime.tokenizer is not None:
+            write_tokenizer(runtime.tokenizer, folder)
+
+    if runtime.processes.rank == 0:
+        save_folder(path, write, overwrite=overwrite)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer's files into a folder; raises WriteError where the disk refuses."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # tokenizers has no other type for a full disk
+        raise WriteError(f"the tokenizer could not be written to {folder}: {error}") from error
 
 
 def read_state(folder: Path, layers: tuple[LinearShape, ...], *, finite: bool = True) -> AgentState:
@@ -278,21 +394,36 @@ def read_state(folder: Path, layers: tuple[LinearShape, ...], *, finite: bool = 
 
     Raises CheckpointError when a file is missing, damaged or made for other layers or, with ``finite``, holds NaN.
     """
-    if not (folder / "agent.json").exists():
-        raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing")
+    actor = actor_folder(folder)
     state = AgentState(**read_agent_json(folder / "agent.json"), adapter=[])
-    state.adapter, lora = adapters.read_adapter(folder / "actor", layers, finite=finite)
+    state.adapter, lora = adapters.read_adapter(actor, layers, finite=finite)
     if state.lora["r"] != lora.r:
         raise CheckpointError(f"{folder}: agent.json has rank {state.lora['r']}, the adapter rank {lora.r}")
+    _check_scale(actor, lora, state)
     if (folder / "reference").is_dir():
-        state.reference, _ = adapters.read_adapter(folder / "reference", layers, finite=finite)
+        state.reference, config = adapters.read_adapter(folder / "reference", layers, finite=finite)
+        _check_scale(folder / "reference", config, state)
     if (folder / "critic").is_dir():
-        adapter, _ = adapters.read_adapter(folder / "critic", layers, finite=finite)
+        adapter, config = adapters.read_adapter(folder / "critic", layers, finite=finite)
+        _check_scale(folder / "critic", config, state)
+        if config.r != lora.r:
+            raise CheckpointError(f"{folder}: the critic has rank {config.r}, the policy rank {lora.r}")
         state.critic = CriticState(adapter, _read_head(folder / "critic" / _HEAD_FILE, finite=finite))
     path = folder / "optimizer.safetensors"
     if path.exists():
         _read_optimizer(path, layers, state, finite=finite)
     return state
+
+
+def _check_scale(folder: Path, config: Any, state: AgentState) -> None:
+    """Raise CheckpointError unless an adapter has the scale that agent.json gives to all adapters of the agent."""
+    found, rank = adapters.lora_scaling(config), state.lora["r"]
+    expected = state.lora["lora_alpha"] / (rank**0.5 if state.lora["use_rslora"] else rank)
+    if not math.isclose(found, expected, rel_tol=1e-5):
+        raise CheckpointError(
+            f"the adapter at {str(folder)!r} has the scale {found:g}, agent.json beside it {expected:g}; take both "
+            "from the same checkpoint"
+        )
 
 
 def _read_head(path: Path, *, finite: bool) -> Tensor:

@@ -38,6 +38,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "parameters": base.parameters,
             "megabytes": base.weight_bytes / 2**20,
             "context": population.context_length,
+            "pad_token": population.tokenizer.pad_token,
         },
         "adapter": {
             "rank": agents[0].rank,
@@ -84,7 +85,11 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     plan = plan_document(session, out)
     model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_row("model", f"{model['name']}: {model['parameters']:,} frozen parameters, context {model['context']}")
+    table.add_row(
+        "model",
+        f"{model['name']}: {model['parameters']:,} frozen parameters, context {model['context']}, "
+        f"padded with {model['pad_token']!r}",
+    )
     table.add_row(
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )

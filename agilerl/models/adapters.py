@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.slots import LinearShape
+from agilerl.validation import shown
 
 __all__ = [
     "WEIGHTS_FILE",
@@ -42,28 +43,72 @@ def default_lora_config() -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+_LARGEST_RANK = 1 << 20
+_LEAST_ALPHA, _MOST_ALPHA = 1e-30, 1e30
+"""The scale of a slot is an fp32 number."""
+
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that start the factors alone; the others change the weights of the base too."""
+
+_VARIANTS: dict[str, str] = {
+    "use_dora": "DoRA rescales the columns of the layer's whole weight (magnitude vectors)",
+    "bias": "biases belong to the base, which is frozen and shared",
+    "modules_to_save": "it trains copies of whole modules of the base, which is frozen and shared",
+    "trainable_token_indices": "it trains rows of the embeddings, which are frozen and shared",
+    "rank_pattern": "all layers of an adapter have one rank, r",
+    "alpha_pattern": "all layers of an adapter have one scale, lora_alpha / r",
+    "target_parameters": "adapters are attached to linear layers, not to single parameters",
+    "layer_replication": "it changes the layers of the base, which is shared",
+    "fan_in_fan_out": "adapted layers are linear layers, which keep their weight as [out, in]",
+    "lora_bias": "the delta is B A alone, without a bias",
+    "use_qalora": "QA-LoRA pools the input of A",
+    "use_bdlora": "BD-LoRA makes one factor block-diagonal",
+    "alora_invocation_tokens": "Activated LoRA leaves the tokens before an invocation as the base has them",
+    "arrow_config": "Arrow routes tokens among adapters",
+    "kasa_config": "KaSA changes the weights of the base",
+    "monteclora_config": "it samples the factors",
+    "velora_config": "VeLoRA has a backward pass that is not that of B A",
+    "megatron_config": "layers of Megatron are not known",
+}
+"""Options of a LoraConfig that make another function, or another gradient, than scale * B A, and what they do."""
+
+_OF_TRAINING: dict[str, str] = {
+    "lora_dropout": "dropout would make the policy that is trained differ from the one that samples",
+    "init_lora_weights": "adapters start as PEFT's default does (A Kaiming-uniform, B zero), from the agent's seed",
+}
+"""Options that matter to an adapter that is trained; what has been trained with them is plain LoRA."""
+
+
 def check_lora_config(config: Any) -> None:
-    """Raise ConfigError for LoRA variants that the stacked layer does not compute."""
+    """Raise ConfigError for LoRA variants that the stacked layer does not compute, each by its name."""
     if getattr(config, "peft_type", None) is None or str(config.peft_type).split(".")[-1] != "LORA":
         raise ConfigError(f"lora_config must be a peft.LoraConfig, found {type(config).__name__}")
-    refused = {
-        "use_dora": bool(config.use_dora),
-        "bias": config.bias != "none",
-        "modules_to_save": bool(config.modules_to_save),
-        "rank_pattern": bool(config.rank_pattern),
-        "alpha_pattern": bool(config.alpha_pattern),
-        "lora_dropout": config.lora_dropout > 0,
-        "init_lora_weights": config.init_lora_weights is not True,
-        "target_parameters": bool(getattr(config, "target_parameters", None)),
-    }
-    for name, is_set in refused.items():
-        if is_set:
-            raise ConfigError(
-                f"lora_config.{name}={getattr(config, name)!r} is not supported by the shared base; expected PEFT's "
-                "default (dropout in particular would make the policy differ from its own rollouts)"
-            )
-    if config.r < 1:
-        raise ConfigError(f"lora_config.r must be at least 1, found {config.r}")
+    for name, reason in {**_VARIANTS, **_OF_TRAINING}.items():
+        if not _is_plain(name, getattr(config, name, None)):
+            found = shown(getattr(config, name))
+            raise ConfigError(f"lora_config.{name}={found} is not supported: {reason}; leave it at PEFT's default")
+    if wrong := _wrong_shape(config):
+        raise ConfigError(f"lora_config.{wrong}")
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Return whether an option has the value that plain LoRA has."""
+    if name == "init_lora_weights":
+        return value is True
+    # What PEFT leaves empty is written as None, False, an empty list or an empty mapping.
+    return value == "none" if name == "bias" else not value
+
+
+def _wrong_shape(config: Any) -> str:
+    """Return what is wrong with rank and scale, as ``r must be ..., found ...``; empty if nothing is."""
+    if type(config.r) is not int or not 1 <= config.r <= _LARGEST_RANK:
+        return f"r must be a whole number from 1 to {_LARGEST_RANK}, found {shown(config.r)}"
+    alpha = config.lora_alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not _LEAST_ALPHA <= alpha <= _MOST_ALPHA:
+        return f"lora_alpha must be a number from {_LEAST_ALPHA:g} to {_MOST_ALPHA:g}, found {shown(alpha)}"
+    if type(config.use_rslora) is not bool:
+        return f"use_rslora must be true or false, found {shown(config.use_rslora)}"
+    return ""
 
 
 def lora_scaling(config: Any, rank: int | None = None) -> float:
@@ -89,17 +134,56 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
 
 
 def read_config(folder: Path) -> Any:
-    """Read the ``peft.LoraConfig`` of an adapter folder; raises CheckpointError when it is missing or damaged."""
+    """Read the ``peft.LoraConfig`` of an adapter folder.
+
+    Raises CheckpointError when it is missing or damaged, and for everything that PEFT would compute in another way than
+    scale * B A: another method, a variant of LoRA, a rank or a scale that is no number.
+    """
     from peft import LoraConfig
 
     try:
         fields = json.loads((folder / CONFIG_FILE).read_text())
         known = {f.name for f in dataclasses.fields(LoraConfig)}
-        return LoraConfig(**{name: value for name, value in fields.items() if name in known})
+        given = {name: value for name, value in fields.items() if name in known}
+        unknown = {name: value for name, value in fields.items() if name not in known}
+        _check_written(folder, given, unknown)
+        config = LoraConfig(**given)
     except FileNotFoundError as error:
         raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {CONFIG_FILE} is missing") from error
     except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {CONFIG_FILE}: {error}") from error
+    if wrong := _wrong_shape(config):
+        raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {CONFIG_FILE}: {wrong}")
+    return config
+
+
+def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless ``adapter_config.json`` describes plain LoRA.
+
+    What concerns training alone (dropout, how the factors started) is passed over: the adapter computes without it.
+    """
+    kind = given.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise CheckpointError(f"the adapter at {str(folder)!r} is of peft_type {shown(kind)}; expected LORA")
+    reasons = {
+        name: reason
+        for name, reason in _VARIANTS.items()
+        if not _is_plain(name, given.get(name, "none" if name == "bias" else None))
+    }
+    if given.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        reasons["init_lora_weights"] = "it starts by changing the weights of the base"
+    # Of a newer PEFT: numbers and names may qualify what is off, but what is switched on makes another function.
+    reasons |= {
+        name: "this version of PEFT does not know it"
+        for name, v in unknown.items()
+        if v is True or (v and isinstance(v, dict | list))
+    }
+    for name, reason in reasons.items():
+        value = {**unknown, **given}[name]
+        raise CheckpointError(
+            f"the adapter at {str(folder)!r} has {name}={shown(value)}, which is not supported: {reason}; merge it "
+            "into the base with PEFT's merge_and_unload(), or train a plain LoRA adapter"
+        )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """The one frozen base model: loading it, checking it, and its two halves, body and head."""
 
+import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,8 +28,22 @@ from agilerl.models.quantised import (
 from agilerl.models.slots import AdapterStore
 from agilerl.models.targets import lora_layers
 from agilerl.shared_options import QuantizationConfig, SharedOptions
+from agilerl.validation import shown
 
-__all__ = ["EMBEDDED", "BaseModel", "from_model", "load_base", "load_tokenizer", "lora_layers", "resolve_model"]
+__all__ = [
+    "EMBEDDED",
+    "BaseModel",
+    "check_device",
+    "from_model",
+    "load_base",
+    "load_tokenizer",
+    "lora_layers",
+    "padding_id",
+    "resolve_model",
+    "with_padding",
+]
+
+_log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """The name that stands for the tiny model shipped inside the package."""
@@ -241,6 +257,7 @@ def load_base(
     or the files are damaged or incomplete, EngineError where the model computes no finite logits. Weights come from
     safetensors only, and no code of the model's repository is run.
     """
+    check_device(device)
     path = resolve_model(name)
     options = options or SharedOptions()
     overrides = dict(options.config_overrides or {})
@@ -356,20 +373,92 @@ def resolve_model(name: str) -> str:
     return str(path) if looks_local else name
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer that belongs to a base model.
+def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
+    """Load the tokenizer that belongs to a base model, with a pad token; see :func:`with_padding`.
 
-    Raises ConfigError when it is missing or has no pad token (padding with a token that means something would
-    silently change what the model is trained on).
+    Raises ConfigError when it is missing, and for a pad token that it does not know.
     """
     from transformers import AutoTokenizer
 
     path = resolve_model(name)
     with _loading("a tokenizer from", name, "a local folder with tokenizer.json and tokenizer_config.json"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(
-            f"the tokenizer of {name!r} has no pad token; set one and save it again, for instance "
-            "tokenizer.pad_token = tokenizer.eos_token; tokenizer.save_pretrained(folder)"
+    return with_padding(tokenizer, name, pad_token=pad_token, pad_token_id=pad_token_id)
+
+
+def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
+    """Return a tokenizer with the pad token that is given, else with its own, else with its end token, which is logged.
+
+    Padding is never learned, whatever token it is: masks say what is. The tokenizer that is given is not changed.
+    Raises ConfigError for a token that it does not know, two that disagree, and where there is none to take.
+    """
+    if pad_token is not None or pad_token_id is not None:
+        wanted = padding_id(tokenizer, pad_token, pad_token_id)
+    elif tokenizer.pad_token_id is not None:
+        return tokenizer
+    elif tokenizer.eos_token_id is not None:
+        wanted = tokenizer.eos_token_id
+        _log.warning(
+            "The tokenizer of %r has no pad token: its end token %r pads; pad_token or pad_token_id names another one.",
+            name,
+            tokenizer.eos_token,
         )
+    else:
+        raise ConfigError(
+            f"the tokenizer of {name!r} has neither a pad token nor an end token to pad with; name one of its tokens: "
+            "pad_token=... or pad_token_id=... (in a manifest network.pad_token or network.pad_token_id)"
+        )
+    if wanted != tokenizer.pad_token_id:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(wanted)
     return tokenizer
+
+
+def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) -> int:
+    """Return the id of a pad token that is given by name, by number or by both.
+
+    Raises ConfigError unless it is a token of the tokenizer's, and the two are one.
+    """
+    if pad_token_id is not None:
+        found = None
+        if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) and 0 <= pad_token_id < len(tokenizer):
+            found = tokenizer.convert_ids_to_tokens(pad_token_id)
+        if found is None:
+            raise ConfigError(
+                f"pad_token_id={shown(pad_token_id)} is no token of the tokenizer, which has {len(tokenizer)}; leave "
+                f"it out, or take one of them, for instance the end token ({tokenizer.eos_token_id})"
+            )
+        if pad_token is not None and pad_token != found:
+            raise ConfigError(
+                f"pad_token_id={pad_token_id} is the token {found!r}, and pad_token={shown(pad_token)} another one; "
+                "give one of the two"
+            )
+        return pad_token_id
+    number = tokenizer.convert_tokens_to_ids(pad_token) if isinstance(pad_token, str) else None
+    if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:
+        raise ConfigError(
+            f"pad_token={shown(pad_token)} is no token of the tokenizer; leave it out, or take one of its tokens, for "
+            f"instance the end token {tokenizer.eos_token!r}"
+        )
+    return int(number)
+
+
+def check_device(device: Any, name: str = "device") -> None:
+    """Raise ConfigError for what is no device of torch's, and for a GPU that this machine or this torch has not."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigError(f"expected {name} as cpu, cuda or cuda:1, found {shown(device)}") from None
+    if found.type == "cpu":
+        return
+    if found.type != "cuda":
+        try:
+            torch.zeros(1, device=found).item()
+        except Exception as error:  # of whatever serves that kind of device
+            raise ConfigError(f"{name}={shown(device)} cannot be used: {_reason(error)}; use cpu or cuda") from None
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found.index or 0) >= count:
+        raise ConfigError(
+            f"{name}={shown(device)} needs a CUDA build of torch and such a GPU, found {count} GPUs; use cpu"
+        )

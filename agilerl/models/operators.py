@@ -6,7 +6,7 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.models.slots import AdapterStore
 
-__all__ = ["add_noise", "resize"]
+__all__ = ["add_noise", "rescale", "resize"]
 
 
 @torch.no_grad()
@@ -54,6 +54,22 @@ def resize(store: AdapterStore, slot: int, rank: int, seed: int) -> float:
     store.write(slot, state)
     store.steps[slot] = steps
     return retained
+
+
+@torch.no_grad()
+def rescale(store: AdapterStore, slot: int, scaling: float) -> None:
+    """Give a slot another scale and its B the inverse, so that the delta stays; Adam's moments of B follow.
+
+    They are those of the gradient with respect to the new B, which is ``scaling / before`` times the old one.
+    """
+    before = float(store.scaling[slot])
+    ratio = before / scaling
+    if ratio == 1.0:
+        return
+    state = store.read(slot)
+    powers = {"theta": ratio, "exp_avg": 1 / ratio, "exp_avg_sq": 1 / ratio**2}
+    store.write(slot, {name: [(a, b * powers[name]) for a, b in pairs] for name, pairs in state.items()})
+    store.set_rank(slot, store.ranks[slot], scaling)
 
 
 def _pad(a: Tensor, b: Tensor, rank: int, bank: str) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Files and folders that are there whole or not at all, whatever moment the process dies at."""
 
+import ctypes
 import hashlib
 import os
 import re
@@ -61,14 +62,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_text(path, strict_json.dumps(value, indent=2) + "\n")
 
 
-def commit_folder(target: Path, write: Callable[[Path], None], *, manifest: bool = True) -> None:
+def commit_folder(
+    target: Path, write: Callable[[Path], None], *, manifest: bool = True, overwrite: bool = False
+) -> None:
     """Create the folder ``target`` out of what ``write(folder)`` puts into a hidden temporary folder beside it.
 
     Every file is synced to disk, ``MANIFEST.json`` ({file: {size, sha256}}) is added, then one rename makes the
-    folder visible. Where ``write`` raises, nothing is left behind and its exception passes. Raises CheckpointError
-    where ``target`` exists (nothing is ever overwritten), and WriteError where the disk refuses.
+    folder visible. Where ``write`` raises, nothing is left behind and its exception passes. With ``overwrite`` a folder
+    that exists changes places with the new one, and is deleted as a whole. Raises CheckpointError where ``target``
+    exists without it, and WriteError where the disk refuses.
     """
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not overwrite:
         raise CheckpointError(f"{target} exists already, and a committed folder is never overwritten.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with _writing(target):
@@ -80,7 +84,10 @@ def commit_folder(target: Path, write: Callable[[Path], None], *, manifest: bool
             entries = _fsync_tree(temporary)
             if manifest:
                 write_json(temporary / MANIFEST, entries)
-            os.rename(temporary, target)
+            if overwrite and target.exists():
+                _replace(target, temporary)
+            else:
+                os.rename(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -130,6 +137,35 @@ def remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Put the folder ``new`` in the place of ``target``, which is deleted: a reader sees the old one or the new one.
+
+    Without the system call that exchanges two names there is a moment without either; the old folder is then beside it
+    under the hidden name ``.NAME.PID.old``.
+    """
+    if _exchange(new, target):
+        shutil.rmtree(new)
+        return
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step (Linux's renameat2); returns False where the system or the disk cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (OSError, TypeError, AttributeError):
+        return False
+    current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

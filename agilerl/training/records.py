@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.errors import WriteError
+from agilerl.algorithms.state import write_state, write_tokenizer
 from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
 from agilerl.members import Known
-from agilerl.models.adapters import write_adapter
 from agilerl.population import Evolution, Population, Rollout
 from agilerl.rollouts.failures import Outcome
 from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
@@ -177,16 +176,12 @@ class RunRecords:
         self.journal.append({"kind": "commit", "checkpoint": folder.name, "sha256": digest})
 
     def elite(self, agent: LLMAlgorithm) -> None:
-        """Write ``elite/``: a plain PEFT adapter with the tokenizer beside it."""
-        runtime = agent.runtime
+        """Write ``elite/``: a plain PEFT adapter, the tokenizer, and what ``load`` of its algorithm needs besides."""
+        runtime, state = agent.runtime, agent.state()
 
         def write(folder: Path) -> None:
-            factors = runtime.store.adapter(agent.slot)
-            write_adapter(folder, runtime.store.layers, factors, agent.lora_config, runtime.base.source)
-            try:
-                runtime.tokenizer.save_pretrained(str(folder))
-            except Exception as error:  # tokenizers has no other type for a full disk
-                raise WriteError(f"the tokenizer could not be written to {self.run.elite}: {error}") from error
+            write_state(state, folder, runtime, agent.lora_config, save_optimizer=False, actor="")
+            write_tokenizer(runtime.tokenizer, folder)
 
         if self.run.elite.exists():  # of a process that died while the run was being finished
             remove_folder(self.run.elite)

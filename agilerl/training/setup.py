@@ -23,6 +23,7 @@ from agilerl.hpo.selection import NoSelection, SelectionStrategy
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.hpo.truncation import TruncationSelection
 from agilerl.models.adapters import lora_scaling, read_adapter
+from agilerl.models.base import check_device
 from agilerl.population import Population
 from agilerl.rollouts.sources import QuestionSource
 from agilerl.runtime import Runtime
@@ -171,17 +172,7 @@ def check(config: RunConfig) -> None:
             f"network.lora_config.target_modules={shown(pattern)} is no regular expression: {error}; expected "
             "all-linear, a list of names, or a pattern"
         ) from None
-    _check_device(config.training.device)
-
-
-def _check_device(device: str) -> None:
-    """Raise ConfigError for a GPU that this machine has not."""
-    if device != "cpu":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(device.partition(":")[2] or 0) >= count:
-            raise ConfigError(
-                f"training.device={device!r} needs a CUDA build of torch and such a GPU, found {count} GPUs; use cpu"
-            )
+    check_device(config.training.device, "training.device")
 
 
 def _check_source(config: RunConfig) -> None:
@@ -235,7 +226,7 @@ def build(
     topology.check(config.training.pop_size)
     check(config)
     config, whole = local_share(config, topology), config
-    _check_device(config.training.device)
+    check_device(config.training.device, "training.device")
     t = config.training
     torch.set_num_threads(t.threads)
     made = task(config, allow_code=allow_code)

@@ -73,7 +73,8 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     try:
         if resolve_model(name) == name and is_out_of_reach():
             return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not at hand")
-        tokenizer, made = load_tokenizer(name), task(config, allow_code=allow_code)
+        tokenizer = load_tokenizer(name, **config.network.padding)
+        made = task(config, allow_code=allow_code)
         if isinstance(made, EpisodeTask):
             found = EpisodeSource(made, tokenizer).prompt_lengths("exam", limit)
             made.close()

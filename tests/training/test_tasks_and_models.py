@@ -118,7 +118,7 @@ def test_a_local_model_with_its_own_tokenizer(llama_folder: Path, tmp_path: Path
 
 def without_pad(folder: Path) -> None:
     tokenizer = character_tokenizer()
-    tokenizer.pad_token = None
+    tokenizer.pad_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
 
 
@@ -140,7 +140,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn weights": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "cannot load the model"),
     "no tokenizer": (without_tokenizer, "cannot load a tokenizer"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
-    "no pad token": (without_pad, "no pad token; set one"),
+    "no pad token": (without_pad, "neither a pad token nor an end token"),
     "more tokens than the model": (too_small, "98 tokens, the model 20"),
 }
 
