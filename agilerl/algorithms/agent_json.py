@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agilerl.errors import CheckpointError
+from agilerl.models import adapters
 from agilerl.runs import strict_json
 from agilerl.validation import sentence, shown
 
@@ -48,8 +49,8 @@ class _Gene(SavedValues):
 
 
 class _Lora(SavedValues):
-    r: Annotated[int, Field(ge=1, le=1 << 20)]
-    lora_alpha: Annotated[float, Field(allow_inf_nan=False)]
+    r: Annotated[int, Field(ge=1, le=adapters.LARGEST_RANK)]
+    lora_alpha: Annotated[float, Field(ge=adapters.LEAST_ALPHA, le=adapters.MOST_ALPHA)]
     use_rslora: bool
 
 

@@ -17,6 +17,9 @@ from agilerl.models.slots import LinearShape
 from agilerl.validation import shown
 
 __all__ = [
+    "LARGEST_RANK",
+    "LEAST_ALPHA",
+    "MOST_ALPHA",
     "WEIGHTS_FILE",
     "check_lora_config",
     "default_lora_config",
@@ -43,8 +46,8 @@ def default_lora_config() -> Any:
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-_LARGEST_RANK = 1 << 20
-_LEAST_ALPHA, _MOST_ALPHA = 1e-30, 1e30
+LARGEST_RANK = 1 << 20
+LEAST_ALPHA, MOST_ALPHA = 1e-30, 1e30
 """The scale of a slot is an fp32 number."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -101,11 +104,11 @@ def _is_plain(name: str, value: Any) -> bool:
 
 def _wrong_shape(config: Any) -> str:
     """Return what is wrong with rank and scale, as ``r must be ..., found ...``; empty if nothing is."""
-    if type(config.r) is not int or not 1 <= config.r <= _LARGEST_RANK:
-        return f"r must be a whole number from 1 to {_LARGEST_RANK}, found {shown(config.r)}"
+    if type(config.r) is not int or not 1 <= config.r <= LARGEST_RANK:
+        return f"r must be a whole number from 1 to {LARGEST_RANK}, found {shown(config.r)}"
     alpha = config.lora_alpha
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not _LEAST_ALPHA <= alpha <= _MOST_ALPHA:
-        return f"lora_alpha must be a number from {_LEAST_ALPHA:g} to {_MOST_ALPHA:g}, found {shown(alpha)}"
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
+        return f"lora_alpha must be a number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}, found {shown(alpha)}"
     if type(config.use_rslora) is not bool:
         return f"use_rslora must be true or false, found {shown(config.use_rslora)}"
     return ""
