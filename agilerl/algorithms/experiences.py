@@ -24,8 +24,8 @@ class ActionResult(NamedTuple):
     """Per prompt [G, P + L]: prompt and completion, right-padded."""
     action_masks: list[Tensor]
     """Per prompt [G, P + L - 1], True where the next token was sampled."""
-    sampling_logps: list[Tensor]
-    """Per row, prompts in order: 1-D log-probs of the sampled tokens."""
+    sampling_logps: list[Tensor | None]
+    """Per row, prompts in order: 1-D log-probs of the sampled tokens; None if the engine does not report them."""
 
 
 def generation_requests(
@@ -59,7 +59,7 @@ def action_result(
             end = len(prompt) + len(completion.token_ids)
             rows[i, len(prompt) : end] = torch.tensor(completion.token_ids)
             mask[i, len(prompt) - 1 : end - 1] = True
-            result.sampling_logps.append(torch.tensor(completion.logprobs))
+            result.sampling_logps.append(None if completion.logprobs is None else torch.tensor(completion.logprobs))
         result.completion_ids.append(rows)
         result.action_masks.append(mask)
     return result
@@ -77,7 +77,9 @@ def to_batch(
     ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
     tensor, whose groups are ``group_size`` consecutive rows, as they are where every list entry is a single row.
     ``rewards`` has one number a row in any shape, or ``[rows, turns]`` together with ``turn_ids`` [rows, T-1]; both may
-    be lists with one tensor a row, of lengths of their own. Raises ConfigError when the parts do not fit each other.
+    be lists with one tensor a row, of lengths of their own. ``sampling_logps`` has the log-probs of each row's sampled
+    tokens; where they are missing for one row, the batch has none. Raises ConfigError when the parts do not fit each
+    other.
     """
     try:
         completion_ids, action_masks, rewards = experiences

@@ -39,6 +39,7 @@ from agilerl.functional import (
     fill_masked,
     group_advantages,
     importance_ratio,
+    informative_groups,
     kl_estimate,
     kl_shaped_advantages,
     log_ratio,
@@ -135,7 +136,7 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
         graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
         batch = batch.select(graded)  # a row without a grade teaches nothing
         old = None
-        if is_off_policy(self, len(batch)) or c.kl_when_sampled:
+        if is_off_policy(self, batch) or c.kl_when_sampled:
             old = behaviour_logprobs(self, batch)
         reported = reported_logprobs(self, batch)
         ref = reference_logprobs(self, batch) if c.beta > 0 else None
@@ -153,7 +154,7 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
             advantages = self._on_top_entropy(batch, advantages)
         still = c.beta == 0 and c.entropy_coef == 0
         idle = ~nonzero_advantage_rows(advantages, batch.action_mask) if still else None
-        old = old if is_off_policy(self, len(batch)) else None
+        old = old if is_off_policy(self, batch) else None
         metrics = {} if c.kl_target is None else {"kl_coef": self.kl_coef}
         return Experience(batch, advantages, old, ref, reported, idle=idle, metrics=metrics)
 
@@ -174,10 +175,12 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
                 trajectory_fallback=c.turn_advantage_trajectory_fallback,
             )
             advantages = broadcast_turns(by_turn[places], batch.turn_ids)
+            telling = broadcast_turns(informative_groups(by_turn, groups)[places], batch.turn_ids)
         else:
             by_episode = group_advantages(rewards.nansum(dim=1), groups, norm=c.adv_norm, adv_eps=c.adv_eps)
             advantages = broadcast_rows(by_episode[places], mask)
-        return self.shaped_advantages(advantages, mask, kl, whiten=c.whiten_advantages)
+            telling = broadcast_rows(informative_groups(by_episode[:, None], groups)[places, 0], mask)
+        return self.shaped_advantages(advantages, mask, kl, whiten=telling if c.whiten_advantages else None)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""
@@ -241,15 +244,21 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
         change = (shaped - batch.rewards).nan_to_num(nan=0.0)
         return batch.rewards[heads] + torch.zeros_like(batch.rewards[heads]).index_add(0, places, change)
 
-    def shaped_advantages(self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: bool) -> Tensor:
-        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for."""
+    def shaped_advantages(
+        self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: Tensor | None = None
+    ) -> Tensor:
+        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for.
+
+        ``whiten`` ``[B, L]`` marks the tokens that are whitened; None: none.
+        """
         c = self.config
         if kl is not None and c.kl_placement == "advantage":
             advantages = fill_masked(advantages - self.kl_coef * kl, mask)
         if kl is not None and c.use_kl_advantage_shaping:
             advantages = kl_shaped_advantages(advantages, kl, mask, self.kl_coef)
-        if whiten:
-            advantages = masked_whiten(advantages, mask)
+        if whiten is not None:
+            # The mean of the others is no reason to move a group whose completions all earned the same.
+            advantages = masked_whiten(advantages, mask, over=whiten)
         return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
 
     def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:

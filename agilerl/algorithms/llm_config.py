@@ -60,7 +60,7 @@ class RolloutLLMConfig(LLMConfig):
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens of a completion; None leaves what ``max_model_len`` leaves."""
     min_output_tokens: Annotated[int | None, Field(ge=0)] = None
-    """The end token cannot be drawn before this many tokens."""
+    """The end token cannot be drawn before this many tokens. Biases the log-probs likewise."""
     reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)
     """This agent's own weights of parts of the reward, by name, in place of those of the task's ``CombinedGrader``; in
     training alone. The gene of one is called ``reward_weights.<name>`` and needs a task with a fitness grader."""
@@ -76,6 +76,8 @@ class RolloutLLMConfig(LLMConfig):
     def _support_is_whole(self) -> Self:
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         narrowed = [f"{name}={getattr(self, name)}" for name, off in whole.items() if getattr(self, name) != off]
+        if self.min_output_tokens:
+            narrowed.append(f"min_output_tokens={self.min_output_tokens}")
         if narrowed:
             _warn_of_bias(", ".join(narrowed))
         return self

@@ -42,6 +42,7 @@ __all__ = [
     "record_tokens",
     "reference_logprobs",
     "reported_logprobs",
+    "sampled_as_trained",
 ]
 
 
@@ -151,7 +152,8 @@ class GroupConfig(LLMConfig):
     adv_eps: Annotated[float, Field(gt=0)] = 1e-4
     """Added to the standard deviation."""
     whiten_advantages: bool = False
-    """Give the advantages of all action tokens mean 0 and variance 1."""
+    """Give the advantages of all action tokens mean 0 and variance 1. Those of prompts whose completions all earned the
+    same stay 0 and do not count."""
     advantage_granularity: Literal["auto", "trajectory", "turn"] = "auto"
     """Unit that is compared within a group; ``auto`` is ``turn`` where the ratio is pooled over turns."""
     turn_advantage_trajectory_fallback: bool = True
@@ -205,17 +207,25 @@ def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None
         raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")
 
 
-def is_off_policy(agent: "LLMAlgorithm", rows: int) -> bool:
-    """Return whether a batch of this many rows takes more than one optimizer step, so that rho leaves 1."""
-    return agent.config.update_epochs > 1 or rows > agent.window_rows
+def is_off_policy(agent: "LLMAlgorithm", batch: RolloutBatch) -> bool:
+    """Return whether the ratio leaves 1: the batch takes more than one optimizer step, or has been learned from."""
+    several = agent.config.update_epochs > 1 or len(batch) > agent.window_rows
+    return several or (agent.learns_again and sampled_as_trained(agent, batch))
+
+
+def sampled_as_trained(agent: "LLMAlgorithm", batch: RolloutBatch) -> bool:
+    """Return whether the log-probs that came with a batch are what the trainer's own forward would have said."""
+    runtime = agent.runtime
+    return batch.sampling_logps is not None and runtime.engine.exact and runtime.base.decodes_exactly
 
 
 def behaviour_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
     """Return old log-probs ``[B, L]``: those of the policy at rollout.
 
-    Our own engine's log-probs are the policy's, so they serve as old ones without a second forward.
+    Our own engine's log-probs are the policy's, so they serve as old ones without a second forward, unless it rounds in
+    another way than the trainer does. Then, and where there are none, they are those of the policy before the update.
     """
-    if batch.sampling_logps is not None and agent.runtime.engine.exact:
+    if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
         return batch.sampling_logps
     return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_rows(batch))
 

@@ -78,7 +78,10 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     turn_level_clip: bool = True
     """Clip the ratio of a whole turn, in batches with episodes of several turns; False: token by token."""
     turn_ratio_pooling: Literal["sum", "mean"] = "sum"
-    """A turn's log-ratio: the sum over its tokens (the ratio of its probabilities) or their mean."""
+    """A turn's log-ratio: the sum over its tokens (the ratio of its probabilities) or their mean. Each token of a turn
+    carries the turn's ratio, and the loss is the mean over tokens: with the sum, the gradient of a turn's log-prob
+    counts once for each of its tokens, so turns weigh by their length, and long ones reach the bounds sooner; with the
+    mean it counts once."""
     advantage_granularity: Literal["auto", "token", "turn"] = "auto"
     """What gets one value and one advantage; ``auto`` is ``turn`` where ratios are clipped by turn, else ``token``."""
     turn_value_reduction: Literal["final_value", "mean"] = "final_value"
@@ -155,7 +158,7 @@ class PPO(AdaptiveKL, LLMAlgorithm):
         batch = batch.select(batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1))
         batch = replace(batch, rewards=_turn_rewards(batch))
         old = None
-        if is_off_policy(self, len(batch)) or c.kl_when_sampled:
+        if is_off_policy(self, batch) or c.kl_when_sampled:
             old = behaviour_logprobs(self, batch)
         reported = reported_logprobs(self, batch)
         ref = reference_logprobs(self, batch) if c.beta > 0 else None
@@ -168,7 +171,7 @@ class PPO(AdaptiveKL, LLMAlgorithm):
         metrics |= {} if c.kl_target is None else {"kl_coef": self.kl_coef}
         if not self.has_turns(batch):  # -1 tells the objective that tokens are the only units of this batch
             batch = replace(batch, turn_ids=torch.full_like(batch.turn_ids, -1))
-        old = old if is_off_policy(self, len(batch)) else None
+        old = old if is_off_policy(self, batch) else None
         return Experience(batch, advantages, old, ref, reported, values, returns, metrics=metrics)
 
     def credit(self, batch: RolloutBatch, values: Tensor, kl: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

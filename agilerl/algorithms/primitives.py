@@ -1,6 +1,8 @@
 """The operations that train an agent: gradients are accumulated, then an optimizer step spends them."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
@@ -30,6 +32,10 @@ class TrainingPrimitives:
     """The user's loss function, in place of the algorithm's objective; None: the algorithm's own."""
     gradient_is_finite: bool = True
     """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
+    learns_again: bool = False
+    """True while ``learn`` trains on tensors that its last call trained on."""
+    _learned: "weakref.ref[Tensor] | None" = None
+    """Token ids of the last batch that ``learn`` trained on."""
 
     def learn(
         self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
@@ -41,10 +47,18 @@ class TrainingPrimitives:
         the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Where several processes train the agent,
         each gives what it has sampled, and the update is that of all rows together. Raises ConfigError where the parts
         do not fit each other, or something goes by turn and there are no ``turn_ids``.
+
+        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old ones of the
+        importance ratio in an update of several optimizer steps (``update_epochs``, or more rows than ``batch_size``),
+        and where the same tensors are learned from a second time in a row. The only step of a first update takes the
+        current policy as the one that sampled, whatever they are: the ratio is 1. So does the first step of any update
+        without them, or where sampling is not exact (a base in 16 bits, quantised or compiled; vLLM), and for further
+        steps it computes the old ones itself. Several calls of ``accumulate`` do not count as learning again.
         """
         agent = cast("LLMAlgorithm", self)
         if isinstance(experiences, RolloutBatch):
-            return learn_together([agent], [self._whole(experiences)])[0]
+            with self._noting(experiences.ids):
+                return learn_together([agent], [self._whole(experiences)])[0]
         if turn_ids is None and getattr(agent.config, "uses_turns", False):
             raise ConfigError(
                 "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
@@ -52,7 +66,9 @@ class TrainingPrimitives:
             )
         group_size = getattr(agent.config, "group_size", 1)
         batch = to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
-        return learn_together([agent], [self._whole(batch)])[0]
+        ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
+        with self._noting(ids):
+            return learn_together([agent], [self._whole(batch)])[0]
 
     def accumulate(
         self,
@@ -121,6 +137,16 @@ class TrainingPrimitives:
         agent = cast("LLMAlgorithm", self)
         temperature = getattr(agent.config, "temperature", 1.0)
         return agent.runtime.fixed_logprobs(agent.slot, batch, temperature, agent.micro_rows(batch))
+
+    @contextmanager
+    def _noting(self, ids: Any) -> Iterator[None]:
+        """Remember what is learned from, so that the next call can tell whether it is the same again."""
+        self.learns_again = self._learned is not None and self._learned() is ids
+        self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
+        try:
+            yield
+        finally:
+            self.learns_again = False
 
     def _whole(self, batch: RolloutBatch) -> RolloutBatch:
         """Return what all processes that train this agent have brought along."""

@@ -119,7 +119,7 @@ class REINFORCE(GRPO):
                 if c.advantage_estimator == "reinforce++"
                 else reinforce_plus_plus_baseline(whole, batch.groups, mask, gamma=c.gamma, penalty=penalty)
             )
-        return self.shaped_advantages(advantages, mask, kl, whiten=False)
+        return self.shaped_advantages(advantages, mask, kl)
 
     def _returns(self, rewards: Tensor, batch: RolloutBatch, penalty: Tensor | None) -> Tensor:
         """Return discounted returns ``[B, L]``, z-scored over all cells: tokens, turns or trajectories."""

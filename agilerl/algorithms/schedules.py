@@ -26,7 +26,9 @@ class CosineLRScheduleConfig:
 
 
 def lr_factor(schedule: CosineLRScheduleConfig | None, update: int) -> float:
-    """Return the factor of update ``update`` (from 0): (u + 1) / W while warming up, then (1 + cos) / 2."""
+    """Return the factor of update ``update`` (from 0): (u + 1) / (W + 1) for W updates of warm-up, then
+    (1 + cos) / 2.
+    """
     if schedule is None:
         return 1.0
     warmup = schedule.num_epochs * schedule.warmup_proportion

@@ -6,7 +6,7 @@ is nothing but a sequence of the two, and so is whatever a user builds of ``agen
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agilerl.algorithms.gradients import Piece, Share, accumulate, accumulate_all
 from agilerl.algorithms.losses import LossFunction, loss_denominator
-from agilerl.algorithms.policy import record_batch
+from agilerl.algorithms.policy import record_batch, sampled_as_trained
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
@@ -105,10 +105,14 @@ class _Update:
         self.skipped_before = agent.skipped_steps
         if not len(batch):
             return
+        # Old log-probs that were computed before the update are those of its first window too, up to rounding, which
+        # depends on the rows that share a forward. There they are the current ones, so that the ratio is exactly 1.
+        first = self.experience if sampled_as_trained(agent, batch) else replace(self.experience, old_logp=None)
         for epoch in range(agent.config.update_epochs):
             for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
                 denominator = loss_denominator(agent, None, batch.action_mask[rows])
-                self.windows.append(Share(agent, self.experience, rows, denominator, self.metrics))
+                experience = self.experience if self.windows else first
+                self.windows.append(Share(agent, experience, rows, denominator, self.metrics))
 
 
 def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:

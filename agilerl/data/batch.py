@@ -32,7 +32,8 @@ class RolloutBatch:
     groups: Tensor
     """[B] int64 group of each row."""
     sampling_logps: Tensor | None = None
-    """[B, T-1] float32 log-probs reported by the sampler, 0 where ``action_mask`` is False."""
+    """[B, T-1] float32 log-probs reported by the sampler, 0 where ``action_mask`` is False. None: not known, so that an
+    update computes those that it needs."""
     truncated: Tensor | None = None
     """[B] bool, True where the completion hit a limit instead of ending by itself."""
     episodes: Tensor | None = None
@@ -92,7 +93,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     """Stack trajectories into one right-padded batch, in the order given.
 
     Right padding keeps the position of every token, and with it every bit of its log-probability, independent of
-    what else is in the batch.
+    what else is in the batch. The batch has sampling log-probs if all its trajectories have them.
     """
     rows = [t.prompt_ids + t.token_ids for t in trajectories]
     count, length = len(rows), padded_length(max((len(r) for r in rows), default=1))
@@ -100,7 +101,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     ids = torch.full((count, length), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((count, length - 1), dtype=torch.bool)
     turn_ids = torch.full((count, length - 1), -1, dtype=torch.int64)
-    sampled = torch.zeros((count, length - 1), dtype=torch.float32)
+    known = all(t.logprobs is not None for t in trajectories)
+    sampled = torch.zeros((count, length - 1), dtype=torch.float32) if known else None
     rewards = torch.full((count, turns), float("nan"), dtype=torch.float32)
     for i, (row, t) in enumerate(zip(rows, trajectories)):
         ids[i, : len(row)] = torch.tensor(row)
@@ -108,7 +110,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
         actions = torch.tensor(t.action_mask, dtype=torch.bool)
         mask[i, span] = actions
         turn_ids[i, span] = torch.tensor(t.turn_ids) if t.turn_ids else torch.where(actions, 0, -1)
-        sampled[i, span] = torch.tensor(t.logprobs, dtype=torch.float32)
+        if sampled is not None:
+            sampled[i, span] = torch.tensor(t.logprobs, dtype=torch.float32)
         rewards[i, : len(t.rewards)] = torch.tensor(t.rewards, dtype=torch.float32)
     episodes: dict[tuple[int, int], int] = {}
     numbers = [

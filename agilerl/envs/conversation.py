@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agilerl.envs.prompts import check_tokenizer, render_prompt, render_text, text_ids
+from agilerl.envs.prompts import check_tokenizer, end_token_ids, render_prompt, render_text, text_ids
 from agilerl.envs.text_env import Observation
 from agilerl.errors import ConfigError
 
@@ -33,6 +33,9 @@ class ChatFormat:
         """
         check_tokenizer(tokenizer)
         self.tokenizer, self.tools = tokenizer, tuple(tools)
+        ends = end_token_ids(tokenizer)
+        # A pad token that was sampled ends nothing, unless it is one of the model's end tokens.
+        self._ends = ends | (set(tokenizer.all_special_ids) - {tokenizer.pad_token_id})
         self.uses_template = apply_chat_template and bool(getattr(tokenizer, "chat_template", None))
         if self.tools:
             self._check_tools()
@@ -64,8 +67,7 @@ class ChatFormat:
                 "other; use another template, or apply_chat_template=False"
             )
         ids = text_ids(self.tokenizer, text)
-        special = set(self.tokenizer.all_special_ids)
-        ends_itself = bool(ids and said) and (ids[0] == said[-1] or {ids[0], said[-1]} <= special)
+        ends_itself = bool(ids and said) and (ids[0] == said[-1] or {ids[0], said[-1]} <= self._ends)
         return ids[1:] if ends_itself else ids
 
     def _check_tools(self) -> None:

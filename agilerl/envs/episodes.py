@@ -39,16 +39,26 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     """Turn of each token, -1 where the environment wrote it."""
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    """None once a completion came without."""
 
     @property
     def ids(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
-    def append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None = None) -> None:
+    def say(self, completion: Completion, turn: int) -> None:
+        """Append what the agent generated."""
+        self._append(completion.token_ids, turn, completion.logprobs)
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """Append what the environment wrote."""
+        self._append(ids, -1, [0.0] * len(ids))
+
+    def _append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None) -> None:
         self.token_ids += ids
         self.turn_ids += [turn] * len(ids)
-        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        # One unknown log-prob leaves the row without: a number in its place would be learned with.
+        self.logprobs = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
 
 
 class Episode:
@@ -123,7 +133,7 @@ class Episode:
                 number, an observation that is no text.
         """
         turn = len(self.rewards)
-        self._rows[-1].append(completion.token_ids, turn, completion.logprobs)
+        self._rows[-1].say(completion, turn)
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
         self._log.append(f"> {text}")
@@ -197,7 +207,7 @@ class Episode:
         if len(prompt) > budget:
             self._cut("context")
         elif prompt[: len(current.ids)] == current.ids:
-            current.append(prompt[len(current.ids) :], -1)
+            current.hear(prompt[len(current.ids) :])
         else:
             self._rows.append(_Row(prompt))
 

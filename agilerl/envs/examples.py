@@ -167,7 +167,7 @@ def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]
                 prompt_ids=example.ids[:start],
                 token_ids=example.ids[start:],
                 action_mask=rest,
-                logprobs=[0.0] * len(rest),
+                logprobs=None,
                 rewards=[float("nan")],
                 group=group,
                 text=example.text,

@@ -1,13 +1,29 @@
-"""Messages to token ids and back: the only caller of a chat template."""
+"""Messages to token ids and back: the only caller of a chat template, and where a completion ends."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from agilerl.errors import ConfigError, EnvError
 
-__all__ = ["PromptTooLongError", "check_tokenizer", "decode_completions", "render_prompt", "render_text", "text_ids"]
+__all__ = [
+    "PromptTooLongError",
+    "check_tokenizer",
+    "completion_length",
+    "decode_completions",
+    "end_token_ids",
+    "render_prompt",
+    "render_text",
+    "text_ids",
+]
+
+_GENERATION_CONFIG = "generation_config.json"
+_LARGEST_CONFIG = 1 << 20
+"""Bytes of a generation configuration beyond which it is not read."""
 
 
 class PromptTooLongError(EnvError):
@@ -74,14 +90,80 @@ def render_prompt(
     return ids
 
 
+def end_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a completion: the tokenizer's end token and those of the model that it came with.
+
+    A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they stand
+    in the generation configuration beside the tokenizer's files.
+    """
+    own = getattr(tokenizer, "eos_token_id", None)
+    beside = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    return beside if own is None else beside | {int(own)}
+
+
+def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
+    """Return how many of the ids that follow a prompt are its completion, the end token included.
+
+    ``known`` is the number of tokens that an action mask marks or that have log-probs; it decides, because ids alone
+    cannot tell a pad token that was sampled from padding. Without it a completion goes up to its first token of
+    ``ends``, or else up to the padding at its end; a pad token in front of other tokens has been sampled.
+
+    Raises:
+        EnvError: fewer ids than ``known``, or something other than padding behind them.
+    """
+    if known is not None:
+        behind = set(ids[known:])
+        if known > len(ids) or not behind <= {pad, *ends}:
+            raise EnvError(
+                f"expected {known} sampled tokens, as there are log-probs or places in the action mask, and padding "
+                f"behind them, found {len(ids)} tokens after the prompt"
+            )
+        return known
+    first = next((place for place, token in enumerate(ids) if token in ends), None)
+    if first is not None:
+        return first + 1
+    return next((place + 1 for place in range(len(ids) - 1, -1, -1) if ids[place] != pad), 0)
+
+
 def decode_completions(tokenizer: Any, completions: Iterable[Sequence[int]]) -> list[str]:
-    """Return the text of generated ids, each cut at its first end or pad token, without special tokens."""
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    kept = []
+    """Return the text of generated ids, each up to its first end token or its padding, without special tokens.
+
+    Every grader and environment reads completions as this function decodes them. A pad token that was sampled within a
+    completion is left out of its text, as special tokens are, and does not end it.
+    """
+    ends = end_token_ids(tokenizer)
+    texts = []
     for ids in completions:
-        end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
-        kept.append(list(ids[:end]))
-    return [tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in kept]
+        length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
+        kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
+        texts.append(tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return texts
+
+
+@lru_cache(maxsize=64)
+def _ends_beside(name: str) -> frozenset[int]:
+    """Return the end tokens of the generation configuration in a folder, or of a hub name that is in the cache."""
+    if not name:
+        return frozenset()
+    path = Path(name) / _GENERATION_CONFIG
+    if not Path(name).is_dir():
+        from transformers.utils import cached_file
+
+        try:
+            found = cached_file(name, _GENERATION_CONFIG, local_files_only=True)
+        except (OSError, ValueError):
+            found = None
+        if found is None:
+            return frozenset()
+        path = Path(found)
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_CONFIG:
+            return frozenset()
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return frozenset()
+    ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 
 def _checked(message: Mapping[str, str]) -> Mapping[str, str]:

@@ -120,7 +120,7 @@ class ReasoningGym:
 
         Args:
             completion_ids: for each of the B prompts a [G, P + L] tensor of ids that begins with the prompt; a
-                completion ends at its first end or pad token.
+                completion ends at its first end token, or where nothing but padding follows.
 
         Returns:
             The next prompts, and float32 rewards [B, G] on the CPU, NaN where a completion has no grade.

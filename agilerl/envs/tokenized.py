@@ -1,6 +1,8 @@
 """Multi-turn environments at the level of tokens, stepped by hand: the two classes that AgileRL documents."""
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.envs.conversation import ChatFormat
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.episodes import Episode
-from agilerl.envs.prompts import decode_completions
+from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids
 from agilerl.envs.reasoning import Prompt
 from agilerl.errors import ConfigError, EnvError
 
@@ -39,6 +41,7 @@ class TokenObservationWrapper:
         max_output_tokens: int | None = None,
         enable_sliding_window: bool = False,
         strict_chat_template_boundary: bool = True,
+        eos_token_ids: Collection[int] | None = None,
     ) -> None:
         """Wrap an environment.
 
@@ -52,6 +55,8 @@ class TokenObservationWrapper:
             max_output_tokens: tokens that a prompt leaves for the completion.
             enable_sliding_window: where the context is full, forget the oldest turns instead of cutting the episode.
             strict_chat_template_boundary: refuse a chat template that rewrites earlier turns.
+            eos_token_ids: tokens that end a completion; by default the tokenizer's, and those of the generation
+                configuration beside its files.
 
         Raises:
             ConfigError: a setting out of range, or a chat template that the environment cannot be used with.
@@ -65,6 +70,7 @@ class TokenObservationWrapper:
         )
         self.tokenizer, self.max_turns = tokenizer, max_turns
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
+        self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
         self._chat: ChatFormat = self._task.chat(tokenizer)
         self._context = (max_model_len or _UNLIMITED, max_output_tokens or 1)
         self._episode: Episode | None = None
@@ -85,15 +91,18 @@ class TokenObservationWrapper:
         return self._prompt(self._episode), dict(self._episode.info)
 
     def step(
-        self, completion_ids: Tensor, sampling_logps: Tensor | None = None
+        self, completion_ids: Tensor, sampling_logps: Tensor | None = None, action_mask: Tensor | None = None
     ) -> tuple[Prompt, float, bool, bool, dict[str, Any]]:
         """Take a completion ``[1, P + L]``, prompt included; return the next prompt (empty at the end) and the rest.
 
-        ``sampling_logps`` [L] are the log-probs of the sampled tokens, for :meth:`get_episode_data`'s counterpart in a
-        batch. Padding behind the completion is ignored.
+        ``sampling_logps`` [n] are the log-probs of the sampled tokens, and ``action_mask`` [1, P + L - 1] marks them;
+        ``get_action`` returns both. Either tells how long the completion is; without them it goes up to its first end
+        token, or else up to the padding behind it. Without ``sampling_logps`` the episode has none, and an update
+        computes the log-probs that it needs.
 
         Raises:
-            EnvError: no episode is running, ids that do not begin with the prompt, or a broken environment.
+            EnvError: no episode is running, ids that do not begin with the prompt, log-probs or a mask that do not fit
+                them, or a broken environment.
         """
         episode = self._running()
         prompt, ids = episode.prompt_ids, torch.as_tensor(completion_ids).reshape(-1).tolist()
@@ -102,15 +111,10 @@ class TokenObservationWrapper:
                 f"expected ids that begin with the {len(prompt)} tokens of the prompt, found others; pass whole "
                 "sequences, prompt and completion"
             )
-        said = self._without_padding(ids[len(prompt) :])
-        if not said:
-            raise EnvError("expected a completion of at least one token, found none")
-        logps = [0.0] * len(said) if sampling_logps is None else sampling_logps.reshape(-1).tolist()
-        if len(logps) != len(said):
-            raise EnvError(f"expected a log-prob for each of {len(said)} sampled tokens, found {len(logps)}")
-        ended = said[-1] == self.tokenizer.eos_token_id
+        logps = None if sampling_logps is None else torch.as_tensor(sampling_logps).reshape(-1).tolist()
+        said = self._said(ids[len(prompt) :], logps, _marked(action_mask, len(prompt), len(ids)))
         (text,) = decode_completions(self.tokenizer, [said])
-        reward = episode.act(Completion(said, logps, "stop" if ended else "length"), text)
+        reward = episode.act(Completion(said, logps, "stop" if said[-1] in self._ends else "length"), text)
         cut = episode.outcome.truncated is not None
         info = {**episode.info, "truncated_by": episode.outcome.truncated} if cut else dict(episode.info)
         return self._prompt(episode) if not episode.done else {}, reward, episode.done and not cut, cut, info
@@ -153,13 +157,42 @@ class TokenObservationWrapper:
         text = self.tokenizer.decode(episode.prompt_ids, clean_up_tokenization_spaces=False)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": text}
 
-    def _without_padding(self, ids: list[int]) -> list[int]:
-        end = self.tokenizer.eos_token_id
-        if end in ids:
-            return ids[: ids.index(end) + 1]
-        while ids and ids[-1] == self.pad_id:
-            ids = ids[:-1]
-        return ids
+    def _said(self, tail: list[int], logps: list[float] | None, marked: int | None) -> list[int]:
+        """Return the tokens after the prompt that were sampled."""
+        if logps is not None and marked is not None and len(logps) != marked:
+            raise EnvError(f"expected a log-prob for each of {marked} sampled tokens, found {len(logps)}")
+        known = marked if logps is None else len(logps)
+        length = completion_length(tail, ends=self._ends, pad=self.pad_id, known=known)
+        if not length:
+            raise EnvError("expected a completion of at least one token, found none")
+        if known is None and tail[length - 1 :][:2] == [self.pad_id] * 2:
+            _warn_of_padding()
+        return tail[:length]
+
+
+def _marked(action_mask: Tensor | None, prompt: int, length: int) -> int | None:
+    """Return how many tokens a mask ``[1, length - 1]`` marks behind a prompt; None without a mask."""
+    if action_mask is None:
+        return None
+    mask = torch.as_tensor(action_mask).reshape(-1).bool()
+    count = int(mask.sum())
+    # Position t speaks of token t + 1, so the first token after the prompt has the position of the prompt's last one.
+    if len(mask) != length - 1 or not bool(mask[prompt - 1 : prompt - 1 + count].all()):
+        raise EnvError(
+            f"expected an action mask of {length - 1} places that marks the tokens behind the {prompt} of the prompt, "
+            f"without gaps, found {len(mask)} places of which {count} are marked; give the one of get_action"
+        )
+    return count
+
+
+@cache  # once a process
+def _warn_of_padding() -> None:
+    warnings.warn(
+        "the pad token also ends completions, so without log-probs or an action mask a completion that was cut by its "
+        "length cannot be told from one that ended; it counts as ended. Give step(..., sampling_logps) or "
+        "step(..., action_mask=...)",
+        stacklevel=2,
+    )
 
 
 class SyncMultiTurnVecEnv:
@@ -197,20 +230,26 @@ class SyncMultiTurnVecEnv:
         return list(self._prompts)
 
     def step(
-        self, completion_ids: Sequence[Tensor], sampling_logps: Sequence[Tensor | None] | None = None
+        self,
+        completion_ids: Sequence[Tensor],
+        sampling_logps: Sequence[Tensor | None] | None = None,
+        action_masks: Sequence[Tensor | None] | None = None,
     ) -> list[Prompt] | None:
-        """Take one completion ``[1, P + L]`` for each episode that goes on, in order; return the next prompts.
+        """Take one completion ``[1, P + L]`` for each running episode, in order; return the next prompts.
 
-        None when all episodes are over. Raises EnvError when the number of completions differs.
+        ``sampling_logps`` and ``action_masks`` are those of ``get_action``; what they are for is told in
+        :meth:`TokenObservationWrapper.step`. None when all episodes are over. Raises EnvError when the number of
+        completions, log-probs or masks differs.
         """
         going = [place for place, prompt in enumerate(self._prompts) if prompt]
-        if len(completion_ids) != len(going):
-            raise EnvError(
-                f"expected completions for the {len(going)} episodes that go on, found {len(completion_ids)}"
-            )
-        logps = [None] * len(going) if sampling_logps is None else list(sampling_logps)
-        for place, ids, own in zip(going, completion_ids, logps):
-            self._prompts[place] = self.envs[place].step(ids, own)[0]
+        given = {"completions": completion_ids, "log-probs": sampling_logps, "action masks": action_masks}
+        for what, values in given.items():
+            if values is not None and len(values) != len(going):
+                raise EnvError(f"expected {what} for the {len(going)} running episodes, found {len(values)}")
+        nothing = [None] * len(going)
+        rows = zip(going, completion_ids, sampling_logps or nothing, action_masks or nothing, strict=True)
+        for place, ids, logps, mask in rows:
+            self._prompts[place] = self.envs[place].step(ids, logps, mask)[0]
         return [prompt for prompt in self._prompts if prompt] or None
 
     def get_trajectories(
@@ -218,14 +257,16 @@ class SyncMultiTurnVecEnv:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], int, list[Tensor | None] | None]:
         """Return, episode by episode, ids, action masks, turn ids and turn rewards; the turns; the sampled log-probs.
 
-        The log-probs are None when the steps were given none.
+        The log-probs of an episode are None if one of its steps was given none, and so is the whole list if no episode
+        has any.
         """
         data = [env.get_episode_data() for env in self.envs]
         rows = [row for env in self.envs for row in env.trajectories()]
-        logps: list[Tensor | None] = [
-            torch.tensor([value for value, action in zip(t.logprobs, t.action_mask) if action]) for t in rows
+        logps = [
+            None if t.logprobs is None else torch.tensor([p for p, action in zip(t.logprobs, t.action_mask) if action])
+            for t in rows
         ]
-        known = any(bool(x.any()) for x in logps if x is not None)
+        known = any(own is not None for own in logps)
         ids, masks, turn_ids, rewards = ([part[k] for part in data] for k in range(4))
         return ids, masks, turn_ids, rewards, sum(r.shape[1] for r in rewards), logps if known else None
 

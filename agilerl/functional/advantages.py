@@ -14,6 +14,7 @@ __all__ = [
     "discounted_returns",
     "gae",
     "group_advantages",
+    "informative_groups",
     "nonzero_advantage_rows",
     "overlong_penalty",
     "place_rewards",
@@ -66,6 +67,18 @@ def zero_variance_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return a bool ``[B]``: rows of groups that teach nothing (std below 1e-6, or fewer than two grades)."""
     _, std, count, _ = _group_statistics(rewards, groups)
     return (std < ZERO_STD) | (count < 2)
+
+
+def informative_groups(advantages: Tensor, groups: Tensor) -> Tensor:
+    """Return a bool ``[E, K]``: cells of groups of which some member has an advantage in that column that is not 0.
+
+    ``advantages [E, K]`` are those of ``group_advantages`` (K = 1) or of turns, ``groups [E]`` integer labels. All
+    members of the other groups earned the same, or there is only one.
+    """
+    _, index = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    labels = torch.arange(int(index.max()) + 1 if len(index) else 0, device=index.device)
+    member = index == labels[:, None]
+    return (member.unsqueeze(-1) & (advantages != 0)).any(1)[index]
 
 
 def turn_advantages(
@@ -195,7 +208,11 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, pe
 def reinforce_plus_plus_baseline(
     rewards: Tensor, groups: Tensor, mask: Tensor, *, gamma: float = 1.0, penalty: Tensor | None = None
 ) -> Tensor:
-    """Return ``reinforce_plus_plus`` of rewards minus their group's mean (a group of one or without spread: 0)."""
+    """Return ``reinforce_plus_plus`` of rewards minus their group's mean (a group of one or without spread: 0).
+
+    As in the paper, the normalisation is that of the whole batch: where completions differ in length its mean over
+    tokens is not 0, and a group of equal rewards gets minus that mean, divided by the batch's spread.
+    """
     centred = group_advantages(rewards, groups, norm="mean_only")
     centred = torch.where(torch.isfinite(rewards), centred, torch.nan)
     return reinforce_plus_plus(centred, mask, gamma=gamma, penalty=penalty)

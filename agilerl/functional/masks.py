@@ -40,20 +40,28 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / number.clamp(min=1)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, over: Tensor | None = None) -> Tensor:
     """Return ``(x - mean) * rsqrt(var + 1e-8)`` over all valid positions, 0 elsewhere.
 
     ``var`` has ddof 1. Values that are all equal (std below 1e-6) give exactly 0, not amplified rounding noise.
     ``shift_mean=False`` adds the mean again. One valid position counts as a variance of 0.
+
+    With ``over`` (bool, like ``mask``) mean and variance are those of its valid positions alone. The other valid ones
+    are divided by the same number, but not shifted: a 0 there stays 0.
     """
+    inside = mask if over is None else mask & over
     # In fp64: rsqrt(1e-8) multiplies by 1e4 whatever rounding the mean of nearly equal values carries.
     wide = fill_masked(x, mask).double()
-    mean = masked_mean(wide, mask)
-    centred = fill_masked(wide - mean, mask)
-    variance = masked_sum(centred.square(), mask) / (mask.sum() - 1).clamp(min=1)
-    white = centred * torch.rsqrt(variance + 1e-8)
-    white = torch.where(variance < ZERO_STD**2, torch.zeros_like(white), white)
-    return fill_masked(white if shift_mean else white + mean, mask).to(x.dtype)
+    mean = masked_mean(wide, inside)
+    centred = fill_masked(wide - mean, inside)
+    variance = masked_sum(centred.square(), inside) / (inside.sum() - 1).clamp(min=1)
+    scale, equal = torch.rsqrt(variance + 1e-8), variance < ZERO_STD**2
+    white = centred * scale
+    white = torch.where(equal, torch.zeros_like(white), white)
+    white = fill_masked(white if shift_mean else white + mean, inside)
+    if over is not None:
+        white = torch.where(inside, white, torch.where(equal, wide, wide * scale))
+    return white.to(x.dtype)
 
 
 def top_entropy_mask(entropy: Tensor, mask: Tensor, threshold: float | Tensor) -> Tensor:

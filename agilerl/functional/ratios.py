@@ -21,7 +21,9 @@ PoolingLevel = Literal["token", "turn", "trajectory"]
 MismatchMode = Literal["off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios beyond this are cut before exp: e^20 is clipped by every objective, and infinity has NaN gradients."""
+"""Log-ratios beyond this are cut before exp, because infinity has NaN gradients. A ratio of e^20 is beyond every clip
+bound, but for a negative advantage the plain surrogate does not clip from above (``dual_clip`` and ``delta`` do): there
+the cut alone makes the gradient 0."""
 
 
 def log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ def mutate_value(gene: Gene, value: Value, rng: np.random.Generator) -> Value:
 
     Heavy-tailed kernel, on the unit position u of the range (its logarithm for a log scale):
     u' = reflect(u + step * t), t ~ Student(2); with probability ``gene.resample`` u' ~ U(0, 1) instead. Reflection at
-    the ends keeps the kernel symmetric, so without selection a gene drifts nowhere and wanders over the whole range.
-    Factor kernel (RLParameter): v' = v * shrink or v * grow, each with probability 1/2. Integers move by at least one.
+    the ends keeps the kernel symmetric, so without selection a float does not drift and wanders over the whole range.
+    Factor kernel (RLParameter): v' = v * shrink or v * grow, each with probability 1/2. Integers are rounded and move
+    by at least one, so over a range of few integers they do drift, on a logarithmic scale above all.
     """
     if gene.dtype == "choice":
         others = [choice for choice in gene.choices if choice != value]

@@ -86,6 +86,8 @@ class BaseModel:
                 "llm_int8_skip_modules=['lm_head']"
             )
         self._head = head
+        exact = (torch.float32, torch.float64)
+        self._wide = self.quantisation is None and all(p.dtype in exact for p in self.model.parameters())
         config = self.model.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._scale = _logit_scale(config)
@@ -122,6 +124,16 @@ class BaseModel:
     def quantisation(self) -> QuantizationConfig | None:
         """How the linear layers are quantised; None: not at all."""
         return quantisation_of(self.model)
+
+    @property
+    def decodes_exactly(self) -> bool:
+        """Whether decoding and training forwards agree up to the rounding of fp32.
+
+        Not in 16 bits, where each of the two rounds in its own order, nor where layers are quantised or compiled for
+        training: a log-prob then differs by about a hundredth of a nat, which GSPO's bounds do not forgive.
+        """
+        rounds_in_tf32 = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+        return self._wide and not rounds_in_tf32 and self.options.torch_compiler is None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 
 from agilerl.data import Completion, Trajectory
 from agilerl.envs.core import Row, Task, grade_completions
+from agilerl.envs.prompts import decode_completions
 from agilerl.errors import RewardError
 from agilerl.functional import MetricReducer
 from agilerl.rewards.combine import weighted
@@ -55,7 +56,7 @@ def collect(
     flat = [(place, completion) for place, group in enumerate(groups) for completion in group]
     # Finished decoding belongs to the reward phase: it is what the grader reads.
     start = perf_counter()
-    texts = tokenizer.batch_decode([c.token_ids for _, c in flat], skip_special_tokens=True) if flat else []
+    texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
     whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
     graded = [requests[flat[n][0]] for n in whole]
     rows = [{**request.row, "completion_ids": flat[n][1].token_ids} for n, request in zip(whole, graded)]

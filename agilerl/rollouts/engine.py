@@ -70,7 +70,8 @@ class RolloutEngine(Protocol):
     """Generates for all agents at once."""
 
     exact: bool
-    """True when recorded log-probs equal the trainer's own up to rounding, so they can serve as old log-probs."""
+    """True when the engine computes as the trainer does: recorded log-probs equal the trainer's own up to rounding in
+    the base's data type. They serve as old log-probs where that is exact (``BaseModel.decodes_exactly``)."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of each request, in order."""

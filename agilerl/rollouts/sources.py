@@ -194,7 +194,7 @@ class EpisodeSource:
         if known is not None:
             return known
         size = _TRIED_EPISODES if split == "train" else min(_TRIED_EPISODES, self.task.panel_size(split))
-        nothing = Completion([self.chat.tokenizer.eos_token_id], [0.0], "stop")
+        nothing = Completion([self.chat.tokenizer.eos_token_id], None, "stop")
         lengths = []
         for index in range(size):
             episode = self.task.episode(self.chat, context_length, 1)

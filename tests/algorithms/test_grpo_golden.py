@@ -1,6 +1,7 @@
 """GRPO's own objective and credit, switch by switch, against the golden numbers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,43 @@ def test_credit_options(runtime: Runtime) -> None:
     white = agent(runtime, whiten_advantages=True).credit(batch())[MASK]
     assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(white.var()) == pytest.approx(1.0, abs=1e-4)
+
+
+def turns_batch(rewards: list[list[float]]) -> RolloutBatch:
+    """Rows of two turns: the first two tokens, and what follows them."""
+    turns = torch.where(MASK, (torch.arange(5) >= 2).long(), -1)
+    return replace(batch(), turn_ids=turns, rewards=torch.tensor(rewards))
+
+
+@pytest.mark.parametrize("norm", ["mean_std", "mean_only", "batch_std"])
+def test_whitening_gives_equal_rewards_no_advantage(runtime: Runtime, norm: str) -> None:
+    it = agent(runtime, whiten_advantages=True, adv_norm=norm)
+    # Group 0 has lengths 5 and 3, so its mean over tokens is not 0, and shifting by it would move group 1.
+    advantages = it.credit(batch([1.0, 0.0, 0.5, 0.5]))
+    assert not advantages[2:].any()
+    moving = advantages[:2][MASK[:2]]
+    assert float(moving.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(moving.var()) == pytest.approx(1.0, abs=1e-4)
+    assert not it.credit(batch([0.7] * 4)).any()
+    # What has no gradient is not computed.
+    assert it.prepare(batch([1.0, 0.0, 0.5, 0.5])).idle.tolist() == [False, False, True, True]
+    by_turn = agent(runtime, whiten_advantages=True, adv_norm=norm, advantage_granularity="turn")
+    data = turns_batch([[1.0, 0.5], [0.0, 0.5], [0.5, 0.0], [0.5, 3.0]])
+    advantages = by_turn.credit(data)
+    told = torch.tensor([0, 0, 1, 1])[:, None] == data.turn_ids
+    assert not advantages[~told].any()
+    assert float(advantages[told].var()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_whitening_does_not_inflate_the_kl_of_equal_rewards(runtime: Runtime) -> None:
+    kl = torch.where(MASK, 0.5, 0.0)
+    settings = {"adv_norm": "mean_only", "whiten_advantages": True, "beta": 0.1, "kl_placement": "advantage"}
+    advantages = agent(runtime, **settings).credit(batch([1.0, 0.0, 0.5, 0.5]), kl)
+    # Tokens of group 0 have 0.5 - 0.05 five times and -0.5 - 0.05 three times: variance 15/56 + ... by torch.
+    spread = torch.tensor([0.45] * 5 + [-0.55] * 3).std()
+    assert torch.allclose(advantages[2:][MASK[2:]], -0.05 / spread, atol=1e-5)
+    equal = agent(runtime, **settings).credit(batch([0.5] * 4), kl)
+    assert torch.allclose(equal[MASK], torch.tensor(-0.05))
 
 
 def test_ungraded_rows_are_left_out_and_zero_advantages_filtered(runtime: Runtime) -> None:

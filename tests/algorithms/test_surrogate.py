@@ -342,7 +342,10 @@ def test_clip_coef_is_both_bounds_of_cispos_weight_wherever_it_is_given(runtime:
     assert agent(GRPO, runtime, clip_coef=0.2).config.weight_range == (0.0, 5.0)  # for PolicyLoss(surrogate="cispo")
 
 
-@pytest.mark.parametrize("setting", [{"top_p": 0.91}, {"top_k": 19}, {"min_p": 0.11}, {"repetition_penalty": 1.13}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"top_p": 0.91}, {"top_k": 19}, {"min_p": 0.11}, {"repetition_penalty": 1.13}, {"min_output_tokens": 3}],
+)
 def test_sampling_from_a_part_of_the_vocabulary_is_warned_of(runtime: Runtime, setting: dict[str, float]) -> None:
     name, value = next(iter(setting.items()))
     with pytest.warns(UserWarning, match=f"{name}={value} changes what completions are drawn from.*leave it out"):

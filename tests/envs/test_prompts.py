@@ -82,15 +82,13 @@ def test_an_empty_prompt_is_refused(tokenizer_without_template):
         render_prompt(tokenizer_without_template, [{"role": "user", "content": ""}])
 
 
-def test_decoding_stops_at_the_first_end_or_pad(tokenizer):
+def test_decoding_stops_at_the_first_end_or_the_padding(tokenizer):
     ids = tokenizer("7").input_ids
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     junk = tokenizer("junk").input_ids
-    assert decode_completions(tokenizer, [ids, [*ids, end, *junk], [*ids, pad, *junk], [end], []]) == [
-        *("7" for _ in range(3)),
-        "",
-        "",
-    ]
+    said = [ids, [*ids, end, *junk], [*ids, pad, pad], [*ids, pad, *junk, pad], [end], [pad], []]
+    # What something follows is not padding: the model sampled that token, and what comes after it.
+    assert decode_completions(tokenizer, said) == ["7", "7", "7", "7junk", "", "", ""]
 
 
 def test_decoding_changes_no_blank(tokenizer):

@@ -148,5 +148,5 @@ def test_a_factory_of_something_else() -> None:
 def test_the_number_of_completions_must_fit(tokenizer: Any) -> None:
     vec = SyncMultiTurnVecEnv(lambda: TokenObservationWrapper(Echo(), tokenizer, 5), 2, 1)
     vec.reset()
-    with pytest.raises(EnvError, match="for the 2 episodes that go on, found 0"):
+    with pytest.raises(EnvError, match=r"2 .*episodes, found 0"):
         vec.step([])

@@ -78,6 +78,19 @@ def test_whitening_equal_values_gives_exactly_zero(value, count, dtype):
     assert torch.equal(white, torch.zeros(1, 10, dtype=dtype))
 
 
+def test_whitening_over_a_part_scales_the_rest():
+    # Over 1, 2, 4: mean 7/3, variance 7/3. The rest is divided alike and not shifted, so 0 stays 0.
+    over = torch.tensor([[True, True], [True, False], [False, False]])
+    x = torch.tensor([[1.0, 2.0], [4.0, 0.0], [3.0, 9.0]])
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    white = masked_whiten(x, mask, over=over)
+    scale = (7 / 3 + 1e-8) ** -0.5
+    expected = [(1 - 7 / 3) * scale, (2 - 7 / 3) * scale, (4 - 7 / 3) * scale, 0.0, 3 * scale, 0.0]
+    assert white.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(masked_whiten(x, mask, over=mask), masked_whiten(x, mask))
+    assert torch.equal(masked_whiten(x, mask, over=torch.zeros_like(mask)), torch.where(mask, x, 0.0))
+
+
 def test_top_entropy_tokens():
     kept = top_entropy_mask(X, MASK, 2.0)
     assert kept.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
