@@ -147,13 +147,13 @@ def _ends_beside(name: str) -> frozenset[int]:
         return frozenset()
     path = Path(name) / _GENERATION_CONFIG
     if not Path(name).is_dir():
-        from transformers.utils import cached_file
+        from huggingface_hub import try_to_load_from_cache
 
         try:
-            found = cached_file(name, _GENERATION_CONFIG, local_files_only=True)
-        except (OSError, ValueError):
-            found = None
-        if found is None:
+            found = try_to_load_from_cache(name, _GENERATION_CONFIG)
+        except ValueError:  # not a name that the hub could have
+            return frozenset()
+        if not isinstance(found, str):
             return frozenset()
         path = Path(found)
     try:

@@ -1,5 +1,7 @@
 """Chat templates continue conversations; what rewrites earlier turns is noticed."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +44,21 @@ def test_a_completion_that_was_cut_short_gets_its_end_from_the_environment(token
     assert text(tokenizer, chat.between(OPENING, said, OPENING)) == "<end><user>go<end><assistant>"
 
 
-def test_a_turn_that_ended_with_another_special_token_is_not_ended_twice(tokenizer: Any) -> None:
-    other = tokenizer.convert_tokens_to_ids("<pad>")
-    assert text(tokenizer, ChatFormat(tokenizer).between(OPENING, [3, other], OPENING)) == "<user>go<end><assistant>"
+def test_a_turn_that_ended_with_another_special_token_is_not_ended_twice(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = "<system>"
+    system, tool, pad = tokenizer.convert_tokens_to_ids(["<system>", "<user>", "<pad>"])
+
+    def between(last: int) -> str:
+        return text(tokenizer, ChatFormat(tokenizer).between(OPENING, [3, last], OPENING))
+
+    assert between(system) == "<user>go<end><assistant>"
+    assert between(pad) == "<end><user>go<end><assistant>"  # sampled, and no end
+    assert between(tool) == "<end><user>go<end><assistant>"
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tool, pad]}))
+    tokenizer = type(tokenizer).from_pretrained(tmp_path)
+    assert between(pad) == between(tool) == "<user>go<end><assistant>"
 
 
 def test_several_messages_at_once(tokenizer: Any) -> None:
