@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["main"]
@@ -13,17 +14,33 @@ _LONGEST = 2000
 def main() -> None:
     """Run the command line; what goes wrong ends in one sentence.
 
-    Exit code 2: the user's mistake; 1: the disk refused, or no agent was fit; 130: interrupted; 143: stopped.
+    Exit code 2: the user's mistake; 1: the disk refused, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
+    Ctrl-C and SIGTERM; 141: whoever read the output has gone.
     """
+    from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
+
+    output = prepare_streams()
+    failure: OSError | None = None
+    code = 0
     try:
         _command()
     except SystemExit as ended:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            raise
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except OSError as error:
+        failure = error
+    lost = lost_output(output)
+    if failure is not None and lost is None:
+        raise failure  # it was not about the output
+    if isinstance(lost, BrokenPipeError) and code in (0, 1):  # 1: what rich and typer make of it
+        code = READER_GONE
+    elif lost is not None and code == 0:
+        code = _told(str(write_error(lost)), 1)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         # One of several processes: threads of gloo may abort it while the interpreter takes itself apart.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1)
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _command() -> None:
@@ -50,13 +67,24 @@ def _command() -> None:
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:
     """Print a warning as one line, without the place in the code that it came from."""
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    from agilerl.cli.output import say
+
+    say(f"warning: {' '.join(str(message).split())}")
 
 
 def _fail(message: str, code: int) -> None:
-    """Print one line, whatever the message is made of, and exit."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+    """Print one line and exit."""
+    sys.exit(_told(message, code))
+
+
+def _told(message: str, code: int) -> int:
+    """Print one line, whatever the message is made of; return the exit code."""
+    from agilerl.cli.output import say
+
+    # The bytes of a name that is no text in this locale are shown as such.
+    readable = (f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else c for c in message)
+    line = " ".join("".join(c if c.isprintable() else " " for c in readable).split())
     if len(line) > _LONGEST:
         line = f"{line[: _LONGEST - 3]}..."
-    print(line if code == 130 else f"error: {line}", file=sys.stderr)
-    sys.exit(code)
+    say(line if code == 130 else f"error: {line}")
+    return code

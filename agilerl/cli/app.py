@@ -7,10 +7,19 @@ import typer
 
 app = typer.Typer(
     name="agilerl",
-    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 130 or 143 stopped by Ctrl-C or SIGTERM.",
+    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 129, 130 or 143 stopped by SIGHUP, Ctrl-C or "
+    "SIGTERM, 141 nothing reads the output any more.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _path(text: str) -> Path:
+    """Return a path; pathlib takes an empty text, from an unset variable say, for the working directory."""
+    if not text:
+        raise typer.BadParameter("expected a path, found an empty text; '.' is the working directory")
+    return Path(text)
+
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Arguments = Annotated[
@@ -47,7 +56,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def train(
     arguments: Arguments = None,
     *,
-    out: Annotated[Path | None, typer.Option("--out", help="Run directory; default runs/<task>-<time>.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=_path, metavar="DIRECTORY", help="Run directory; default runs/<task>-<time>."),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run (training.seed).", min=0)] = None,
     resume: Annotated[
         Literal["never", "auto"],
@@ -85,7 +97,7 @@ def train(
 
 @app.command()
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
     *,
     allow_code: AllowCode = False,
     allow_changes: Annotated[
@@ -106,13 +118,24 @@ def resume(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run directories.", show_default=False)],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file; default report.html in the first run.")] = None,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN ...", help="Run directories.", show_default=False, parser=_path),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            parser=_path,
+            metavar="FILE",
+            help="HTML file; default report.html in the run, of several runs report-NAME-NAME.html here.",
+        ),
+    ] = None,
 ) -> None:
-    """Write one self-contained HTML file about a run, or about several side by side."""
-    from agilerl.report import build_report
+    """Write one self-contained HTML file about a run, or about several side by side, and print where it is."""
+    from agilerl.cli.report import run_report
 
-    typer.echo(str(build_report(runs, out or runs[0] / "report.html")))
+    run_report(runs, out)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from agilerl.cli.output import console
 from agilerl.cli.running import configuration
 from agilerl.training.config import RunConfig
 from agilerl.training.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, PER_MACHINE, Costs, gpu
@@ -53,7 +54,7 @@ def run_plan(
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        _print(document, capacity, Console(markup=False, emoji=False, highlight=False))
+        _print(document, capacity, console())
 
 
 def _document(

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from agilerl.cli.output import console
 from agilerl.runs.environment import collect_hardware, collect_versions
 
 __all__ = ["run_env"]
@@ -21,4 +21,4 @@ def run_env(*, as_json: bool) -> None:
     for section in found.values():
         for name, value in section.items():
             table.add_row(name, "not installed" if value is None else str(value))
-    Console().print(table)
+    console().print(table)

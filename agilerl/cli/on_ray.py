@@ -34,7 +34,8 @@ def run_on_ray(
     as_json: bool,
 ) -> None:
     """Train on a Ray cluster; see ``agilerl train --help``."""
-    from agilerl.cli.running import say, say_at_once
+    from agilerl.cli.output import say
+    from agilerl.cli.running import say_at_once
     from agilerl.cli.several import Wish
     from agilerl.distributed.ray_launcher import launch
     from agilerl.training.stopping import stop_on_signals

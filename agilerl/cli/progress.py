@@ -1,7 +1,8 @@
 """Progress and result of a run on the terminal: a live table where there is one, plain lines elsewhere."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,13 +39,27 @@ _FAILURES = {
 }
 
 
-def watch(events: Iterator[Event], session: Session, console: Console) -> dict[str, Any]:
-    """Follow a run to its end, showing it; returns its summary."""
+def watch(
+    events: Iterator[Event], session: Session, console: Console, *, lost: Callable[[OSError], None] | None = None
+) -> dict[str, Any]:
+    """Follow a run to its end, showing it; returns its summary.
+
+    When the console goes away ``lost`` is told why, and the run is followed without it, so that it can come to a place
+    where it can be continued.
+    """
     view = _View(session, console)
     summary: dict[str, Any] = {}
+    shown = True
     with view:
         for event in events:
-            view.show(event)
+            try:
+                if shown:
+                    view.show(event)
+            except OSError as error:
+                if lost is None:
+                    raise
+                shown = False
+                lost(error)
             if isinstance(event, RunFinished):
                 summary = dict(event.summary)
     console.print("Last generation")
@@ -78,7 +93,8 @@ class _View:
 
     def __exit__(self, *error: object) -> None:
         if self.live is not None:
-            self.live.stop()
+            with suppress(OSError):  # the terminal may have gone
+                self.live.stop()
 
     def show(self, event: Event) -> None:
         """Take in an event."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from agilerl.cli.output import console as new_console
+from agilerl.cli.output import say, write_error
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.training.config import RunConfig, load_manifest
 from agilerl.validation import shown
@@ -31,7 +33,6 @@ __all__ = [
     "found_text",
     "opened_run",
     "quieten_libraries",
-    "say",
     "say_at_once",
 ]
 
@@ -77,7 +78,7 @@ def opened_run(
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)
     _complete(layout)
-    console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
+    console = new_console(quiet=quiet or as_json)
     console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
     if as_json:
         print(json.dumps(read_json(layout.summary), indent=1))
@@ -112,8 +113,10 @@ def follow(
 
     with stop_on_signals(say_at_once) as stop:
         try:
-            summary = watch(start(stop), session, console)
+            summary = watch(start(stop), session, console, lost=stop.lose_output)
         except Interrupted as interrupted:
+            if stop.lost is not None and not isinstance(stop.lost, BrokenPipeError):
+                raise WriteError(f"{write_error(stop.lost)}; {interrupted}") from stop.lost
             say(str(interrupted))
             sys.exit(interrupted.code)
         except KeyboardInterrupt:
@@ -153,15 +156,10 @@ def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path)
                 )
 
 
-def say(sentence: str) -> None:
-    """Say something that is no result."""
-    print(sentence, file=sys.stderr, flush=True)
-
-
 def say_at_once(sentence: str) -> None:
     """Say something from within a signal handler, where a stream that is being written to refuses a second writer."""
     with suppress(OSError):  # nobody may be listening any more
-        os.write(2, f"{sentence}\n".encode())
+        os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 def default_out(config: RunConfig) -> Path:
@@ -178,6 +176,13 @@ def check_place(root: Path) -> None:
     """Raise CheckpointError where no run can be written, before anything slow is done; writes nothing."""
     from agilerl.runs.directory import check_vacant
 
+    try:
+        str(root).encode()
+    except UnicodeEncodeError:  # the tokenizer's library takes no such name, and says so when the run is over
+        raise CheckpointError(
+            f"the run directory {shown(str(root))} has a name that is no text in this locale; choose another name, or "
+            "set LC_ALL=C.UTF-8"
+        ) from None
     try:
         check_vacant(root)
         above = next(path for path in (root, *root.absolute().parents) if path.exists())

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from agilerl.cli.output import console as new_console
 from agilerl.distributed.topology import Topology, connected
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 from agilerl.runs.directory import RunDirectory
@@ -90,7 +90,7 @@ def _run(wish: Wish, topology: Topology) -> None:
 
     quieten_libraries()
     silent = wish.quiet or wish.as_json or not topology.is_writer
-    console = Console(quiet=silent, markup=False, emoji=False, highlight=False)
+    console = new_console(quiet=silent)
     with ExitStack() as opened:
         with topology.world.telling():
             prepared = prepare(wish, topology, opened)

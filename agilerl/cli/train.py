@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
+from agilerl.cli.output import console as new_console
+from agilerl.cli.output import say
 from agilerl.cli.running import (
     check_place,
     configuration,
@@ -17,7 +17,6 @@ from agilerl.cli.running import (
     found_text,
     opened_run,
     quieten_libraries,
-    say,
 )
 from agilerl.errors import ConfigError
 from agilerl.training.config import RunConfig
@@ -76,7 +75,7 @@ def run_train(
     from agilerl.training.loop import train
     from agilerl.training.setup import build
 
-    console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
+    console = new_console(quiet=quiet or as_json)
     session = build(config, allow_code=allow_code)
     if as_json and dry_run:
         print(json.dumps(plan_document(session, root), indent=1))
@@ -111,7 +110,7 @@ def run_resume(
     from agilerl.training.loop import resume
     from agilerl.training.setup import build
 
-    console = Console(quiet=quiet or as_json, markup=False, emoji=False, highlight=False)
+    console = new_console(quiet=quiet or as_json)
     try:
         session = build(saved.config, saved.checkpoint, allow_code=allow_code)
     except BaseException:

@@ -145,7 +145,7 @@ def read_config(folder: Path) -> Any:
     from peft import LoraConfig
 
     try:
-        fields = json.loads((folder / CONFIG_FILE).read_text())
+        fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         known = {f.name for f in dataclasses.fields(LoraConfig)}
         given = {name: value for name, value in fields.items() if name in known}
         unknown = {name: value for name, value in fields.items() if name not in known}

@@ -22,6 +22,7 @@ from agilerl.report.plotly_bundle import plotly_javascript
 from agilerl.report.samples import sample_groups
 from agilerl.report.tree import tree_figure, tree_width
 from agilerl.runs.atomic import write_text
+from agilerl.validation import shown
 
 __all__ = ["build_report"]
 
@@ -41,7 +42,7 @@ def build_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(f"{out} could not be written: {error.strerror or error}.") from error
+        raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}.") from error
     write_text(out, html)
     return out
 

@@ -225,7 +225,10 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
 
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
-        text, name = (resources.files("agilerl.training") / "default.yaml").read_text(), "the embedded default"
+        text, name = (
+            (resources.files("agilerl.training") / "default.yaml").read_text(encoding="utf-8"),
+            "the embedded default",
+        )
     else:
         name = f"the manifest {shown(str(path))}"
         text = _text(path, name)

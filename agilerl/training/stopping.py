@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first asks a run to stop where it can be continued, the second leaves at once."""
+"""SIGTERM, SIGHUP and Ctrl-C: the first asks a run to stop where it can be continued, the second leaves at once."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Interrupted", "StopRequest", "stop_on_signals"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818  (no error: the run can be continued)
@@ -27,19 +27,26 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: int | None = None
         """The signal that asked."""
+        self.lost: OSError | None = None
+        """Why there is nothing to print to any more."""
+
+    def lose_output(self, error: OSError) -> None:
+        """Ask the run to stop because nothing can be printed any more, as SIGPIPE does with other programs."""
+        self.lost = error
+        self.signal = self.signal or signal.SIGPIPE
 
     @property
     def code(self) -> int:
-        """Exit code of a process that stopped because of the signal: 130 or 143."""
+        """Exit code of a process that stopped because of the signal: 129, 130, 141 or 143."""
         return 128 + (self.signal or signal.SIGINT)
 
 
 @contextmanager
 def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside, the first SIGTERM or SIGINT sets the request and is ``told`` in a sentence; the next does what it did.
+    """Inside, the first signal sets the request and is ``told`` in a sentence; the next does what it did before.
 
-    A SIGINT that the process ignores, as those started in the background by a shell do, stays ignored. Outside the main
-    thread nothing is caught: signals do not arrive there.
+    A signal that the process ignores stays ignored: SIGINT where a shell started it in the background, SIGHUP under
+    nohup. Outside the main thread nothing is caught: signals do not arrive there.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -49,6 +56,8 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
 
     def stop(number: int, _: FrameType | None) -> None:
         if request.signal is not None:
+            if number == signal.SIGHUP:
+                return  # a terminal that goes away says so more than once: the kernel does, and the shell
             signal.signal(number, before[number])
             signal.raise_signal(number)
             return
