@@ -65,8 +65,8 @@ def test_streams_that_are_closed_from_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"PYTHONIOENCODING": "ascii"}, C_LOCALE], ids=["ascii", "C locale"])
 def test_ascii_is_enough(given: dict[str, str], tmp_path: Path) -> None:
-    """The best exam of an unfinished run, told in a sentence, has a sign that ASCII lacks; so has the run's name."""
-    code = "from agilerl.cli.output import prepare_streams; prepare_streams(); print('0.5 \\xb1 0.1 \\u2192 caf\\xe9 \\u2602')"
+    text = ascii("0.5 ± 0.1 → café ☂")
+    code = f"from agilerl.cli.output import prepare_streams; prepare_streams(); print({text})"
     command = [sys.executable, "-c", code]
     options: Any = {"cwd": tmp_path, "env": {**environment(), **given}, "capture_output": True, "check": True}
     assert subprocess.run(command, **options).stdout == b"0.5 +- 0.1 -> caf\\xe9 \\u2602\n"
