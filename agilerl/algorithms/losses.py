@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.policy import record_tokens
+from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import (
@@ -207,7 +208,12 @@ def compute_loss(agent: "LLMAlgorithm", own: LossFunction | None, inputs: LossIn
     loss = own if own is not None else agent.loss
     if loss is None:
         return agent.objective(inputs, metrics)
-    result: Any = loss(inputs, **{name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()})
+    arguments = {name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()}
+    try:
+        with torch_restored():
+            result: Any = loss(inputs, **arguments)
+    except SystemExit as error:
+        raise ConfigError(f"the loss {loss_name(loss)} failed: {left(error)}; let it raise an error instead") from error
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     value, named = result if pair else (result, {})
     _check_scalar(value, loss_name(loss))

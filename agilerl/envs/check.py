@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from agilerl.custom_code import contained, left
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.conversation import ChatFormat, as_messages
 from agilerl.envs.text_env import TextEnv
@@ -73,10 +74,11 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
     """
     found: list[Finding] = []
     try:
-        factory = _factory(env_or_factory)
-        env = factory()
-        if tokenizer is not None:
-            env.bind(tokenizer)
+        with contained():
+            factory = _factory(env_or_factory)
+            env = factory()
+            if tokenizer is not None:
+                env.bind(tokenizer)
     except Exception as error:
         return [_error("not-an-environment", _told(error, "the environment cannot be made"))]
     try:
@@ -90,6 +92,8 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
         found += _check_end(env)
         if tokenizer is not None:
             found += _check_tokenizer(env, tokenizer)
+    except SystemExit as error:
+        found.append(_error("leaves-the-process", _told(left(error), "the environment ended the process")))
     finally:
         found += _check_close(env)
     return found
@@ -282,8 +286,9 @@ def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
 
 def _check_close(env: TextEnv) -> Iterator[Finding]:
     try:
-        env.close()
-        env.close()
+        with contained():
+            env.close()
+            env.close()
     except Exception as error:
         yield _error("close-raises", _told(error, "close() must work, also a second time, but failed"))
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
+from agilerl.custom_code import left, torch_restored
 from agilerl.errors import EnvError, RewardError
 from agilerl.rewards.grader import Outcome, check_score, outcome_of
 from agilerl.rewards.grades import Grades, grades_of
@@ -70,13 +71,16 @@ class Task(ABC):
             RewardError: the scorer failed for every completion.
         """
         outcomes: list[Outcome] = []
-        for completion, row in zip(completions, rows):
-            try:
-                outcomes.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
-            except RewardError as error:
-                outcomes.append(error)
-            except Exception as error:  # whatever it is, it is the failure of this completion alone
-                outcomes.append(outcome_of(error, f"the reward of {self.name}"))
+        with torch_restored():
+            for completion, row in zip(completions, rows):
+                try:
+                    outcomes.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
+                except RewardError as error:
+                    outcomes.append(error)
+                except Exception as error:  # whatever it is, it is the failure of this completion alone
+                    outcomes.append(outcome_of(error, f"the reward of {self.name}"))
+                except SystemExit as error:
+                    outcomes.append(outcome_of(left(error), f"the reward of {self.name}"))
         return grades_of(self.grader, outcomes)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:

@@ -5,6 +5,7 @@ from typing import Any
 
 import gymnasium
 
+from agilerl.custom_code import contained
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.conversation import ChatFormat
 from agilerl.envs.core import Split
@@ -149,7 +150,8 @@ class EpisodeTask:
     def close(self) -> None:
         """Close the environments that nobody uses."""
         while self._idle:
-            self._idle.pop().close()
+            with contained():
+                self._idle.pop().close()
 
     def _made(self) -> TextEnv:
         if not callable(self.env_factory):
@@ -158,7 +160,8 @@ class EpisodeTask:
                 "give partial(make_env, name), with make_env from agilerl.envs.adapters"
             )
         try:
-            made = self.env_factory(**self.env_config)
+            with contained():
+                made = self.env_factory(**self.env_config)
         except ConfigError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, SupportsFloat
 
+from agilerl.custom_code import left, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
 
@@ -183,21 +184,31 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
 def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Make the calls and await what is awaitable; an exception stands in the place of its call's result."""
     results: list[Any] = []
-    for call in calls:
-        try:
-            results.append(call())
-        except Exception as error:
-            results.append(error)
-    if not any(inspect.isawaitable(result) for result in results):
-        return results
-    # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, _gather(results)).result()
+    with torch_restored():
+        for call in calls:
+            try:
+                results.append(call())
+            except Exception as error:
+                results.append(error)
+            except SystemExit as error:  # a grader does not end the process
+                results.append(left(error))
+        if not any(inspect.isawaitable(result) for result in results):
+            return results
+        # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, _gather(results)).result()
 
 
 async def _gather(results: Sequence[Any]) -> list[Any]:
-    awaitables: list[Awaitable[Any]] = [r if inspect.isawaitable(r) else _settled(r) for r in results]
+    awaitables: list[Awaitable[Any]] = [_awaited(r) if inspect.isawaitable(r) else _settled(r) for r in results]
     return list(await asyncio.gather(*awaitables, return_exceptions=True))
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:  # the event loop would hand it on at once, whatever the others do
+        raise left(error) from error
 
 
 async def _settled(value: Any) -> Any:

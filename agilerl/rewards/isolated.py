@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -172,7 +173,7 @@ class _Worker:
                 if not chunk:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(ENDING)
-                    raise EOFError(f"its process ended with status {process.returncode}")
+                    raise EOFError(f"its process {_ended(process.returncode)}")
                 text += chunk
         return text
 
@@ -181,6 +182,15 @@ class _Worker:
         if self.process is not None:
             self.process = None
             self._end()
+
+
+def _ended(status: int | None) -> str:
+    """Return in words how a process has ended."""
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    reason = "; the kernel does that where memory runs out" if name == "SIGKILL" else ""
+    return f"was killed by {name}{reason}"
 
 
 def _kill(process: subprocess.Popen[bytes], held: int, owner: int) -> None:

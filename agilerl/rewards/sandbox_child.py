@@ -85,7 +85,8 @@ def contain(owner: int, command: list[str]) -> None:
     end_all(child, None)
     if status is not None and os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        if os.WTERMSIG(status) != signal.SIGKILL:  # which has no handler to put back
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status) if status is not None else 0)
 

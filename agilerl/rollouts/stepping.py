@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from time import monotonic
 
+from agilerl.custom_code import left, torch_restored
+
 __all__ = ["call_all"]
 
 _WORKERS = 8
@@ -20,12 +22,13 @@ def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> li
         timeout: seconds for each call, from its own start; None makes them one after the other, in this thread. A call
             that takes longer counts as a TimeoutError: its thread is left behind and whatever it does later is lost.
     """
-    if timeout is None:
-        return [_caught(call) for call in calls]
-    batch = _Batch(calls)
-    for _ in range(min(_WORKERS, len(calls))):
-        batch.start_worker()
-    return batch.results(timeout)
+    with torch_restored():
+        if timeout is None:
+            return [_caught(call) for call in calls]
+        batch = _Batch(calls)
+        for _ in range(min(_WORKERS, len(calls))):
+            batch.start_worker()
+        return batch.results(timeout)
 
 
 def _caught(call: Callable[[], object]) -> Exception | None:
@@ -34,7 +37,7 @@ def _caught(call: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     except SystemExit as error:  # an environment does not end the process
-        return RuntimeError(f"it wanted to leave the process (SystemExit: {error.code})")
+        return left(error)
     return None
 
 

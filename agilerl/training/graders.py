@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agilerl.custom_code import contained
 from agilerl.envs.core import Task
 from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.errors import ConfigError
@@ -121,7 +122,8 @@ def _own(where: str, entry: GraderConfig, found: Any) -> Grader:
     if not isinstance(found, type):
         return partial(found, **entry.params) if entry.params else found
     try:
-        return found(**entry.params)  # type: ignore[no-any-return]
+        with contained():
+            return found(**entry.params)  # type: ignore[no-any-return]
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason
         raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
 
