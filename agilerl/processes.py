@@ -1,8 +1,9 @@
 """Processes that work on one run together: bytes and tensors between them, over torch.distributed."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -22,6 +23,8 @@ __all__ = ["ALONE", "Processes", "joined"]
 T = TypeVar("T")
 
 _CONNECTING, _POLL = timedelta(seconds=120), 0.05
+_WATCHING = 1.0
+"""Seconds between two looks at whether the launcher is still there."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
                 "torchrun, accelerate launch, or distributed.backend=none for one process"
             )
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    _end_with_launcher()
     try:
         _meet("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
@@ -143,6 +147,34 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
         yield Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """End this process when torchrun, which started it, is gone: nobody would end it any more, or start it again.
+
+    Of other launchers we do not know that they stay: a shell may start processes and end.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or _launchers:
+        return
+    _launchers.append(os.getppid())
+
+    def watch() -> None:
+        while not _is_orphaned():
+            sleep(_WATCHING)
+        if os.environ["RANK"] == "0":
+            with suppress(OSError):  # whoever listened may be gone as well
+                os.write(2, b"error: the launcher of this run was killed; go on with agilerl resume\n")
+        os._exit(2)  # as a kill would: a run directory is whole at any moment
+
+    threading.Thread(target=watch, name="watch the launcher", daemon=True).start()
+
+
+_launchers: list[int] = []
+"""The process that started this one, where it is watched."""
+
+
+def _is_orphaned() -> bool:
+    return bool(_launchers) and os.getppid() != _launchers[0]
 
 
 def _meet(backend: str, patience: timedelta) -> None:
@@ -186,6 +218,8 @@ def _together(call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:  # gloo has one kind of error for all that can happen to the others
+        if _is_orphaned():  # theirs is what happens to this one too, in a moment
+            sleep(2 * _WATCHING)
         raise EngineError(
             f"another process of this run is lost or does not answer ({_reason(error)}); go on from the last "
             "checkpoint with agilerl resume, or under the launcher with --resume auto"

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agilerl.custom_code import contained
+from agilerl.custom_code import torch_restored
 from agilerl.errors import ConfigError
 from agilerl.source_files import run_file
 from agilerl.validation import shown
@@ -62,9 +62,9 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     if not place or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:
-        with contained():
+        with torch_restored():
             found: Any = run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
-    except Exception as error:  # whatever foreign code raises, the user gets its reason
+    except (Exception, SystemExit) as error:  # whatever foreign code raises, the user gets its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if part not in vars(found):
