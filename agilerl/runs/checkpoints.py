@@ -109,6 +109,27 @@ class CheckpointStore:
         number = self._newest_intact([n for n in self.numbers() if before is None or n < before])
         return None if number is None else self.path(number)
 
+    def put_in_order(self, number_in: Callable[[Path], int | None]) -> None:
+        """Give checkpoints that somebody has renamed the names of their numbers again, and report it.
+
+        ``number_in`` returns the number that a folder holds, None where it cannot be read. What holds the same number
+        as the checkpoint of that name is put aside. Raises CheckpointError where a folder cannot be renamed.
+        """
+        if not self.root.is_dir():
+            return
+        folders = sorted(p for p in self.root.iterdir() if re.fullmatch("[0-9]+", p.name) and p.is_dir())
+        numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
+        wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}
+        # By way of names that nobody looks for: two may have been swapped.
+        moved = {_renamed(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
+        for aside, (folder, number) in moved.items():
+            place = self.path(number)
+            if place.exists():
+                self.put_aside(aside, f"{folder} holds iteration {number}, as {place} does.")
+            else:
+                _renamed(aside, place.name)
+                self._report(f"The checkpoint {folder} holds iteration {number}; it is called {place} again.")
+
     @property
     def damaged(self) -> bool:
         """True where a checkpoint of this run was put aside, now or earlier."""
@@ -155,3 +176,16 @@ class CheckpointStore:
             if number not in keep:
                 self._verified.discard(number)
                 remove_folder(self.path(number))
+
+
+def _renamed(folder: Path, name: str) -> Path:
+    place, count = folder.with_name(name), 1
+    while place.exists():
+        place, count = folder.with_name(f"{name}.{count}"), count + 1
+    try:
+        return folder.rename(place)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} holds another iteration than its name says, and cannot be renamed to {place}: "
+            f"{error.strerror or error}; rename it"
+        ) from error

@@ -1,5 +1,6 @@
 """Append-only files of JSON lines, whose torn tail is cut when they are opened again after a crash."""
 
+import hashlib
 import os
 import stat
 import zlib
@@ -12,7 +13,11 @@ from typing import Any, Self
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
-__all__ = ["Journal", "JsonLines", "missing_bytes", "missing_records", "read_lines"]
+__all__ = ["Journal", "JsonLines", "damaged_lines", "missing_bytes", "missing_records", "read_lines"]
+
+_BLOCK = 1 << 20
+_LONGEST_LINE = 1 << 26
+"""Bytes of a line, which one thousand agents with a hundred genes do not reach."""
 
 
 class JsonLines:
@@ -31,6 +36,7 @@ class JsonLines:
                 raise CheckpointError(f"{lost}.")
             with _reading(path):
                 self._file.cut(_end_of_last_line(path) if keep is None else keep)
+                self._written = _digest(path, self._file.position)
         except BaseException:
             self.close()
             raise
@@ -40,9 +46,16 @@ class JsonLines:
         """Bytes written so far; ``keep=position`` brings the file back to this moment."""
         return self._file.position
 
+    @property
+    def sha256(self) -> str:
+        """Of all bytes up to ``position``: a reader can tell whether the lines are those that were written."""
+        return self._written.hexdigest()
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object; raises WriteError where the disk refuses, and then leaves no partial line."""
-        self._file.append(strict_json.dumps(record).encode() + b"\n")
+        line = strict_json.dumps(record).encode() + b"\n"
+        self._file.append(line)
+        self._written.update(line)
 
     def sync(self) -> None:
         """Return when everything written is on the disk, safe from a power cut as well."""
@@ -128,6 +141,31 @@ def missing_bytes(path: Path, keep: int) -> str:
     if keep > size:
         return f"{path} should hold at least {keep:,} bytes, found {size:,}; lines were lost"
     return "" if keep == 0 or ends else f"{path} should have the end of a line at byte {keep:,}; lines were changed"
+
+
+def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
+    """Return in words what is wrong with the first ``keep`` bytes of a file of lines, "" where nothing.
+
+    They are all there, end a line, hold one JSON object a line, and are those that were written: their ``sha256``, as
+    far as it was noted.
+    """
+    if lost := missing_bytes(path, keep):
+        return lost
+    with _reading(path):
+        if keep == 0 or (sha256 is not None and _digest(path, keep).hexdigest() == sha256):
+            return ""
+        with open(path, "rb") as file:
+            number = 0
+            while (place := file.tell()) < keep:
+                number += 1
+                line = file.readline(min(_LONGEST_LINE, keep - place))
+                try:
+                    _parse_line(path, number, line)
+                except CheckpointError as error:
+                    return str(error).rstrip(".")
+    if sha256 is None:
+        return ""
+    return f"the lines of {path} are not those that were written: something in its first {keep:,} bytes was changed"
 
 
 def missing_records(path: Path, keep: int) -> str:
@@ -286,6 +324,16 @@ class _AppendFile:
         if self._descriptor is None:
             raise CheckpointError(f"{self.path} is closed; open it again to write.")
         return self._descriptor
+
+
+def _digest(path: Path, size: int) -> "hashlib._Hash":
+    """Return the sha256 of the first ``size`` bytes of a file, to go on with."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while size > 0 and (block := file.read(min(size, _BLOCK))):
+            digest.update(block)
+            size -= len(block)
+    return digest
 
 
 def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:

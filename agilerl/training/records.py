@@ -151,7 +151,9 @@ class RunRecords:
         # First, so that no checkpoint points behind the end of a file that a power cut has shortened.
         self.metrics.sync()
         self.lineage.sync()
-        positions = Positions(self.metrics.position, self.lineage.position, len(self.journal))
+        positions = Positions(
+            self.metrics.position, self.lineage.position, len(self.journal), self.metrics.sha256, self.lineage.sha256
+        )
         folder = self.checkpoints.commit(
             progress.iteration,
             lambda folder: write_checkpoint(folder, population, progress, positions),

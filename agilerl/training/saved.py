@@ -1,5 +1,6 @@
 """A run directory as something to go on with: what it was started with, and its newest intact checkpoint."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from agilerl.population import Population
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, CheckpointStore, agent_files
 from agilerl.runs.directory import RunDirectory
-from agilerl.runs.journal import missing_bytes, missing_records
+from agilerl.runs.journal import damaged_lines, missing_records
 from agilerl.runtime import Runtime
 from agilerl.training.config import RunConfig
 from agilerl.training.named_files import check_unchanged
@@ -49,6 +50,9 @@ class Positions:
     metrics_bytes: int
     lineage_bytes: int
     journal_records: int
+    metrics_sha256: str | None = None
+    """Of those bytes; None where it was not noted yet."""
+    lineage_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,11 @@ class SavedCheckpoint:
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
     """Lock the directory of an unfinished run and find its newest checkpoint that can be gone on from.
 
-    That is one that is intact and whose lines of metrics, lineage and journal are all there. Newer ones are put aside,
-    and ``report`` is told in sentences, also of what is lost. Raises CheckpointError where there is no run, a finished
-    one, or one that another process works on, where intact checkpoints lack lines, all of them, and, without
-    ``allow_changes``, where files that the run reads are not what they were when it began; and ConfigError where its
+    That is one that is intact and whose lines of metrics, lineage and journal are all there, as they were written.
+    Newer ones are put aside, those that were renamed get their names again, and ``report`` is told in sentences, also
+    of what is lost. Raises CheckpointError where there is no run, a finished one, or one that another process works on,
+    where intact checkpoints lack lines, all of them, and, without ``allow_changes``, where files that the run reads are
+    not what they were when it began, or where every checkpoint has lines that were changed; and ConfigError where its
     configuration is not valid.
     """
     run = RunDirectory.open(path)
@@ -81,17 +86,18 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
         config = recorded(run.info)
         if not allow_changes:
             check_unchanged(config, run.info.get("files", {}), run.root)
-        return SavedRun(run, config, _newest_usable(run, report))
+        return SavedRun(run, config, _newest_usable(run, report, allow_changes=allow_changes))
     except BaseException:
         run.close()
         raise
 
 
-def _newest_usable(run: RunDirectory, report: Callable[[str], None]) -> Path | None:
+def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_changes: bool) -> Path | None:
     """Return the newest intact checkpoint whose lines are all there; None, and said, where none is intact."""
     store = CheckpointStore(run.checkpoints, report=report)
+    store.put_in_order(_number_in)
     found, short = store.latest(), dict[Path, str]()
-    while found is not None and (lost := _lost_lines(run, found)):
+    while found is not None and (lost := _lost_lines(run, found, allow_changes=allow_changes)):
         short[found] = lost
         found = store.latest(before=int(found.name))
     if found is None and short:
@@ -99,6 +105,7 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None]) -> Path | N
         raise CheckpointError(
             f"{short[newest]}, and no other checkpoint can do without them; put the file back from a copy, or start "
             f"another run from an adapter of this one: network.adapter={newest}/agent_N/actor"
+            f"{_as_they_are(run, newest)}"
         )
     for folder, lost in short.items():
         store.put_aside(folder, f"{lost}.")
@@ -109,14 +116,33 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None]) -> Path | N
     return found
 
 
-def _lost_lines(run: RunDirectory, checkpoint: Path) -> str:
-    """Return in words what the append-only files lack of what there was at a checkpoint, "" where nothing."""
+def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> str:
+    """Return in words what the append-only files lack of what there was at a checkpoint, "" where nothing.
+
+    With ``allow_changes`` other lines than were written are no lack, as long as there are as many bytes of them.
+    """
     state, clock = read_state_json(checkpoint / STATE), read_clock(checkpoint / CLOCK)
+    metrics, lineage = clock.get("metrics_sha256"), state.get("lineage_sha256")
     return (
-        missing_bytes(run.metrics, clock["metrics_bytes"])
-        or missing_bytes(run.lineage, state["lineage_bytes"])
+        damaged_lines(run.metrics, clock["metrics_bytes"], None if allow_changes else metrics)
+        or damaged_lines(run.lineage, state["lineage_bytes"], None if allow_changes else lineage)
         or missing_records(run.journal, clock["journal_records"])
     )
+
+
+def _as_they_are(run: RunDirectory, checkpoint: Path) -> str:
+    """Return what else can be done where the lines are those of a run, and only not what was written."""
+    if _lost_lines(run, checkpoint, allow_changes=True):
+        return ""
+    return f"; or go on with the lines as they are: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
+
+
+def _number_in(checkpoint: Path) -> int | None:
+    """Return the iteration that a checkpoint was made after, whatever its folder is called."""
+    try:
+        return int(read_state_json(checkpoint / STATE)["progress"]["iteration"])
+    except CheckpointError:
+        return None
 
 
 def write_checkpoint(folder: Path, population: Population, progress: Progress, positions: Positions) -> None:
@@ -132,6 +158,7 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
         "agents": [agent.index for agent in population.everyone],
         "not_finite": broken,
         "lineage_bytes": positions.lineage_bytes,
+        "lineage_sha256": positions.lineage_sha256,
         "memory": asdict(runtime.limits),
         "bank_rank": runtime.store.max_rank,
     }
@@ -140,6 +167,7 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     clock = {
         "seconds": progress.seconds,
         "metrics_bytes": positions.metrics_bytes,
+        "metrics_sha256": positions.metrics_sha256,
         "journal_records": positions.journal_records,
     }
     for name, content in ((STATE, values), (CLOCK, clock)):
@@ -165,7 +193,13 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
         ]
         has_elite = state["progress"]["elite_iteration"] is not None
         elite = read_state(folder / _ELITE, layers) if has_elite else None
-        positions = Positions(clock["metrics_bytes"], state["lineage_bytes"], clock["journal_records"])
+        positions = Positions(
+            clock["metrics_bytes"],
+            state["lineage_bytes"],
+            clock["journal_records"],
+            clock.get("metrics_sha256"),
+            state.get("lineage_sha256"),
+        )
         progress = Progress.from_dict(state["progress"], elite, seconds=float(clock["seconds"]))
         memory = MemoryLimits(**state["memory"])
         return SavedCheckpoint(folder, states, state["next_index"], progress, positions, memory, state["bank_rank"])

@@ -11,6 +11,7 @@ from agilerl.runs import strict_json
 __all__ = ["read_clock", "read_state_json"]
 
 Index = Annotated[str, Field(pattern=r"^\d{1,18}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Fitness(SavedValues):
@@ -54,6 +55,7 @@ class _State(SavedValues):
     agents: Annotated[list[Count], Field(min_length=1)]
     not_finite: list[Count] = Field(default_factory=list)
     lineage_bytes: Count
+    lineage_sha256: Digest | None = None  # none in a checkpoint of the time before it was noted
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -65,6 +67,7 @@ class _State(SavedValues):
 class _Clock(SavedValues):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     metrics_bytes: Count
+    metrics_sha256: Digest | None = None
     journal_records: Count
 
 
