@@ -75,6 +75,7 @@ class TokenObservationWrapper:
         self._context = (max_model_len or _UNLIMITED, max_output_tokens or 1)
         self._episode: Episode | None = None
         self._drawn = 0
+        self._closed = False
 
     def reset(self, seed: int | None = None) -> tuple[Prompt, dict[str, Any]]:
         """Begin the episode of a seed, by default another one each time; return the first prompt and info.
@@ -82,6 +83,7 @@ class TokenObservationWrapper:
         Raises:
             EnvError: a prompt that is empty or over the budget, or an observation that is no text.
         """
+        self._check_open()
         if self._episode is not None:
             self._task.give_back(self._episode.env)
         if seed is None:
@@ -142,12 +144,20 @@ class TokenObservationWrapper:
         return self._episode.trajectories(group, number)
 
     def close(self) -> None:
-        """Close the environment."""
+        """Close the environment; ``reset`` and ``step`` raise EnvError from here on. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._episode is not None:
             self._episode.env.close()
         self._task.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EnvError("this environment was closed; wrap another one")
+
     def _running(self) -> Episode:
+        self._check_open()
         if self._episode is None or self._episode.done:
             raise EnvError("expected reset() before step(): no episode is running")
         return self._episode

@@ -76,6 +76,7 @@ class VLLMEngine:
         shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
         self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
         self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
+        self._closed = False
         self._loaded: set[int] = set()
         self._trusted: set[int | None] = set()
         """Versions, and None for the base, whose probe has been compared."""
@@ -94,14 +95,22 @@ class VLLMEngine:
             )
 
     def _start(self, adapters: int, rank: int, context_length: int | None) -> None:
+        self._check_open()
         if not self.backend.running:
             with self._engine():  # so that vLLM finds the memory that it will have
                 self.backend.start(adapters, rank, context_length)
 
     def close(self) -> None:
-        """Stop vLLM, or leave the server without our adapters."""
+        """Stop vLLM, or leave the server without our adapters; EngineError from here on. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self.backend.close()
         self.versions.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this vLLM engine was closed; make another one (a new Runtime with use_vllm=True)")
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of each request, in order.
@@ -109,6 +118,7 @@ class VLLMEngine:
         Raises EngineError when a prompt leaves no room in the context, an adapter does not fit, vLLM fails, or what it
         computes is not what the trainer computes.
         """
+        self._check_open()
         if self.config.exams == "torch":
             return self._divided(requests)
         return self._sampled(requests) if requests else []

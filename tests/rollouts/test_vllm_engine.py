@@ -344,3 +344,16 @@ def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(
 def test_settings_are_importable_without_torch() -> None:
     code = "import agilerl.vllm_config, sys; assert not {'torch', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_closed_engine_refuses_to_work(runtime: Runtime) -> None:
+    """Its folder of adapters was gone, and another one was made that nobody removed."""
+    engine = engine_of(runtime)
+    engine.generate(asked())
+    folder = engine.versions.folder
+    engine.close()
+    engine.close()
+    for use in (lambda: engine.generate(asked()), lambda: engine.start(2, 4)):
+        with pytest.raises(EngineError, match="closed"):
+            use()
+    assert not folder.exists()

@@ -66,7 +66,7 @@ class Adapter(TextEnv):
         self.tools = getattr(inner, "tools", ())
         self.observation_space = self.action_space = AnyText()
         self._seed, self._turn = -1, 0
-        self._running = False
+        self._running = self._closed = False
 
     @abstractmethod
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
@@ -78,6 +78,8 @@ class Adapter(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode. ``options`` are not passed on."""
+        if self._closed:
+            raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make another one")
         self._seed = self._seed + 1 if seed is None else seed
         self._turn, self._running = 0, True
         return self.begin(self._seed)
@@ -102,7 +104,10 @@ class Adapter(TextEnv):
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
-        """Close the inner environment, if it can be closed."""
+        """Close the inner environment, if it can be closed; ``reset`` raises EnvError from here on."""
+        if self._closed:
+            return
+        self._running, self._closed = False, True
         close = getattr(self.inner, "close", None)
         if close is not None:
             close()

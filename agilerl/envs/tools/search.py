@@ -85,8 +85,10 @@ class SearchTool:
         )
 
     def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+        """Close the connections; the next search opens new ones."""
+        client = self.__dict__.pop("_client", None)
+        if client is not None:
+            client.close()
 
     @cached_property
     def _client(self) -> httpx2.Client:
