@@ -78,7 +78,7 @@ def informative_groups(advantages: Tensor, groups: Tensor) -> Tensor:
     _, index = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     labels = torch.arange(int(index.max()) + 1 if len(index) else 0, device=index.device)
     member = index == labels[:, None]
-    informative = (member.unsqueeze(-1) & (advantages != 0)).any(1)
+    informative: Tensor = (member.unsqueeze(-1) & (advantages != 0)).any(1)
     return informative.index_select(0, index)
 
 
