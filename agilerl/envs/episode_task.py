@@ -126,7 +126,7 @@ class EpisodeTask:
             )
         return chat
 
-    def episode(self, chat: ChatFormat, context_length: int, reserve: int) -> Episode:
+    def episode(self, chat: ChatFormat, context_length: int | None, reserve: int) -> Episode:
         """Return an episode that has not begun, in an environment of its own until it is given back."""
         env = self.take()
         env.bind(chat.tokenizer)

@@ -19,8 +19,8 @@ Truncation = Literal["turns", "context", "environment"]
 class EpisodeLimits:
     """What an episode may use."""
 
-    context_length: int
-    """Most tokens of prompt and completion together."""
+    context_length: int | None
+    """Most tokens of prompt and completion together; None: no limit."""
     max_turns: int | None = None
     """Most actions; None: the environment's own limit."""
     reserve: int = 1
@@ -29,6 +29,11 @@ class EpisodeLimits:
     """Where a prompt would not fit, forget the oldest turns instead of cutting the episode."""
     forks: bool = False
     """Follow a chat template that rewrites earlier turns, by a row of its own for what comes after."""
+
+    @property
+    def prompt_length(self) -> int | None:
+        """Most tokens of a prompt; None: no limit."""
+        return None if self.context_length is None else self.context_length - self.reserve
 
 
 @dataclass
@@ -122,8 +127,7 @@ class Episode:
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
         self._opening = system + _observed(observation)
         self._messages = list(self._opening)
-        room = self.limits.context_length - self.limits.reserve
-        self._rows = [_Row(self.chat.prompt(self._opening, max_tokens=room))]
+        self._rows = [_Row(self.chat.prompt(self._opening, max_tokens=self.limits.prompt_length))]
 
     def act(self, completion: Completion, text: str) -> float:
         """Take one completion, given as tokens and as their text, to the environment; returns its reward.
@@ -197,14 +201,14 @@ class Episode:
         self._log += [f"< {m['content']}" for m in messages]
         between = self.chat.between(self._opening, said, messages)
         self._turns[-1] += between
-        budget = self.limits.context_length - self.limits.reserve
+        budget = self.limits.prompt_length
         current = self._rows[-1]
         prompt = current.ids + between
         if self.limits.forks:
             prompt = self.chat.prompt(self._messages)
-        if len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
+        if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)
-        if len(prompt) > budget:
+        if budget is not None and len(prompt) > budget:
             self._cut("context")
         elif prompt[: len(current.ids)] == current.ids:
             current.hear(prompt[len(current.ids) :])

@@ -18,9 +18,6 @@ from agilerl.errors import ConfigError, EnvError
 
 __all__ = ["SyncMultiTurnVecEnv", "TokenObservationWrapper"]
 
-_UNLIMITED = 1 << 30
-"""Context of a wrapper without ``max_model_len``."""
-
 
 class TokenObservationWrapper:
     """One environment whose observations are prompts and whose actions are token ids.
@@ -72,7 +69,10 @@ class TokenObservationWrapper:
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
         self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
         self._chat: ChatFormat = self._task.chat(tokenizer)
-        self._context = (max_model_len or _UNLIMITED, max_output_tokens or 1)
+        for name, value in (("max_model_len", max_model_len), ("max_output_tokens", max_output_tokens)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"expected a whole number of 1 or more as {name}, or None, found {value!r}")
+        self._context = (max_model_len, 1 if max_output_tokens is None else max_output_tokens)
         self._episode: Episode | None = None
         self._drawn = 0
         self._closed = False

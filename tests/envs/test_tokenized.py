@@ -134,6 +134,12 @@ def test_groups_of_single_rows_are_consecutive() -> None:
         to_batch((ids, masks, rewards), 0, turns[:5], group_size=3)
 
 
+@pytest.mark.parametrize("limit", [{"max_model_len": 0}, {"max_output_tokens": 0}, {"max_model_len": True}])
+def test_a_limit_of_nothing_is_not_no_limit(tokenizer: Any, limit: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limit))):
+        TokenObservationWrapper(Echo(), tokenizer, 5, **limit)
+
+
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (True, 1)])
 def test_bad_sizes(tokenizer: Any, sizes: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="whole number of 1 or more"):

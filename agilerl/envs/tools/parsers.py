@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from agilerl.envs.prompts import end_token_ids
 from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser, call_of, json_call, json_values
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest
@@ -162,7 +163,7 @@ class MistralParser:
         (self._calls,) = _token_ids(tokenizer, REQUIRED["mistral"], self.family)
         self._args, self._call_id = _optional_ids(tokenizer, ARGS, CALL_ID)
         self._think = _optional_ids(tokenizer, "[THINK]", "[/THINK]")
-        self._ends = {tokenizer.eos_token_id}
+        self._ends = end_token_ids(tokenizer)
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the calls of every segment that the token begins."""
