@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.curriculum import Curriculum
-from agilerl.envs.screening import is_harmless
+from agilerl.envs.scorers import Scorers
 from agilerl.envs.split import is_held_out
-from agilerl.envs.upstream import build_dataset, check_params, draw, quiet
-from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.envs.upstream import build_dataset, check_params, draw
+from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
 
@@ -92,7 +92,8 @@ class ReasoningGymTask(Task):
         self.curriculum = curriculum
         self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
         # Some scorers read the parameters (decimal_arithmetic its precision): each level has its own.
-        self._scorers = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
+        datasets = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
+        self._scorers = Scorers(self.name, self.levels, datasets)
         self._draw("panel", 0, self._last)
 
     def __repr__(self) -> str:
@@ -119,22 +120,20 @@ class ReasoningGymTask(Task):
         """Score the completion: what stands between the last answer tags, or the whole of it, stripped.
 
         The exact reward compares with ``==``: spell_backward's own score has a rounding bug that gives 6, 7, 9 and 10
-        letters with trailing junk 0.9999999999999999. An answer that the scorer cannot read (it raises), or that
-        would run as a program inside it, is wrong: 0.0.
+        letters with trailing junk 0.9999999999999999. An answer that the scorer cannot read (it raises), that would run
+        as a program inside it, or that takes more than 5 s of processor time or 2 GiB is wrong: 0.0. Scorers that
+        evaluate answers run in a process without privileges (``agilerl.envs.scorers``), started when it is needed.
 
         Raises:
-            RewardError: the scorer cannot even read the problem's own answer.
+            RewardError: the scorer cannot even read the problem's own answer, or its process cannot be started.
         """
-        answer = extract_answer(completion)
-        if answer != row["answer"] and not is_harmless(row["metadata"]["source_dataset"], answer):
-            return 0.0
-        try:
-            with quiet():
-                score = float(self._scorer(row).score_answer(answer, row))
-        except Exception as error:
-            self._blame(row, error)
-            return 0.0
+        level = 0 if self.curriculum is None else row.get("level", self._last)
+        score = self._scorers.score(extract_answer(completion), row, level)
         return score if self.reward_kind == "score" else float(score == 1.0)
+
+    def close(self) -> None:
+        """Let go of the process of the scorers, if one was needed; it is started again when it is."""
+        self._scorers.close()
 
     def prepare(self) -> None:
         """Draw both panels, and the first problem of each level of a curriculum.
@@ -147,20 +146,6 @@ class ReasoningGymTask(Task):
         if self.curriculum is not None:
             for level in range(len(self.levels)):
                 self._train_row(level * self.curriculum.prompts_per_level)
-
-    def _blame(self, row: Mapping[str, Any], error: Exception) -> None:
-        """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
-        if row["answer"] is None:
-            return
-        try:
-            with quiet():
-                self._scorer(row).score_answer(row["answer"], row)
-        except Exception:
-            message = f"the scorer of {self.name} fails on its own answer {row['answer']!r}: {error!r}"
-            raise RewardError(message) from error
-
-    def _scorer(self, row: Mapping[str, Any]) -> Any:
-        return self._scorers[0 if self.curriculum is None else row.get("level", self._last)]
 
     @property
     def _last(self) -> int:

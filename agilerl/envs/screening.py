@@ -1,19 +1,23 @@
-"""Keep completions from being run as programs.
+"""Keep completions from being run as programs: the second wall, in front of the process without privileges.
 
-Nine reasoning_gym scorers pass the model's answer to ``eval``, directly or through ``sympy.parse_expr`` (whose names
-include Python's builtins): ``__import__('os').system(...)`` would run, and ``9**9**9**9`` would never end. An answer is
-read as a syntax tree first, and only what a right answer can consist of is let through.
+Nine reasoning_gym scorers pass the model's answer to ``eval``, directly or through ``sympy.parse_expr``, which rewrites
+it first (``lambda``, factorials, repeated decimals), gives it Python's builtins, and evaluates texts inside it again:
+``__import__('os').system(...)`` would run, and ``9**9**9**9`` would never end. An answer is read as a syntax tree
+first, and only what a right answer can consist of is let through.
 """
 
 import ast
 import re
 import warnings
 
-__all__ = ["is_harmless"]
+__all__ = ["UNREADABLE", "is_harmless", "readable"]
 
 PYTHON_LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
 ALGEBRA = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
+
+UNREADABLE = "?"
+"""An answer that no scorer can read."""
 
 LITERALS = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 SUMS = (ast.Expression, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div)
@@ -25,39 +29,76 @@ FUNCTIONS = frozenset(
 LONGEST = 4000
 LARGEST_EXPONENT = 64
 NOT_ARITHMETIC = re.compile(r"[\[{!eE]")
-NOT_ALGEBRA = re.compile(r"[\[{!]|[\d.][eE][+-]?\d")
-"""Brackets, factorials (sympy's syntax, not Python's) and numbers such as 1e999999999."""
+NOT_ALGEBRA = re.compile(r"[\[{!\\:]|[\d.][eE][+-]?\d")
+"""Brackets, factorials and more of sympy's own syntax, continued lines, and numbers such as 1e999999999."""
+
+
+def readable(task: str, answer: str) -> bool | None:
+    """Say whether the scorer of reasoning_gym's dataset ``task`` can read ``answer``; None where it must not try.
+
+    False is for what is no expression of Python's, which parse_expr might all the same make one of: it is scored as
+    ``UNREADABLE`` is.
+    """
+    if is_harmless(task, answer):
+        return True
+    if task in ARITHMETIC | ALGEBRA and len(answer) <= LONGEST:
+        try:
+            return None if any(_trees(answer)) else False
+        except (MemoryError, RecursionError):
+            return None
+    return None
 
 
 def is_harmless(task: str, answer: str) -> bool:
     """Say whether ``answer`` may be handed to the scorer of reasoning_gym's dataset ``task``."""
     if task in PYTHON_LISTS:
-        return _consists_of(answer, LITERALS)
+        return _consists_of(answer, LITERALS, (str, int, float))
     if task in ARITHMETIC:
-        return NOT_ARITHMETIC.search(answer) is None and _consists_of(answer, SUMS)
+        return NOT_ARITHMETIC.search(answer) is None and _consists_of(answer, SUMS, (int, float))
     if task in ALGEBRA:
-        return NOT_ALGEBRA.search(answer) is None and _consists_of(answer, FORMULAS)
+        return NOT_ALGEBRA.search(answer) is None and _consists_of(answer, FORMULAS, (int, float))
     if task == "coin_flip":
         return re.search(r"[eE]", answer) is None  # it builds a Fraction: "1e999999999" has a billion digits
     return True
 
 
-def _consists_of(answer: str, allowed: tuple[type[ast.AST], ...]) -> bool:
+def _trees(answer: str) -> list[ast.Expression]:
+    """Return an answer as Python reads it, as it is and without white space around it; none where it reads nothing."""
+    trees = []
+    for text in dict.fromkeys((answer, answer.lstrip(), answer.strip())):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python warns about odd literals such as 0or 1
+                trees.append(ast.parse(text, mode="eval"))
+        except (SyntaxError, ValueError):
+            continue
+    return trees
+
+
+def _consists_of(answer: str, allowed: tuple[type[ast.AST], ...], values: tuple[type, ...]) -> bool:
+    """Whether Python reads nothing in ``answer`` but these nodes, with constants of these types.
+
+    What it does not read at all ``eval`` does not run, and the scorer may compare it as the text that it is; but
+    ``parse_expr`` may, after rewriting it.
+    """
     if len(answer) > LONGEST:
         return False
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns about odd literals such as 0or 1
-            tree = ast.parse(answer.strip(), mode="eval")
-    except (SyntaxError, ValueError):
-        return True  # what does not parse cannot run either; the scorer gives its own verdict
+        trees = _trees(answer)
     except (MemoryError, RecursionError):
         return False
-    return all(isinstance(node, allowed) and _is_small(node) for node in ast.walk(tree))
+    if not trees:
+        return allowed is LITERALS
+    return all(isinstance(node, allowed) and _is_small(node, values) for tree in trees for node in ast.walk(tree))
 
 
-def _is_small(node: ast.AST) -> bool:
-    """Refuse calls of anything but mathematical functions, texts that are multiplied, and powers that explode."""
+def _is_small(node: ast.AST, values: tuple[type, ...]) -> bool:
+    """Refuse calls of anything but mathematical functions, constants of other types, and powers that explode.
+
+    Texts in a formula are no right answer, and sympy evaluates them: ``sin('exit()')``.
+    """
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, values) and not isinstance(node.value, bool)
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
     if not isinstance(node, ast.BinOp):

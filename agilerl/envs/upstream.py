@@ -2,23 +2,30 @@
 
 import difflib
 import io
+import keyword
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING, Field, fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
+from agilerl.validation import shown
 
 __all__ = [
+    "FILE_PARAMS",
     "build_dataset",
     "check_params",
     "curricula",
     "curriculum_attributes",
     "curriculum_params",
     "draw",
+    "is_packaged",
     "known_tasks",
     "nearest",
     "quiet",
@@ -28,6 +35,16 @@ MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 """Datasets that draw from Python's or numpy's global generator (found by running all of them; a test repeats it)."""
+FILE_PARAMS = {"spell_backward": ("data_file",)}
+"""Parameters of datasets that are files which they read (found by giving each a file's name; a test repeats it)."""
+MOST_BYTES = 64 * 2**20
+"""Of such a file."""
+EVALUATED = frozenset(
+    {"basic_arithmetic", "countdown", "intermediate_integration", "polynomial_equations"}
+    | {"polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+"""Datasets that evaluate formulas which they made of their parameters, or hand the names in them to sympy."""
+NAME_OR_OPERATOR = re.compile(r"[A-Za-z]\w{0,31}|[-+*/%&|^~<>=]{1,3}", re.ASCII)
 
 
 def known_tasks() -> list[str]:
@@ -52,6 +69,10 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
         if key not in known:
             raise ConfigError(f"{name} has no parameter {key!r}{nearest(key, [k for k in known if k not in MANAGED])}")
         checked[key] = _checked_value(f"parameter {key!r} of {name}", known[key], value)
+        if name in EVALUATED:
+            _check_plain(f"parameter {key!r} of {name}", value)
+        if key in FILE_PARAMS.get(name, ()):
+            checked[key] = _file(f"parameter {key!r} of {name}", value)
     if name == "composite":
         checked["datasets"] = _check_specs(checked.get("datasets"))
     return checked
@@ -73,9 +94,9 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         with quiet():
             return create_dataset(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
-        shown = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
+        given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"a check of its own failed ({type(error).__name__})"
-        raise ConfigError(f"reasoning_gym's {name} does not accept {shown}: {reason}") from error
+        raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
 
 
 def curricula() -> list[str]:
@@ -158,6 +179,37 @@ def _checked_value(what: str, field: Field[Any], value: Any) -> Any:
         name = getattr(expected, "__name__", str(expected))
         raise ConfigError(f"expected {name} for the {what}, found {value!r} of type {type(value).__name__}")
     return value
+
+
+def _check_plain(what: str, value: Any) -> None:
+    """Raise ConfigError for texts that are more than a name or an operator: they would be evaluated."""
+    for text in [value] if isinstance(value, str) else value if isinstance(value, Iterable) else ():
+        if isinstance(text, str) and (NAME_OR_OPERATOR.fullmatch(text) is None or keyword.iskeyword(text)):
+            raise ConfigError(f"expected names such as x, or operators, for the {what}, found {shown(text)}")
+
+
+def is_packaged(name: str) -> bool:
+    """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
+    spec = find_spec("reasoning_gym")
+    places = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    return Path(name).name == name and any((Path(place) / "data" / name).is_file() for place in places)
+
+
+def _file(what: str, name: str) -> str:
+    """Return the name of a file as reasoning_gym, which looks in its own folder, finds it.
+
+    Raises ConfigError for what is not a plain file of a sensible size.
+    """
+    if is_packaged(name):
+        return name
+    path = Path(name).absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"expected a file, or the name of one that reasoning_gym brings along, for the {what}, found {shown(name)}"
+        )
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"expected at most {MOST_BYTES:,} bytes for the {what}, found {path.stat().st_size:,}")
+    return str(path)
 
 
 def _check_specs(specs: Any) -> list[dict[str, Any]]:

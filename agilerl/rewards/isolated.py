@@ -5,10 +5,13 @@ import inspect
 import json
 import os
 import queue
+import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,7 @@ from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.sandbox import CHILD
+from agilerl.validation import shown
 
 __all__ = ["IsolatedGrader"]
 
@@ -28,6 +32,12 @@ ENDING = 5.0
 """Seconds that the killing of all that a worker has started may take; a few milliseconds, unless it fights back."""
 STARTING = 60.0
 """Seconds that a worker has to import the grader."""
+LONGEST_REPLY = 2**16
+"""Bytes of a worker's reply, which is a number or a sentence."""
+WRITTEN = 16 * 2**20
+"""Bytes that a confined worker may write into its folder: some libraries need one to keep things in."""
+INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+"""All that a confined worker knows of the environment, which may hold keys."""
 
 
 class IsolatedGrader(BaseGrader):
@@ -39,6 +49,11 @@ class IsolatedGrader(BaseGrader):
     for graders that one trusts and texts that one does not; it is no sandbox: the grader can do what its user can. What
     it can escape by is to kill its worker's parent process, to become another user (sudo), to have a process started by
     one that is not its own (cron, a container daemon), and to fork faster than it is killed for five seconds.
+
+    With ``confined`` the process is under the limits of ``run_python`` as well, for graders that a text could make run
+    it: no root, no capabilities, none of the environment's variables, 32 processes and threads; on Linux with
+    unprivileged namespaces no network, no sight of other processes and no writing outside a folder of its own; with
+    Landlock (Linux 5.13) no file to read but those of Python and the packages that the grader has imported.
     """
 
     def __init__(
@@ -49,6 +64,8 @@ class IsolatedGrader(BaseGrader):
         memory_bytes: int = 4 * 2**30,
         workers: int = 1,
         name: str | None = None,
+        confined: bool = False,
+        cpu_seconds: float | None = None,
     ) -> None:
         """Name the function.
 
@@ -59,14 +76,20 @@ class IsolatedGrader(BaseGrader):
             memory_bytes: address space of a worker, its libraries included.
             workers: processes, 1 or more.
             name: what messages and metrics call it; the function's name by default.
+            confined: whether its processes have no privileges, no network and no files, as far as the machine allows.
+            cpu_seconds: of processor time for one completion, more than 0; whether it is enough depends less on what
+                else the machine does than ``timeout`` does, which should then be a multiple of it. None: no limit.
 
         Raises:
             ConfigError: the function is not one that another process can import by name, or a limit is not positive.
         """
         if not timeout > 0 or workers < 1:
             raise ConfigError(f"expected a timeout above 0 and 1 or more workers, found {timeout} and {workers}")
+        if cpu_seconds is not None and not cpu_seconds > 0:
+            raise ConfigError(f"expected cpu_seconds above 0, or None, found {cpu_seconds}")
         self.grader = grader if isinstance(grader, str) else _reference(grader)
         self.timeout, self.memory_bytes, self.workers = timeout, int(memory_bytes), workers
+        self.confined, self.cpu_seconds = confined, cpu_seconds
         self.name = name or self.grader.rpartition(":")[2].rpartition(".")[2]
 
     def __repr__(self) -> str:
@@ -88,7 +111,9 @@ class IsolatedGrader(BaseGrader):
         """Start the workers; raises RewardError when they cannot import the grader."""
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(self.workers):
-            worker = _Worker(self.grader, self.timeout, self.memory_bytes)
+            worker = _Worker(
+                self.grader, self.timeout, self.memory_bytes, confined=self.confined, cpu_seconds=self.cpu_seconds
+            )
             worker.start()
             self._idle.put(worker)
 
@@ -110,41 +135,71 @@ class IsolatedGrader(BaseGrader):
 class _Worker:
     """One process, started anew after it was killed for not answering."""
 
-    def __init__(self, grader: str, timeout: float, memory_bytes: int) -> None:
-        self.settings = {"grader": grader, "timeout": timeout, "memory_bytes": memory_bytes}
-        self.timeout = timeout
+    def __init__(
+        self, grader: str, timeout: float, memory_bytes: int, *, confined: bool, cpu_seconds: float | None
+    ) -> None:
+        self.settings = {
+            "grader": grader,
+            "timeout": timeout,
+            "memory_bytes": memory_bytes,
+            "confined": confined,
+            "cpu_seconds": cpu_seconds,
+        }
+        self.timeout, self.confined = timeout, confined
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process and wait until it has imported the grader."""
-        settings = json.dumps({**self.settings, "path": [path or os.getcwd() for path in sys.path]})
+        path = [path or os.getcwd() for path in sys.path]
+        limits: dict[str, Any] | None = None
+        options: dict[str, Any] = {}
+        folder = None
+        if self.confined:
+            folder = tempfile.mkdtemp(prefix="grader-")
+            readable = [place for place in path if os.access(place, os.R_OK)]
+            limits = {"memory_bytes": self.settings["memory_bytes"], "disk_bytes": WRITTEN, "readable": readable}
+            limits["folder"] = folder
+            options["env"] = {name: os.environ[name] for name in INHERITED if name in os.environ}
+            options["env"] |= dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), folder)
+            # A library that would start a thread for each core has 32 of them at most.
+            options["env"] |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        settings = json.dumps({**self.settings, "path": path, "folder": folder})
         container = [sys.executable, "-I", "-S", str(CHILD), "contain"]
+        worker = [sys.executable, *(["-I", "-B"] if self.confined else []), str(WORKER), settings]
         owner, held = os.pipe()
-        try:
-            self.process = subprocess.Popen(
-                [*container, str(owner), sys.executable, str(WORKER), settings],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[owner],
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(held)
-            raise
-        finally:
-            os.close(owner)
-        self._end = weakref.finalize(self, _kill, self.process, held, os.getpid())
-        try:
-            self._line(self.process, STARTING)
-        except (TimeoutError, EOFError) as error:
-            self.stop()
-            raise RewardError(f"cannot load the grader {self.settings['grader']}: {error}; see its output") from None
+        with tempfile.TemporaryFile() as messages:  # of a confined worker: a text could have it write to the terminal
+            try:
+                self.process = subprocess.Popen(
+                    [*container, str(owner), json.dumps(limits), *worker],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=messages if self.confined else None,
+                    pass_fds=[owner],
+                    start_new_session=True,
+                    **options,
+                )
+            except BaseException:
+                os.close(held)
+                _remove(folder)
+                raise
+            finally:
+                os.close(owner)
+            self._end = weakref.finalize(self, _kill, self.process, held, os.getpid(), folder)
+            try:
+                self._line(self.process, STARTING)
+            except (TimeoutError, EOFError) as error:
+                self.stop()
+                messages.seek(0)
+                said = messages.read().decode(errors="replace").strip().rpartition("\n")[2]
+                why = shown(said) if said else "see its output"
+                raise RewardError(f"cannot load the grader {self.settings['grader']}: {error}; {why}") from None
         return self.process
 
     def ask(self, request: Mapping[str, Any]) -> float | None:
         """Return the score; raises RewardError with the reason where there is none."""
+        number = secrets.token_hex(8)  # what a text could have it print earlier does not pass for a later reply
         try:
-            line = json.dumps(request).encode() + b"\n"
+            line = json.dumps({**request, "id": number}).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise RewardError(f"expected a row that can be written as JSON for an isolated grader: {error}") from error
         process = self.process or self.start()
@@ -152,12 +207,12 @@ class _Worker:
         try:
             process.stdin.write(line)
             process.stdin.flush()
-            answer = json.loads(self._line(process, self.timeout))
-        except (OSError, EOFError) as error:  # a TimeoutError is an OSError
+            answer = _reply(self._line(process, self.timeout), number)
+        except (OSError, EOFError, ValueError, RecursionError) as error:  # a TimeoutError is an OSError
             self.stop()
             raise (RewardTimeoutError if isinstance(error, TimeoutError) else RewardError)(str(error)) from None
         if "error" in answer:
-            raise RewardError(answer["error"])
+            raise RewardError(str(answer["error"]))
         score: float | None = answer["score"]
         return score
 
@@ -175,6 +230,8 @@ class _Worker:
                         process.wait(ENDING)
                     raise EOFError(f"its process {_ended(process.returncode)}")
                 text += chunk
+                if len(text) > LONGEST_REPLY:
+                    raise EOFError(f"expected a line from its process, found more than {LONGEST_REPLY:,} bytes")
         return text
 
     def stop(self) -> None:
@@ -193,7 +250,15 @@ def _ended(status: int | None) -> str:
     return f"was killed by {name}{reason}"
 
 
-def _kill(process: subprocess.Popen[bytes], held: int, owner: int) -> None:
+def _reply(line: bytes, number: str) -> dict[str, Any]:
+    """Read the reply to a request; raises ValueError where it is none."""
+    answer = json.loads(line)
+    if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
+        raise ValueError("its process did not reply with a score")
+    return answer
+
+
+def _kill(process: subprocess.Popen[bytes], held: int, owner: int, folder: str | None) -> None:
     """End a worker and all that descends from it; a process that was forked from its owner leaves it alone."""
     if os.getpid() != owner:
         return
@@ -209,6 +274,12 @@ def _kill(process: subprocess.Popen[bytes], held: int, owner: int) -> None:
             assert stream is not None
             stream.close()
     process.wait()
+    _remove(folder)
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reference(grader: Grader) -> str:

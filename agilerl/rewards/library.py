@@ -39,6 +39,7 @@ class Accuracy(IsolatedGrader):
 
     See ``math_accuracy``; None where ``answer`` is no mathematics. It runs in a process of its own, because a text as
     short as ``44**19**35`` keeps an algebra system busy for ever: out of time there is no score, counted as a failure.
+    An algebra system may also be talked into running a text, so that this process has no privileges and no files.
     """
 
     def __init__(self, *, timeout: float = 5.0, workers: int = 1) -> None:
@@ -50,7 +51,7 @@ class Accuracy(IsolatedGrader):
         if find_spec("math_verify") is None:
             raise ConfigError(f"accuracy needs math-verify, which is not installed; run: {how_to_install('math')}")
         function = "agilerl.rewards.mathematics:math_accuracy"
-        super().__init__(function, timeout=timeout, workers=workers, name="accuracy")
+        super().__init__(function, timeout=timeout, workers=workers, name="accuracy", confined=True)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The process above one that may start others, which ends them all; a script, for it is to stay small.
 
 ``run_python`` starts it for code that nobody has read: it gives up root, moves into namespaces of its own where the
-kernel lets it, and starts the program under limits. ``IsolatedGrader`` starts it for its workers, whose grader is
-trusted: it only sees to it that nothing outlives them. It imports nothing of the package, which therefore never forks a
-threaded process.
+kernel lets it, and starts the program under limits. ``IsolatedGrader`` starts it for its workers: where their grader is
+trusted it only sees to it that nothing outlives them, and a confined one is put under the same limits as a program. It
+imports nothing of the package, which therefore never forks a threaded process.
 """
 
 import contextlib
@@ -14,13 +14,15 @@ import resource
 import select
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 NEWUSER, NEWPID, NEWNET, NEWIPC, NEWNS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
-PARENT_DEATH_SIGNAL, DUMPABLE, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 36, 38
+PARENT_DEATH_SIGNAL, DUMPABLE, DROP_FROM_BOUNDING_SET, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 24, 36, 38
+CAPABILITIES = 64
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 NOBODY = 65534
 TASKS = 32
@@ -30,9 +32,12 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Do what the arguments say: ``contain FD COMMAND ...``, or else the order of ``run_python`` and its ``FD``."""
+    """Do what the arguments say: ``contain FD LIMITS COMMAND ...``, or else the order of ``run_python`` and its ``FD``.
+
+    The limits of a command that is trusted are null.
+    """
     if sys.argv[1] == "contain":
-        contain(int(sys.argv[2]), sys.argv[3:])
+        contain(int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
     else:
         run(json.loads(sys.argv[1]), int(sys.argv[2]))
 
@@ -42,7 +47,7 @@ def run(order: dict[str, Any], report: int) -> None:
     os.set_inheritable(report, False)
     program = Path(order["program"])
     source = program.read_bytes()
-    leave_root(program.parent)
+    leave_root(((program.parent.parent, os.X_OK),), program.parent)
     isolation = enter_namespaces(program.parent, int(order["disk_bytes"]))
     if sys.platform == "linux":  # only now: a new user namespace takes this back
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -61,9 +66,20 @@ def run(order: dict[str, Any], report: int) -> None:
     os.write(report, json.dumps(outcome).encode())
 
 
-def contain(owner: int, command: list[str]) -> None:
-    """Run a command until it or ``owner``, a pipe, ends; then kill all that descends from it, and end as it did."""
+def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> None:
+    """Run a command until it or ``owner``, a pipe, ends; then kill all that descends from it, and end as it did.
+
+    ``limits`` confine it: it has no privileges, writes into its folder alone and reaches no network, as far as the
+    kernel lets it.
+    """
     os.set_inheritable(owner, False)
+    isolation, init = [], None
+    if limits is not None:
+        folder = Path(limits["folder"])
+        leave_root(((folder.parent, os.X_OK), *((Path(path), os.R_OK) for path in limits["readable"])), folder)
+        isolation = enter_namespaces(folder, int(limits["disk_bytes"]))
+        os.chdir(folder)
+        init = start_init(owner) if "processes" in isolation else None
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -74,6 +90,8 @@ def contain(owner: int, command: list[str]) -> None:
     child = os.fork()
     if child == 0:
         os.setsid()  # a signal to its whole group does not reach this process
+        if limits is not None:
+            take_limits(limits, own_count="processes" in isolation)
         if sys.platform == "linux":
             LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.execv(command[0], command)
@@ -82,7 +100,7 @@ def contain(owner: int, command: list[str]) -> None:
     while status is None and owner not in select.select([owner, woken], [], [])[0]:
         os.read(woken, 2**10)
         status = bury(child)
-    end_all(child, None)
+    end_all(child, init)
     if status is not None and os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if os.WTERMSIG(status) != signal.SIGKILL:  # which has no handler to put back
@@ -100,8 +118,11 @@ def bury(child: int) -> int | None:
     return found
 
 
-def leave_root(folder: Path) -> None:
-    """As root become nobody, unless nobody cannot read the interpreter, or there is no nobody (in some containers)."""
+def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
+    """As root become nobody, unless nobody cannot read what is needed, or there is no nobody (in some containers).
+
+    The interpreter is always needed. ``folder`` becomes nobody's.
+    """
     if os.geteuid() != 0:
         return
     try:
@@ -109,8 +130,8 @@ def leave_root(folder: Path) -> None:
         os.seteuid(NOBODY)
     except OSError:
         return
-    needed = ((sys.executable, os.R_OK), (os.__file__, os.R_OK), (folder.parent, os.X_OK))
-    enough = all(os.access(path, mode, effective_ids=True) for path, mode in needed)
+    interpreter = ((Path(sys.executable), os.R_OK), (Path(os.__file__), os.R_OK))
+    enough = all(os.access(path, mode, effective_ids=True) for path, mode in (*interpreter, *needed))
     os.seteuid(0)
     os.setegid(0)
     if enough:
@@ -142,7 +163,7 @@ def read_only_files(folder: Path, disk_bytes: int) -> bool:
     return bool(
         LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
         and LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), 32) == 0
-        and LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0
+        and (folder is None or LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0)
     )
 
 
@@ -163,22 +184,30 @@ def start_program(order: dict[str, Any], report: int, *, own_count: bool) -> Non
     """In the child: take the limits on and become the program."""
     os.close(report)
     os.setsid()
+    take_limits(order, own_count=own_count)
+    os.execv(sys.executable, [sys.executable, "-I", order["program"]])
+
+
+def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
+    """Put this process, which is about to become the program, under its limits, and let it win no privilege again."""
     tasks = TASKS if own_count else TASKS + tasks_of_user()
     limits = {
-        resource.RLIMIT_CPU: order["cpu_seconds"],
         resource.RLIMIT_AS: int(order["memory_bytes"]),
         resource.RLIMIT_FSIZE: int(order["disk_bytes"]),
         resource.RLIMIT_NPROC: tasks,
         resource.RLIMIT_CORE: 0,
     }
+    if "cpu_seconds" in order:
+        limits[resource.RLIMIT_CPU] = order["cpu_seconds"]
     for limit, value in limits.items():
         _, most = resource.getrlimit(limit)
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
     if sys.platform == "linux":
+        for capability in range(CAPABILITIES):  # for who could not stop being root: then the program has none
+            LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
         LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    os.execv(sys.executable, [sys.executable, "-I", order["program"]])
 
 
 def tasks_of_user() -> int:

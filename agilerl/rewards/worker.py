@@ -4,6 +4,7 @@ Started as ``python worker.py SETTINGS`` by path, so that it finds the modules t
 anything of the package; by ``sandbox_child.py contain``, which ends what it starts.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -11,6 +12,23 @@ import resource
 import signal
 import sys
 from pathlib import Path
+
+NO_NEW_PRIVILEGES = 38
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+"""System calls of Landlock; the numbers are the same on all machines."""
+EXECUTE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
+FILE_RIGHTS = (1 << 13, 1 << 14, 1 << 15, 1 << 15, 1 << 16)
+"""The first file right that versions 1, 2, 3 and 4, and 5 and later, of Landlock do not know."""
+ALL_OF_NETWORK = ALL_OF_SCOPES = 0b11
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
+
+
+class _Beneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
 def main() -> None:
@@ -35,18 +53,61 @@ def main() -> None:
         grader = getattr(grader, part)
     from agilerl.rewards.grader import attempt_grader
 
+    if settings["confined"]:
+        forbid_files(settings["folder"])
     print("ready", file=answers, flush=True)
     own = os.getpid()
     for line in sys.stdin:
         request = json.loads(line)
         # The default action of the alarm ends this process even when its parent is gone and a loop in C holds the GIL.
         signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + 1)
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"] or 0)
         (outcome,) = attempt_grader(grader, [request["completion"]], [request["row"]], [request["prompt"]])  # type: ignore[arg-type]
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         if os.getpid() != own:  # the grader forked: only one of the two answers
             os._exit(0)
         answer = {"error": str(outcome)} if isinstance(outcome, Exception) else {"score": outcome}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps({**answer, "id": request["id"]}), file=answers, flush=True)
+
+
+def forbid_files(own: str) -> None:
+    """Leave this process its folder, and to read the packages that it has imported; on Linux with Landlock."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        return
+    rights = FILE_RIGHTS[min(version, len(FILE_RIGHTS)) - 1] - 1
+    rules = _Ruleset(rights, ALL_OF_NETWORK, ALL_OF_SCOPES)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = libc.syscall(CREATE_RULESET, ctypes.byref(rules), size, 0)
+    for place in sorted({own, *_imported_from()}):
+        try:
+            folder = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        allowed = READ_FILE | READ_FOLDER if os.path.isdir(place) else READ_FILE
+        beneath = _Beneath(rights & ~EXECUTE if place == own else allowed, folder)
+        libc.syscall(ADD_RULE, ruleset, 1, ctypes.byref(beneath), 0)
+        os.close(folder)
+    libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    if libc.syscall(RESTRICT_SELF, ruleset, 0) != 0:
+        raise OSError(ctypes.get_errno(), "the kernel has Landlock but does not confine this process with it")
+    os.close(ruleset)
+
+
+def _imported_from() -> set[str]:
+    """Return the folders of Python, its libraries and the packages that are loaded, which load more of themselves."""
+    places = {sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
+    places |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if "." not in name and file:
+            package = Path(file)
+            places.add(str(package.parent if package.name.startswith("__init__.") else package))
+    return {os.path.realpath(place) for place in places if place and place != "/"}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Where the files are that the section ``environment`` names: beside the manifest, or in the working directory."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from agilerl.envs.sources import names_a_file
+from agilerl.envs.upstream import FILE_PARAMS, is_packaged
 from agilerl.errors import ConfigError
 from agilerl.validation import shown
 
-__all__ = ["locate", "locate_within"]
+__all__ = ["file_params", "leads_to", "locate", "locate_within", "other_params"]
 
 _KEYS = ("dataset", "dataset_exam", "dataset_test")
+_FILE_PARAMS = frozenset(name for names in FILE_PARAMS.values() for name in names)
 
 
 def locate_within(environment: Any, folder: Path) -> None:
@@ -29,12 +32,23 @@ def locate_within(environment: Any, folder: Path) -> None:
         if not (names_a_file(path) or any(place.exists() for place in places)):
             return path
         target = next((place for place in places if place.exists()), places[0]).absolute()
-        if not any(target.resolve().is_relative_to(root.resolve()) for root in (folder, Path.cwd())):
+        inside(target, path, key)
+        return str(target)
+
+    def found_param(path: str, key: str) -> str:
+        if is_packaged(path):
+            return path
+        given = Path(os.path.expanduser(path))  # which leaves the home of nobody as it is
+        target = next((place for place in (folder / given, Path.cwd() / given) if place.exists()), folder / given)
+        inside(target, path, key)
+        return str(target.absolute())
+
+    def inside(target: Path | None, path: str, key: str) -> None:
+        if target is not None and not any(target.resolve().is_relative_to(r.resolve()) for r in (folder, Path.cwd())):
             raise ConfigError(
                 f"environment.{key}={shown(path)} leads out of the folder of the manifest and the working directory; "
                 f"move the file there, or name it on the command line: environment.{key}=..."
             )
-        return str(target)
 
     def beside(path: str, key: str) -> str:
         target = (folder / Path(path).expanduser()).absolute()
@@ -47,12 +61,64 @@ def locate_within(environment: Any, folder: Path) -> None:
 
     _replace(environment, found)
     _replace_code(environment, beside)
+    for owner, name, key in file_params(environment):
+        owner[name] = found_param(owner[name], key)
+    for text, key in other_params(environment):
+        for root in (folder, Path.cwd()):
+            inside(leads_to(text, root), text, key)
 
 
 def locate(environment: Any) -> None:
     """Make all other paths absolute, in place, so that they mean the same wherever a run is resumed."""
     _replace(environment, lambda path, key: str(Path(path).expanduser().absolute()) if names_a_file(path) else path)
     _replace_code(environment, lambda path, key: str(Path(path).expanduser().absolute()))
+    for owner, name, _ in file_params(environment):
+        if not is_packaged(owner[name]):
+            owner[name] = str(Path(os.path.expanduser(owner[name])).absolute())
+
+
+def file_params(environment: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield the parameters of datasets that are files: what holds one, its name there, and its key in ``environment``.
+
+    They are found wherever they stand: in a composite, or among the parameters of an environment's task.
+    """
+    for owner, name, key in _params(environment):
+        if name in _FILE_PARAMS and owner[name] and owner[name].isprintable():
+            yield owner, name, key
+
+
+def other_params(environment: Any) -> Iterator[tuple[str, str]]:
+    """Yield the texts among the parameters of an environment ``env_id``, any of which may be a file that it opens."""
+    if isinstance(environment, dict) and environment.get("env_id"):
+        yield from ((owner[name], key) for owner, name, key in _params(environment) if name not in _FILE_PARAMS)
+
+
+def _params(environment: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield all texts among the parameters: the dict or list that holds one, its key or place there, the whole key."""
+    waiting = [(environment, "params", "params")] if isinstance(environment, dict) and "params" in environment else []
+    while waiting:
+        owner, name, key = waiting.pop()
+        value = owner[name]
+        if isinstance(value, str):
+            yield owner, name, key
+        elif isinstance(value, dict | list):
+            names: Iterable[Any] = value if isinstance(value, dict) else range(len(value))
+            waiting += [(value, inner, f"{key}.{inner}") for inner in names]
+
+
+def leads_to(text: str, root: Path) -> Path | None:
+    """Return the place on this machine that a text may name, as seen from ``root``; None where it names none.
+
+    That is a path that exists, one that begins with a folder that exists (the rest may be a pattern), or one that
+    climbs with ``..``; also after ``file:``.
+    """
+    try:
+        given = Path(text.rpartition("file:")[2]).expanduser()
+        if given.is_absolute():
+            return given if len(given.parts) > 1 and Path(*given.parts[:2]).exists() else None
+        return root / given if given.name and (".." in given.parts or (root / given).exists()) else None
+    except (OSError, ValueError, RuntimeError):  # too long for a path, with a null byte, or somebody's home
+        return None
 
 
 def _replace(environment: Any, found: Callable[[str, str], str]) -> None:

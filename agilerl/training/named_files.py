@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.envs.sources import names_a_file
+from agilerl.envs.upstream import is_packaged
 from agilerl.errors import CheckpointError
-from agilerl.training.config import RunConfig
+from agilerl.training.config import EnvironmentConfig, RunConfig
+from agilerl.training.dataset_paths import file_params, leads_to, other_params
 from agilerl.training.own_code import file_of, names_code
 from agilerl.validation import shown
 
@@ -22,6 +24,8 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """
     found: dict[str, dict[str, str]] = {"code": {}, "data": {}}
     for kind, path in _named(config):
+        if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
+            continue
         try:
             with open(path, "rb") as file:
                 found[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -39,7 +43,7 @@ def check_unchanged(config: RunConfig, recorded: Mapping[str, Any], run: Path) -
     for kind, path in _named(config):
         of_kind = recorded.get(kind)
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
-        if before is None or digests(config)[kind][str(path)] != before:
+        if before is None or digests(config)[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
             raise CheckpointError(
                 f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or go "
@@ -58,7 +62,23 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
         for dataset in datasets or ():
             if names_a_file(dataset.path):
                 yield "data", Path(dataset.path).expanduser().absolute()
+    for path in _params(environment):
+        yield "data", path
     for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ())):
         path = file_of(name) if names_code(name) else None
         if path is not None:
             yield "code", path
+
+
+def _params(environment: EnvironmentConfig) -> Iterator[Path]:
+    """Yield the files that parameters name; of an environment of another package also what else leads outside.
+
+    What code of one's own makes of its parameters is its own business: it may well write there.
+    """
+    values = {"params": environment.params}
+    yield from (Path(owner[name]) for owner, name, _ in file_params(values) if not is_packaged(owner[name]))
+    if environment.env_id and not names_code(environment.env_id):
+        for text, _ in other_params({**values, "env_id": environment.env_id}):
+            path = leads_to(text, Path.cwd())
+            if path is not None and (path.is_file() or not path.resolve().is_relative_to(Path.cwd().resolve())):
+                yield path.absolute()

@@ -51,7 +51,8 @@ def test_a_completion_cannot_explode(name, bomb):
         ("countdown", "3 ** 4", False),
         ("countdown", "x + 1", False),
         ("countdown", "'3' * 4", False),
-        ("countdown", "so: 3 + 4", True),  # no program: the scorer refuses it
+        ("countdown", "so: 3 + 4", False),  # no expression of Python's, but sympy might make one of it
+        ("countdown", "lambda: 3", False),
         ("puzzle24", "-(1 - 25)", True),
         ("simple_integration", "x**3/3 + 2*exp(x)*sin(x) - log(x) + C", True),
         ("simple_integration", "x**(3/2) + sqrt(x)", True),
@@ -61,6 +62,11 @@ def test_a_completion_cannot_explode(name, bomb):
         ("simple_integration", "exit()", False),
         ("simple_integration", "(lambda: 1)()", False),
         ("simple_integration", "sin(x, evaluate=print)", False),
+        ("simple_integration", "lambda x: x", False),
+        ("simple_integration", "lambda print(1): x", False),
+        ("simple_integration", "sin('exit()')", False),
+        ("simple_integration", "'exit()'", False),
+        ("simple_integration", "2x + ", False),
         ("polynomial_multiplication", "64*x**4*y**2 - 3*y", True),
         ("n_queens", "_ Q\nQ _", True),
         ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),

@@ -5,6 +5,7 @@ from typing import Any
 from agilerl.envs.adapters.base import AnyText, SealedAdapter
 from agilerl.envs.global_generators import sealed
 from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.errors import ConfigError
 
 __all__ = ["GemEnv", "make_gem"]
 
@@ -32,11 +33,36 @@ class GemEnv(SealedAdapter):
         return (observation if over else _with_suffix(observation, info)), reward, terminated, truncated, info
 
 
+_COMPARING = ("gem.envs.game_env", "gem.envs.qa_env")
+"""Modules of GEM whose environments compare what a completion says, and run none of it."""
+_INSTEAD = {
+    "gem.envs.reasoning_gym": "take environment.task=reasoning_gym:{rest}",
+    "gem.envs.math_env": "give its problems as a dataset, with the grader accuracy",
+    "gem.envs.code_env": "give its problems as a dataset, with the grader sandbox",
+}
+
+
 def make_gem(name: str, **settings: Any) -> TextEnv:
-    """Return the GEM environment registered as ``name``, "game:GuessTheNumber-v0-easy" say."""
+    """Return the GEM environment registered as ``name``, "game:GuessTheNumber-v0-easy" say.
+
+    Raises:
+        ConfigError: an environment of GEM that evaluates completions in this process (code, mathematics, its
+            reasoning_gym, terminals).
+    """
     import gem
     import gem.envs
+    from gem.envs.registration import ENV_REGISTRY
 
+    made_by = ENV_REGISTRY[name].entry_point if name in ENV_REGISTRY else ""
+    module = made_by.partition(":")[0] if isinstance(made_by, str) else str(made_by.__module__)
+    if module.startswith("gem.") and not module.startswith(_COMPARING):
+        instead = _INSTEAD.get(module, "run it in a container, behind an openenv server").format(
+            rest=name.partition(":")[2]
+        )
+        raise ConfigError(
+            f"gem:{name} evaluates completions in the process that trains, where they could run as code; {instead}; "
+            f"or, if that is meant, hand over the environment itself in Python: gem.make({name!r})"
+        )
     with sealed(0):  # some constructors draw
         return GemEnv(gem.make(name, **settings))
 

@@ -112,6 +112,10 @@ class ToolEnv(TextEnv):
     def __repr__(self) -> str:
         return f"ToolEnv({self.task.name!r}, tools={list(self._tools)}, max_turns={self.max_turns})"
 
+    def close(self) -> None:
+        """Release what the grading of the task has opened."""
+        self.task.close()
+
     def bind(self, tokenizer: Any) -> None:
         """Learn from the tokenizer how tools are called, announced and answered.
 

@@ -1,0 +1,32 @@
+"""What runs in the process of the scorers: the scorers themselves, imported before the process loses its files."""
+
+from typing import Any
+
+import reasoning_gym.composite  # noqa: F401  (all datasets, and what they import)
+
+from agilerl.envs.upstream import build_dataset, quiet
+
+__all__ = ["score_alone"]
+
+_BUILT: dict[str, Any] = {}
+"""Datasets by name and parameters."""
+
+
+def score_alone(completion: str, dataset: str, params: Any, entry: Any) -> float:
+    """Score an answer with the scorer of a dataset, whose parameters and row are encoded."""
+    key = f"{dataset} {params!r}"
+    if key not in _BUILT:
+        _BUILT[key] = build_dataset(dataset, _decoded(params), seed=0, size=1)
+    with quiet():
+        return float(_BUILT[key].score_answer(completion, _decoded(entry)))
+
+
+def _decoded(value: Any) -> Any:
+    """Return what ``agilerl.envs.scorers`` has encoded."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if kind == "dict":
+        return {_decoded(key): _decoded(part) for key, part in parts}
+    made = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return made(_decoded(part) for part in parts)

@@ -1,0 +1,150 @@
+"""Score answers with reasoning_gym's own scorers, in a process without privileges where one does more than compare.
+
+Some scorers evaluate the answer, some take as much time or memory as the answer asks for. Only those that were read and
+found to do neither (``IN_THIS_PROCESS``) run here; all others, also those of versions to come, run in a worker.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agilerl.envs.screening import UNREADABLE, readable
+from agilerl.envs.upstream import quiet
+from agilerl.errors import RewardError
+from agilerl.rewards.isolated import IsolatedGrader
+
+__all__ = ["IN_THIS_PROCESS", "Scorers"]
+
+IN_THIS_PROCESS = frozenset(
+    "ab acre advanced_geometry aiw "  # noqa: SIM905
+    "arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation boxnet "
+    "caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits "
+    "count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery "
+    "family_relationships figlet_font fraction_simplification futoshiki game_of_life game_of_life_halting gcd "
+    "graph_color group_anagrams gsm_symbolic isomorphic_strings jugs kakurasu knight_swap knights_knaves "
+    "largest_island lcm leg_counting letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix "
+    "maze mini_sudoku modulo_grid needle_haystack number_filtering number_format number_sequence "
+    "palindrome_generation palindrome_partitioning path_star polynomial_equations power_function "
+    "prime_factorization products quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges "
+    "self_reference sentence_reordering shortest_path simple_equations simple_geometry sokoban "
+    "spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals "
+    "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles".split()
+)
+"""Datasets whose scorers compare, count and convert, in time that grows little faster than the answer is long."""
+
+CPU_SECONDS = 5.0
+"""Processor time for one answer; the slowest right ones (integrals, which are simplified) take 0.5."""
+PATIENCE = 60.0
+"""Seconds for one answer on a machine that is busy with other things."""
+MEMORY = 2 * 2**30
+
+_LOCK = threading.RLock()
+_SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
+"""The worker of this process, by its id: all tasks share one, which ends with the last of them."""
+
+
+def _forget_the_lock() -> None:
+    """Make a new lock after a fork: another thread may have held the old one, and is not here to let go."""
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_the_lock)
+
+
+class Scorers:
+    """The scorers of a task, one for each level of its curriculum.
+
+    The worker is started when it is first needed, which takes two to five seconds, and again where an answer has run
+    out of time (5 s of processor time) or memory (2 GiB), or has brought the worker down: such an answer is worth 0.0.
+    """
+
+    def __init__(self, name: str, levels: Sequence[Mapping[str, Any]], datasets: Sequence[Any]) -> None:
+        """Take the name of the dataset, its parameters at each level, and the datasets that were built from them."""
+        self.name, self.levels, self.datasets = name, levels, datasets
+        self._worker: IsolatedGrader | None = None
+
+    def score(self, answer: str, row: Mapping[str, Any], level: int) -> float:
+        """Return what an answer is worth by the scorer of a level, from 0 to 1.
+
+        An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0.
+
+        Raises:
+            RewardError: the scorer cannot even read the problem's own answer, or the worker cannot be started.
+        """
+        if answer != row["answer"]:
+            verdict = readable(str(row["metadata"]["source_dataset"]), answer)
+            if verdict is None:
+                return 0.0
+            answer = answer if verdict else UNREADABLE
+        try:
+            return self._ask(answer, row, level)
+        except Exception as error:  # whatever a foreign scorer raises
+            self._blame(row, level, error)
+            return 0.0
+
+    def close(self) -> None:
+        """Let go of the worker, which ends if no other task uses it."""
+        self._worker = None
+
+    def _ask(self, answer: str, row: Mapping[str, Any], level: int) -> float:
+        dataset, source = self.datasets[level], str(row["metadata"]["source_dataset"])
+        if self.name == "composite":
+            dataset = dataset.datasets.get(source, dataset)
+        if source in IN_THIS_PROCESS or not type(dataset).__module__.startswith("reasoning_gym."):
+            with quiet():  # a dataset that somebody has registered here is code that they run
+                return float(dataset.score_answer(answer, row))
+        params = self.levels[level]
+        if self.name == "composite":
+            params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
+        asked = {"dataset": source, "params": _encoded(params), "entry": _encoded(dict(row))}
+        with _LOCK:
+            (outcome,) = self._shared()([""], [answer], **{key: [value] for key, value in asked.items()})
+        if isinstance(outcome, Exception):
+            raise outcome
+        score = float(outcome)  # type: ignore[arg-type]
+        if not 0.0 <= score <= 1.0:
+            raise RewardError(f"expected a score from 0 to 1 from the scorer of {source}, found {score}")
+        return score
+
+    def _shared(self) -> IsolatedGrader:
+        """Return this process's worker; a process that was forked from one that had a worker gets its own."""
+        own = os.getpid()
+        if self._worker is None or _SHARED.get(own) is not self._worker:
+            worker = _SHARED.get(own)
+            if worker is None:
+                worker = IsolatedGrader(
+                    "agilerl.envs.scorer_process:score_alone",
+                    timeout=PATIENCE,
+                    memory_bytes=MEMORY,
+                    confined=True,
+                    cpu_seconds=CPU_SECONDS,
+                )
+                _SHARED[own] = worker
+            self._worker = worker
+        return self._worker
+
+    def _blame(self, row: Mapping[str, Any], level: int, error: Exception) -> None:
+        """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
+        answer = UNREADABLE if row["answer"] is None else row["answer"]
+        try:
+            self._ask(answer, row, level)
+        except Exception as again:
+            if row["answer"] is None and not isinstance(again, RewardError):
+                return  # this dataset has no answer that its scorer must be able to read
+            said = f"the scorer of {self.name} fails on its own answer {answer!r}: {again!r}"
+            raise RewardError(f"{said}; on the completion's it failed with {error!r}") from again
+
+
+def _encoded(value: Any) -> Any:
+    """Return a value as JSON from which the worker makes it again, tuples and keys that are no text included."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[_encoded(key), _encoded(part)] for key, part in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if type(value) is kind:
+            return {kind.__name__: [_encoded(part) for part in value]}
+    raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
