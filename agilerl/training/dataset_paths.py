@@ -95,7 +95,9 @@ def other_params(environment: Any) -> Iterator[tuple[str, str]]:
 
 def _params(environment: Any) -> Iterator[tuple[Any, Any, str]]:
     """Yield all texts among the parameters: the dict or list that holds one, its key or place there, the whole key."""
-    waiting = [(environment, "params", "params")] if isinstance(environment, dict) and "params" in environment else []
+    waiting: list[tuple[Any, Any, str]] = []
+    if isinstance(environment, dict) and "params" in environment:
+        waiting.append((environment, "params", "params"))
     while waiting:
         owner, name, key = waiting.pop()
         value = owner[name]

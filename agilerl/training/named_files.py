@@ -65,9 +65,9 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
     for path in _params(environment):
         yield "data", path
     for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ())):
-        path = file_of(name) if names_code(name) else None
-        if path is not None:
-            yield "code", path
+        code = file_of(name) if names_code(name) else None
+        if code is not None:
+            yield "code", code
 
 
 def _params(environment: EnvironmentConfig) -> Iterator[Path]:

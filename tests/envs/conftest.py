@@ -1,8 +1,11 @@
 import string
+from collections.abc import Iterator
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+
+from agilerl.envs.scorers import Scorers
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
@@ -42,3 +45,12 @@ def tokenizer_without_pad():
 def tokenizer_without_system_role():
     refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     return make_tokenizer(template=refuse + TEMPLATE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_worker() -> Iterator[None]:
+    """Keep the process of the scorers, once it is needed, from ending and starting again between tests."""
+    holder = Scorers("n_queens", [{}], [])
+    holder._shared()
+    yield
+    holder.close()

@@ -161,7 +161,7 @@ def test_every_level_is_scored_with_its_own_parameters():
     easy, hard = task.row("train", 0), task.row("train", 170)
     assert task.reward(easy["answer"], easy) == task.reward(hard["answer"], hard) == 1.0
     nearly = f"{float(easy['answer']) + 1e-7:.8f}"
-    scores = [task._scorers[level].score_answer(nearly, easy) for level in (easy["level"], 3)]
+    scores = [task._scorers.datasets[level].score_answer(nearly, easy) for level in (easy["level"], 3)]
     assert [score == 1.0 for score in scores] == [True, False]
     assert task.reward(nearly, easy) == 1.0
 

@@ -142,7 +142,7 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong():
     task = ReasoningGymTask("prime_factorization")
     row = task.row("train", 0)
     with pytest.raises(ValueError, match="invalid literal"):
-        task._scorers[0].score_answer("two times three", row)
+        task._scorers.datasets[0].score_answer("two times three", row)
     assert task.reward("two times three", row) == 0.0
     assert task.reward(row["answer"], row) == 1.0
 

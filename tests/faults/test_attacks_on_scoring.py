@@ -19,7 +19,7 @@ import yaml
 
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS
+from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers
 from agilerl.envs.screening import is_harmless
 from agilerl.envs.tools.calculator import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
@@ -87,8 +87,8 @@ ANSWERS = [
 @pytest.fixture(scope="module", autouse=True)
 def one_worker() -> Iterator[None]:
     """Keep the worker from ending and starting again between tests."""
-    holder = ReasoningGymTask("n_queens", exam_prompts=1, test_prompts=0)
-    holder._scorers._shared()
+    holder = Scorers("n_queens", [{}], [])
+    holder._shared()
     yield
     holder.close()
 
