@@ -47,7 +47,7 @@ def tokenizer_without_system_role():
     return make_tokenizer(template=refuse + TEMPLATE)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_worker() -> Iterator[None]:
     """Keep the process of the scorers, once it is needed, from ending and starting again between tests."""
     holder = Scorers("n_queens", [{}], [])
