@@ -8,7 +8,10 @@ from functools import cached_property
 FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 60, 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "streams", "validation", "source_files", "custom_code", "processes", "shared_options", "vllm_config"),
+    (
+        *("errors", "streams", "validation", "source_files", "custom_code", "run_date"),
+        *("processes", "shared_options", "vllm_config"),
+    ),
     ("functional", "data", "hpo"),
     ("models", "envs", "rewards"),
     ("rollouts", "runs"),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def prepare(wish: Wish, topology: Topology, opened: ExitStack) -> Prepared | Non
     if job["done"]:
         return None
     config = RunConfig.from_dict(job["config"]).model_copy(update={"distributed": wish.distributed})
+    config = config.dated(datetime.fromisoformat(job["date"]))
     checkpoint = found[0].checkpoint if found else None
     session = build(config, checkpoint, allow_code=wish.allow_code, topology=topology)
     topology.world.all(None)  # everybody is ready
@@ -154,9 +156,12 @@ def _decided(wish: Wish, found: list[Any]) -> dict[str, Any]:
         if saved is None:
             return {"done": True}
         found.append(saved)
-        return {"done": False, "config": given(saved.config), "root": str(root)}
-    check_place(root)
-    return {"done": False, "config": given(wish.config), "root": str(root)}
+        config, date = saved.config, saved.config.date
+    else:
+        check_place(root)
+        config, date = wish.config, wish.config.date
+    # One date for all of them, whatever their clocks say.
+    return {"done": False, "config": given(config), "date": (date or datetime.now()).isoformat(), "root": str(root)}
 
 
 def events_of(prepared: Prepared, stop: StopRequest) -> Iterator[Event]:

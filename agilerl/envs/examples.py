@@ -17,6 +17,7 @@ from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_pro
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grades import Grades
+from agilerl.run_date import template_names
 
 __all__ = [
     "DataGym",
@@ -125,7 +126,11 @@ def _text(
 ) -> str:
     try:
         rendered = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompts, continue_final_message=continues
+            [dict(m) for m in messages],
+            tokenize=False,
+            add_generation_prompt=prompts,
+            continue_final_message=continues,
+            **template_names(tokenizer),
         )
     except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
         roles = ", ".join(m["role"] for m in messages)

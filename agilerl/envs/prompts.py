@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from agilerl.errors import ConfigError, EnvError
+from agilerl.run_date import template_names
 
 __all__ = [
     "PromptTooLongError",
@@ -216,6 +217,7 @@ def _apply_template(
             tokenize=tokenize,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
+            **template_names(tokenizer),
         )
     except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
         roles = [message["role"] for message in messages]

@@ -5,6 +5,7 @@ from typing import Any
 
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader
+from agilerl.run_date import template_names
 
 __all__ = ["RewardModelGrader"]
 
@@ -105,7 +106,7 @@ class RewardModelGrader(BaseGrader):
         text, templated = prompt + completion, self._tokenizer.chat_template is not None
         if templated:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **template_names(self._tokenizer))
         # A template writes the special tokens itself.
         ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids

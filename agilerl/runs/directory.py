@@ -20,7 +20,7 @@ from agilerl.runs.lock import DirectoryLock
 from agilerl.runs.redaction import redacted
 from agilerl.validation import shown
 
-__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_not_in_use", "check_vacant", "read_run"]
+__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_not_in_use", "check_vacant", "read_run", "run_date"]
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
@@ -109,12 +109,14 @@ class RunDirectory(RunLayout):
         given: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
         files: Mapping[str, Mapping[str, str]] | None = None,
+        date: datetime | None = None,
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
         ``config`` is the resolved configuration (anything JSON holds), ``given`` what of it was set, the rest being
         defaults (None: all of it); ``command`` defaults to this process's, and is
-        written without keys and passwords; ``files`` gives the sha256 of what the run reads, by kind and path.
+        written without keys and passwords; ``files`` gives the sha256 of what the run reads, by kind and path; ``date``
+        is what its chat templates take for the present, local time (None: now).
         Raises CheckpointError, having written nothing, where the directory is in use (with the owner's process
         id), holds a run, or holds something else.
         """
@@ -138,6 +140,7 @@ class RunDirectory(RunLayout):
                 "versions": collect_versions(),
                 "hardware": collect_hardware(),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "date": (date or datetime.now()).isoformat(timespec="seconds"),
                 "command": redacted(sys.argv if command is None else command),
                 "files": dict(files or {}),
             }
@@ -227,12 +230,29 @@ def read_run(path: str | Path) -> dict[str, Any]:
             raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {shown(info.get(key))}.")
     if _sha256(info["config"]) != info["config_sha256"]:
         raise CheckpointError(f"{file}: the configuration does not fit its sha256; the file was changed or damaged.")
+    try:
+        run_date(info)
+    except ValueError as error:
+        raise CheckpointError(f"{file} should give dates as 2026-01-31T12:00:00: {error}.") from error
     for key in ("files", "given"):
         if not isinstance(info.get(key, {}), dict):
             raise CheckpointError(f"{file} should give {key} as dict, found {shown(info[key])}.")
     if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
         raise CheckpointError(f"{file}: what was set does not fit its sha256; the file was changed or damaged.")
     return info
+
+
+def run_date(info: Mapping[str, Any]) -> datetime:
+    """Return what the chat templates of a run take for the present, local time, from its ``run.json``.
+
+    Where that was not written yet, it is the time when the run was started. Raises ValueError for what is no date.
+    """
+    if "date" not in info:
+        return datetime.fromisoformat(info["started"]).astimezone().replace(tzinfo=None)
+    date = datetime.fromisoformat(str(info["date"]))
+    if date.tzinfo is not None:
+        raise ValueError(f"expected local time, found {shown(info['date'])}")
+    return date
 
 
 def check_not_in_use(root: Path) -> None:

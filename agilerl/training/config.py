@@ -3,11 +3,12 @@
 import re
 import types
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
 from agilerl.errors import ConfigError
 from agilerl.training.dataset_paths import locate, locate_within
@@ -188,6 +189,19 @@ class RunConfig(Section):
         if not isinstance(self.algorithm["name"], str):
             raise ValueError(f"algorithm.name must be the name of an algorithm, found {shown(self.algorithm['name'])}")
         return self
+
+    _date: datetime | None = PrivateAttr(default=None)
+
+    @property
+    def date(self) -> datetime | None:
+        """What chat templates take for the present, local time; None: the moment when the run is set up."""
+        return self._date
+
+    def dated(self, date: datetime | None) -> Self:
+        """Return a copy of another date, which is that of one run and no setting of a manifest."""
+        copy = self.model_copy()
+        copy._date = date
+        return copy
 
     @property
     def tournament_size(self) -> int:

@@ -1,5 +1,6 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and an honest last test."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import torch
 
+from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
+from agilerl.run_date import asks_for_date, pinned
 from agilerl.runs.completions import CompletionRecord
-from agilerl.runs.directory import RunDirectory
+from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.training.config import RunConfig
 from agilerl.training.events import (
     Event,
@@ -71,7 +74,8 @@ def train(
     config = session.config
     seed = config.training.seed
     settings, was_set = document(config), given(config)
-    with RunDirectory.create(out, settings, seed, given=was_set, command=command, files=session.files) as run:
+    recorded = {"given": was_set, "files": session.files, "date": session.date}
+    with RunDirectory.create(out, settings, seed, command=command, **recorded) as run:
         yield from _work(session, out, run, None, stop or StopRequest())
 
 
@@ -88,7 +92,26 @@ def resume(
         yield from _work(session, root or Path(), None, session.saved, stop or StopRequest())
         return
     with run:
+        _check_date(session, run)
         yield from _work(session, run.root, run, session.saved, stop or StopRequest())
+
+
+def _check_date(session: Session, run: RunDirectory) -> None:
+    """Raise ConfigError where prompts that show the date show another one than before; warn where nobody knows it."""
+    date = run_date(run.info)
+    if not asks_for_date(session.population.runtime.tokenizer):
+        return
+    if session.date != date:
+        raise ConfigError(
+            f"the chat template of this run shows the date, which was {date} and is {session.date} in this session; "
+            "build it from the configuration that open_run returns"
+        )
+    if "date" not in run.info:
+        warnings.warn(
+            f"the chat template of this run shows the date, which its run.json does not have: prompts are rendered "
+            f"with {date}, when the run was started",
+            stacklevel=2,
+        )
 
 
 def _work(
@@ -100,7 +123,8 @@ def _work(
     try:
         if saved is not None:
             records.prune(saved.progress, keep=session.config.training.keep_checkpoints)
-        yield from _run(session, root, records, Progress() if saved is None else saved.progress, stop)
+        with pinned(session.date):
+            yield from _run(session, root, records, Progress() if saved is None else saved.progress, stop)
     finally:
         records.close()
         session.task.close()

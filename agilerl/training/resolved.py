@@ -7,6 +7,7 @@ from typing import Any
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.errors import ConfigError
+from agilerl.runs.directory import run_date
 from agilerl.shared_options import SharedOptions, split_options
 from agilerl.training.config import RunConfig
 from agilerl.training.graders import own_weights
@@ -124,12 +125,15 @@ def given(config: RunConfig) -> dict[str, Any]:
 
 
 def recorded(info: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run from its ``run.json``, what was set told from what had its default.
+    """Return the configuration of a run from its ``run.json``, what was set told from what had its default, and dated.
 
     A default that is another one by now keeps the value that is recorded. Of a run that did not write what was set yet,
     all of it was. Raises ConfigError as :meth:`RunConfig.from_dict` does.
     """
-    whole, was_set = info["config"], info.get("given")
+    return _with_defaults_of(info["config"], info.get("given")).dated(run_date(info))
+
+
+def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | None) -> RunConfig:
     if was_set is None:
         return RunConfig.from_dict(whole)
     config = RunConfig.from_dict(was_set)

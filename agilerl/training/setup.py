@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
 from agilerl.population import Population
 from agilerl.rollouts.sources import QuestionSource
+from agilerl.run_date import pinned
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.config import GeneConfig, RunConfig
@@ -67,6 +69,8 @@ class Session:
     """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
     topology: Topology = SOLITARY
     """The processes of the run, seen from this one."""
+    date: datetime = field(default_factory=datetime.now)
+    """What chat templates take for the present, local time."""
 
 
 def genes(config: RunConfig) -> dict[str, Gene]:
@@ -218,13 +222,22 @@ def build(
 
     ``allow_code`` runs Python that the configuration names, ``rewards.py:my_reward``: never say so of a file that you
     have not read. Of several processes each makes its island's share of the agents; only the one that writes needs the
-    ``checkpoint``, the others receive theirs from it.
+    ``checkpoint``, the others receive theirs from it. Chat templates that ask for the date get ``config.date``.
 
     Raises ConfigError or EnvError with a sentence for all that can be found out before training, and CheckpointError
     for a checkpoint that does not fit.
     """
     topology.check(config.training.pop_size)
     check(config)
+    # Without what a clock does not show: run.json holds seconds, and what is resumed has no more.
+    date = (config.date or datetime.now()).replace(microsecond=0)
+    with pinned(date):
+        return _built(config, checkpoint, date, topology, allow_code=allow_code)
+
+
+def _built(
+    config: RunConfig, checkpoint: Path | None, date: datetime, topology: Topology, *, allow_code: bool
+) -> Session:
     config, whole = local_share(config, topology), config
     check_device(config.training.device, "training.device")
     t = config.training
@@ -248,7 +261,7 @@ def build(
     try_prompts(population)
     check_memory(estimate(config, population), t.device)
     start_sampling(config, population)
-    return Session(whole, made, population, selection(whole), mutations(config), saved, digests(config), topology)
+    return Session(whole, made, population, selection(whole), mutations(config), saved, digests(config), topology, date)
 
 
 def first_generation(config: RunConfig, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:

@@ -1,0 +1,50 @@
+"""The date that chat templates see: one for a whole run, however long it takes and however often it is resumed.
+
+Templates such as Llama's write today's date into every prompt (``strftime_now``). With the date of the wall clock, a
+run that is resumed on another day, or that lasts over midnight, would sample other completions without a word.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+__all__ = ["asks_for_date", "now", "pinned", "strftime_now", "template_names"]
+
+_LONGEST_FORMAT = 1000
+_pinned: list[datetime] = []
+"""Of the run that this process works on, in all of its threads; of runs inside each other the innermost."""
+
+
+@contextmanager
+def pinned(date: datetime) -> Iterator[None]:
+    """Let it be this date for chat templates meanwhile."""
+    _pinned.append(date)
+    try:
+        yield
+    finally:
+        _pinned.reverse()  # two runs that take turns may end in either order
+        _pinned.remove(date)
+        _pinned.reverse()
+
+
+def now() -> datetime:
+    """Return the date of the run, local time; where there is no run, that of the clock."""
+    return _pinned[-1] if _pinned else datetime.now()
+
+
+def strftime_now(form: str) -> str:
+    """Return the date as a chat template asks for it."""
+    if len(form) > _LONGEST_FORMAT:
+        raise ValueError(f"a chat template asks for the date in a format of {len(form)} characters")
+    return now().strftime(form)
+
+
+def asks_for_date(tokenizer: Any) -> bool:
+    """Return whether what the chat template writes depends on the date."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+
+
+def template_names(tokenizer: Any) -> dict[str, Any]:
+    """Return what the chat template is to be given besides the conversation."""
+    return {"strftime_now": strftime_now} if _pinned and asks_for_date(tokenizer) else {}
