@@ -1,7 +1,7 @@
 """Custom code (graders, environments, losses) leaves torch as it found it, and does not end the process."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,9 @@ def _settings() -> dict[str, Any] | None:
 
 
 def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
-    torch = sys.modules["torch"]
+    torch: Any = sys.modules["torch"]
     enabled, warn_only = before["deterministic"]
-    setters = {
+    setters: dict[str, Callable[[], object]] = {
         "grad": lambda: torch.set_grad_enabled(before["grad"]),
         "dtype": lambda: torch.set_default_dtype(before["dtype"]),
         # A CPU that is named would stay on as a mode that every call goes through.

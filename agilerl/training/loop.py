@@ -72,10 +72,16 @@ def train(
         yield from _work(session, out, None, None, stop or StopRequest())
         return
     config = session.config
-    seed = config.training.seed
-    settings, was_set = document(config), given(config)
-    recorded = {"given": was_set, "files": session.files, "date": session.date}
-    with RunDirectory.create(out, settings, seed, command=command, **recorded) as run:
+    run = RunDirectory.create(
+        out,
+        document(config),
+        config.training.seed,
+        given=given(config),
+        command=command,
+        files=session.files,
+        date=session.date,
+    )
+    with run:
         yield from _work(session, out, run, None, stop or StopRequest())
 
 

@@ -150,8 +150,10 @@ def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: 
         if name in now and now[name] == value:
             continue
         inner, before = found.get(name, {}), now.get(name)
-        nested = isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping)
-        found[name] = _with_differences(inner, before, value) if nested else value
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping):
+            found[name] = _with_differences(inner, before, value)
+        else:
+            found[name] = value
     return found
 
 

@@ -188,7 +188,7 @@ def test_a_run_that_did_not_say_what_was_set_is_read_as_before(tmp_path: Path) -
 
 def test_a_default_that_has_changed_keeps_the_recorded_value() -> None:
     config = load_manifest(None)
-    info = {"config": document(config), "given": given(config)}
+    info = {"config": document(config), "given": given(config), "date": "2026-01-31T12:00:00"}
     info["config"]["algorithm"]["temperature"] = 0.9  # as if 0.9 had been the default then
     info["config"]["training"]["evo_steps"] = 5
     again = recorded(info)
