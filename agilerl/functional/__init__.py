@@ -33,10 +33,13 @@ from agilerl.functional.kl import (
 from agilerl.functional.logprobs import linear_logprobs, token_entropy, token_logprobs
 from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, masked_whiten, top_entropy_mask
 from agilerl.functional.objectives import (
+    Divergence,
     cispo,
     clip_regions,
     clipped_surrogate,
     dft,
+    divergence_region,
+    dppo,
     explained_variance,
     reinforce,
     sft,
@@ -62,6 +65,9 @@ from agilerl.functional.ratios import (
 from agilerl.functional.reduce import MetricReducer, Reduction, Statistic
 
 __all__ = [
+    "Divergence",
+    "divergence_region",
+    "dppo",
     "AdvantageNorm",
     "KLEstimator",
     "LOSS_NORM_ALIASES",

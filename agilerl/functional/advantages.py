@@ -26,7 +26,7 @@ __all__ = [
     "zero_variance_groups",
 ]
 
-AdvantageNorm = Literal["mean_std", "mean_only", "batch_std", "rloo"]
+AdvantageNorm = Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
 
 
 def group_advantages(
@@ -40,6 +40,7 @@ def group_advantages(
     | mean_only | ``r - mean_g`` | Dr.GRPO, arXiv 2503.20783 |
     | batch_std | ``(r - mean_g) / (std_batch + adv_eps)`` | arXiv 2508.08221 |
     | rloo | ``G / (G - 1) (r - mean_g)``: against the mean of the others | RLOO, arXiv 2402.14740 |
+    | mean | ``(r - mean_g) / mean_g``: rare successes weigh more; 0 unless mean_g > 0 | MaxRL, arXiv 2602.02710 |
 
     Standard deviations have ddof 1. A group whose std is below 1e-6, and a group of one, give exactly 0. A reward that
     is not finite (NaN: no grade) is left out of all statistics and has the advantage 0. Raises ValueError for an
@@ -56,6 +57,9 @@ def group_advantages(
         advantages = centred / (_std(values, torch.isfinite(rewards)) + adv_eps)
     elif norm == "rloo":
         advantages = centred * count / (count - 1).clamp(min=1)
+    elif norm == "mean":
+        mean = values - centred
+        advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
     else:
         advantages = centred
     # Not only the division: a group of equal rewards must not leave the rounding error of its mean behind either.

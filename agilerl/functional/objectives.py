@@ -1,21 +1,28 @@
 """Objectives: a loss per token (or per pooled unit), before aggregation. Signs are those of a loss: lower is better."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from agilerl.functional.masks import fill_masked, masked_mean
 
 __all__ = [
+    "Divergence",
     "cispo",
     "clip_regions",
     "clipped_surrogate",
     "dft",
+    "divergence_region",
+    "dppo",
     "explained_variance",
     "reinforce",
     "sft",
     "value_clip_region",
     "value_loss",
 ]
+
+Divergence = Literal["tv", "kl"]
 
 
 def clipped_surrogate(
@@ -71,6 +78,53 @@ def reinforce(logp: Tensor, advantages: Tensor, *, mask: Tensor | None = None) -
 def clip_regions(ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return two bool ``[B, L]``: units whose gradient the lower and the upper clip bound removed."""
     return (ratio < 1.0 - low) & (advantages < 0), (ratio > 1.0 + high) & (advantages > 0)
+
+
+def dppo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    limit: float | Tensor = 0.2,
+    divergence: Divergence = "tv",
+    *,
+    weight_max: float = 20.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return ``-M sg(min(rho, weight_max)) A log pi`` ``[B, L]``, M the complement of :func:`divergence_region`.
+
+    The trust region is drawn around the policy, not around the ratio of one token: a rare token may multiply its
+    probability, a frequent one may not move far. Source: DPPO, arXiv 2602.04879 (its binary estimates).
+    """
+    logp, old = fill_masked(logp, mask), fill_masked(old_logp.detach(), mask)
+    advantages = fill_masked(advantages.detach(), mask)
+    weight = (logp.detach() - old).exp().clamp(max=weight_max)
+    below, above = divergence_region(logp, old, advantages, limit, divergence)
+    return reinforce(logp, torch.where(below | above, 0.0, weight) * advantages)
+
+
+@torch.no_grad()
+def divergence_region(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, limit: float | Tensor, divergence: Divergence = "tv"
+) -> tuple[Tensor, Tensor]:
+    """Return two bool ``[B, L]``: tokens that DPPO stops on their way down, and on their way up.
+
+    A token is stopped if its update would lead further away from the old policy (up with A > 0, down with A < 0) and
+    the two are further apart than ``limit``, measured on the two outcomes "this token" and "any other": total
+    variation ``|p - p_old|``, or ``KL(old || new)`` in nats. Source: arXiv 2602.04879.
+    """
+    p, old = logp.exp(), old_logp.exp()
+    if divergence == "tv":
+        distance = (p - old).abs()
+    else:
+        # log1p keeps the rest of a distribution that is nearly certain of its token.
+        rest_old, rest = torch.log1p(-old.clamp(max=_ALMOST_ONE)), torch.log1p(-p.clamp(max=_ALMOST_ONE))
+        distance = old * (old_logp - logp) + (1 - old) * (rest_old - rest)
+    far = distance > limit
+    return far & (p < old) & (advantages < 0), far & (p > old) & (advantages > 0)
+
+
+_ALMOST_ONE = 1 - 2**-24
+"""The largest float32 below 1: the logarithm of what is left must stay finite."""
 
 
 def value_loss(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agilerl import functional as fn
 
 NAN = float("nan")
-NORMS = ["mean_std", "mean_only", "batch_std", "rloo"]
+NORMS = ["mean_std", "mean_only", "batch_std", "rloo", "mean"]
 
 
 @settings(max_examples=50, deadline=None)
@@ -24,7 +24,7 @@ def test_order_and_labels_of_groups_do_not_matter(seed, norm):
     torch.testing.assert_close(found, expected[order], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm", ["mean_std", "mean_only", "rloo"])  # batch_std: its scale is that of the batch
+@pytest.mark.parametrize("norm", ["mean_std", "mean_only", "rloo", "mean"])  # batch_std: its scale is that of the batch
 def test_other_groups_change_no_bit(norm):
     g = torch.Generator().manual_seed(0)
     rewards, groups = torch.rand(12, generator=g), torch.arange(12) % 3
@@ -67,6 +67,14 @@ def test_leave_one_out_is_the_difference_from_the_mean_of_the_others():
     rewards = torch.tensor([1.0, 2.0, 6.0])
     found = fn.group_advantages(rewards, torch.zeros(3, dtype=torch.int64), norm="rloo")
     assert found.tolist() == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
+
+
+def test_maxrl_weighs_rare_successes_more():
+    # One success of four: mean 1/4, so (1 - 1/4) / (1/4) = 3 and (0 - 1/4) / (1/4) = -1; three of four: 1/3 and -1.
+    # A mean that is not above 0 has no such scale: 0.
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0, -1, 1, -1, 0], dtype=torch.float64)
+    found = fn.group_advantages(rewards, torch.arange(12) // 4, norm="mean")
+    assert found.tolist() == pytest.approx([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0])
 
 
 def test_no_rows():

@@ -116,3 +116,49 @@ def test_masked_nan_reaches_no_value_and_no_gradient(loss):
     value.sum().backward()
     assert x.grad.isfinite().all()
     assert x.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "divergence", "stopped"),
+    [
+        (0.5, 0.9, 1.0, "tv", True),  # moved up by .4, and A > 0 would go on
+        (0.5, 0.9, -1.0, "tv", False),  # A < 0 leads back
+        (0.5, 0.1, -1.0, "tv", True),
+        (0.5, 0.1, 1.0, "tv", False),
+        (0.001, 0.1, 1.0, "tv", False),  # a ratio of 100, but a move of .099: what a clipped ratio would stop
+        # KL of two outcomes: .5 log(.5/.9) + .5 log(.5/.1) = .511; .001 log(.001/.1) + .999 log(.999/.9) = .0997
+        (0.5, 0.9, 1.0, "kl", True),
+        (0.001, 0.1, 1.0, "kl", False),
+    ],
+)
+def test_dppo_stops_what_leads_out_of_the_trust_region(old, new, advantage, divergence, stopped):
+    old, advantages = torch.tensor([math.log(old)], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    value, gradient = slope(lambda x: fn.dppo(x, old, advantages, 0.2, divergence), math.log(new))
+    weight = 0.0 if stopped else min(math.exp(math.log(new) - old.item()), 20.0)
+    assert gradient == pytest.approx(-weight * advantages.item())
+    assert value == pytest.approx(-weight * advantages.item() * math.log(new))
+
+
+def test_divergence_region_measures_two_outcomes():
+    old, new = torch.tensor([0.5, 0.5], dtype=torch.float64), torch.tensor([0.9, 0.1], dtype=torch.float64)
+    distance = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    for limit, expected in ((distance - 1e-9, True), (distance + 1e-9, False)):
+        below, above = fn.divergence_region(new.log(), old.log(), torch.tensor([1.0, -1.0]), limit, "kl")
+        assert above.tolist() == [expected, False]
+        assert below.tolist() == [False, expected]
+
+
+def test_a_token_that_is_certain_gives_finite_divergences():
+    logp = torch.zeros(1, requires_grad=True)
+    loss = fn.dppo(logp, torch.tensor([-1e-3]), torch.ones(1), 0.05, "kl")
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logp.grad).all()
+
+
+def test_dppo_ignores_what_is_masked():
+    logp = torch.tensor([[-1.0, NAN]], requires_grad=True)
+    loss = fn.dppo(logp, torch.tensor([[-1.0, NAN]]), torch.tensor([[2.0, NAN]]), mask=torch.tensor([[True, False]]))
+    loss.sum().backward()
+    assert loss.tolist() == [[2.0, 0.0]]
+    assert logp.grad.tolist() == [[-2.0, 0.0]]
