@@ -65,10 +65,8 @@ from agilerl.functional.ratios import (
 from agilerl.functional.reduce import MetricReducer, Reduction, Statistic
 
 __all__ = [
-    "Divergence",
-    "divergence_region",
-    "dppo",
     "AdvantageNorm",
+    "Divergence",
     "KLEstimator",
     "LOSS_NORM_ALIASES",
     "LossNorm",
@@ -89,6 +87,8 @@ __all__ = [
     "clip_regions",
     "clipped_surrogate",
     "dft",
+    "divergence_region",
+    "dppo",
     "discounted_returns",
     "explained_variance",
     "fill_masked",
