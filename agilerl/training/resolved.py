@@ -144,8 +144,8 @@ def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | Non
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was set with those entries of the ``whole`` that have another value ``now``."""
-    found = dict(values)
+    """Return what was set with those entries of the ``whole`` that have another value ``now``, or none."""
+    found = {name: value for name, value in values.items() if name in whole or name not in now}
     for name, value in whole.items():
         if name in now and now[name] == value:
             continue

@@ -194,6 +194,8 @@ def test_a_default_that_has_changed_keeps_the_recorded_value() -> None:
     again = recorded(info)
     assert document(again) == info["config"]
     assert (again.algorithm["temperature"], again.training.evo_steps) == (0.9, 5)
+    info["config"]["environment"]["params"] = {}  # as if what was set had been resolved to less
+    assert document(recorded(info)) == info["config"]
     assert hyperparameters(again).model_fields_set == hyperparameters(config).model_fields_set | {"temperature"}
 
 
