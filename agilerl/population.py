@@ -1,5 +1,6 @@
 """A population: N agents on one base that roll out, learn, are examined and evolve together."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -73,6 +74,8 @@ class Population:
         # Fixed here once: an exam must not change because a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
+        self.ungraded: dict[int, int] = {}
+        """How many answers of each agent the grader gave no grade in the latest exam, without a failure."""
         self.next_index = max(a.index for a in agents) + 1
         if isinstance(task, Task):
             task.fit(self.tokenizer, self.context_length - 1)
@@ -286,6 +289,8 @@ class Population:
             # An episode may be several rows, each with the whole return.
             scores.append([float("nan") if failed or not group else group[0].episode_return for group in own])
             if agent is not None and split == "exam":
+                sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
+                self.ungraded[agent.index] = sum(math.isnan(group[0].episode_return) for group in sound)
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
 

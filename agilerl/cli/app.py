@@ -144,8 +144,9 @@ def check(
         list[str],
         typer.Argument(
             metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
-            help="An environment (module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, textarena:ID, "
-            "openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override it.",
+            help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
+            "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
+            "it.",
             show_default=False,
         ),
     ],
@@ -158,8 +159,9 @@ def check(
 ) -> None:
     """Say in sentences what is wrong with an environment or a manifest.
 
-    An environment is made and played a little. module:Class imports the module (the current folder is searched first)
-    and so runs the code in it: check only what you would run. A manifest is checked as `agilerl train --dry-run` does.
+    An environment is made and played a little. path.py:Class runs the file, module:Class imports the module (the
+    current folder is searched first), and so runs the code in it: check only what you would run. A manifest is checked
+    as `agilerl train --dry-run` does.
     Exit code 0: nothing wrong, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
 
     agilerl check my_module:MyEnv size=5 --tokenizer embedded

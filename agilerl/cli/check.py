@@ -3,14 +3,18 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from agilerl.errors import ConfigError
+from agilerl.errors import AgileRLError, ConfigError
 from agilerl.validation import shown
+
+if TYPE_CHECKING:
+    from agilerl.envs.text_env import TextEnv
 
 __all__ = ["run_check"]
 
@@ -46,14 +50,37 @@ def _check_environment(name: str, settings: dict[str, Any], model: str | None) -
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    make_env(name, **settings).close()  # a name that does not exist is a mistake in the command, not a finding
+    make = _factory(name) or partial(make_env, name)
+    _made(make, name, settings).close()  # a name that does not exist is a mistake in the command, not a finding
     tokenizer = None
     if model is not None:
         from agilerl.models.base import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-    findings = check_env(lambda: make_env(name, **settings), tokenizer)
+    findings = check_env(lambda: _made(make, name, settings), tokenizer)
     return [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in findings]
+
+
+def _factory(name: str) -> Callable[..., Any] | None:
+    """Return the class or function that ``path.py:Name`` means, as in a manifest; None for other names."""
+    if not name.rpartition(":")[0].endswith(".py") and not name.endswith(".py"):
+        return None
+    from agilerl.training.own_code import load_code
+
+    found: Callable[..., Any] = load_code("the environment", name, allowed=True)
+    return found
+
+
+def _made(make: Callable[..., Any], name: str, settings: Mapping[str, Any]) -> "TextEnv":
+    from agilerl.envs.adapters import as_text_env
+
+    try:
+        return as_text_env(make(**settings))
+    except AgileRLError:
+        raise
+    except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
+        given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
+        raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}") from error
 
 
 def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> None:
@@ -71,7 +98,7 @@ def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> No
 def _is_manifest(name: str) -> bool:
     """Tell a file from the name of an environment: by its ending, or because it is there."""
     try:
-        return Path(name).suffix in (".yaml", ".yml") or Path(name).is_file()
+        return Path(name).suffix in (".yaml", ".yml") or (Path(name).is_file() and not name.endswith(".py"))
     except OSError:  # a name too long for the file system
         return False
 

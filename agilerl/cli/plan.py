@@ -67,8 +67,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "generations": -(-iterations // config.training.evo_steps),
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
-            "exam_prompts": config.environment.eval_prompts,
-            "test_prompts": config.environment.test_prompts,
+            "exam_prompts": session.task.panel_size("exam"),
+            "test_prompts": session.task.panel_size("test"),
         },
         "islands": {
             "processes_per_island": topology.island.size,

@@ -136,10 +136,18 @@ def _fail_without_elite(root: Path) -> None:
 
 
 def _likely_cause(outcomes: Counter[str]) -> str:
-    """Return in a sentence why nobody was fit, and what to do, from the outcomes of all iterations of all agents."""
+    """Return in a sentence why no agent was fit, and what to do, from the outcomes of all iterations of all agents."""
+    if not outcomes:
+        return (
+            "training.max_seconds or max_tokens was used up before the first iteration (the base is tested first); "
+            "raise it, or lower environment.test_prompts"
+        )
     failures = Counter({outcome: count for outcome, count in outcomes.items() if outcome != "ok"})
     if not failures:
-        return "every agent learned, but no exam gave a finite fitness; look at the grader and at what it returns"
+        return (
+            "every agent learned, but no exam gave a finite fitness: the grader returned None (no grade) for a part of "
+            "each; return a number for every completion, 0.0 for a wrong one"
+        )
     (outcome, count), total = failures.most_common(1)[0], outcomes.total()
     many = "every update of every agent" if count == total else f"{count} of {total} updates"
     return f"{many} ended with {_REMEDIES.get(outcome, outcome)}"

@@ -32,6 +32,10 @@ ODD_ACTIONS = (
 )
 """Texts that a model may well generate, and that an environment must answer."""
 SEEDS = 8
+MOST_OBJECTS = 10_000
+"""Objects of an environment that are searched for what its seed has made different."""
+_NOT_STATE = ("numpy", "random", "_random", "torch", "gymnasium", "builtins", "re")
+"""Where generators, spaces and functions come from."""
 SLOW = 0.5
 """Seconds for one step above which a warning is due."""
 LONGEST = 200
@@ -224,12 +228,47 @@ def _check_purity(env: TextEnv, factory: Callable[[], TextEnv], tokenizer: Any) 
 
 def _check_seeds(env: TextEnv) -> Iterator[Finding]:
     streams = range(4)  # of actions: random ones may all be refused in the same words
+    if _hides_a_difference(env):  # a secret that no random action finds, say
+        return
     if all(len({tuple(_play(env, seed, actions).events) for seed in range(SEEDS)}) == 1 for actions in streams):
         yield _warning(
             "same-episodes",
             f"seeds 0 to {SEEDS - 1} gave the same episode for the same random actions; training on one episode only "
             "is seldom meant: draw from the seed given to reset",
         )
+
+
+def _hides_a_difference(env: TextEnv) -> bool:
+    """Return whether something in the environment depends on the seed, besides the seed itself and generators."""
+    states = []
+    for seed in range(SEEDS):
+        env.reset(seed=seed)
+        states.append(dict(_leaves(vars(env.unwrapped) | vars(env), "", set())))
+    return any(
+        states[0].get(place) != value and (states[0].get(place), value) != ("0", str(seed))
+        for seed, state in enumerate(states)
+        for place, value in state.items()
+    )
+
+
+def _leaves(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, str]]:
+    """Yield the plain values in an object by their place, those of objects, lists and mappings in it as well."""
+    if isinstance(value, str | bytes | int | float | bool | np.ndarray | None):
+        yield place, str(value)
+        return
+    if id(value) in seen or len(seen) > MOST_OBJECTS:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = enumerate(sorted(value, key=str) if isinstance(value, set | frozenset) else value)
+    elif type(value).__module__.partition(".")[0] in _NOT_STATE:
+        return
+    else:
+        items = getattr(value, "__dict__", {}).items()
+    for key, item in list(items):
+        yield from _leaves(item, f"{place}.{key}", seen)
 
 
 def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:

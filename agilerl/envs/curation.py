@@ -13,6 +13,7 @@ from agilerl.envs.forms import Form, RowFaultError, Sample
 from agilerl.envs.order import apportion
 from agilerl.envs.prompts import render_prompt
 from agilerl.envs.sources import Rows
+from agilerl.envs.split import LEAST, fewer
 from agilerl.errors import EnvError
 
 __all__ = ["BadRows", "Curated", "Ruler", "Sizes", "check_rows", "curate"]
@@ -87,6 +88,7 @@ def curate(
     converse: Converse,
     ruler: Ruler | None = None,
     bad_rows: BadRows = "raise",
+    shrink: bool = False,
 ) -> Curated:
     """Check all rows, leave out what cannot be used, and fill the panels.
 
@@ -104,12 +106,34 @@ def curate(
         ruler: what renders and measures prompts. Those that are too long are left out, and so are rows in which a
             special token of the tokenizer is written out: it would be read as the end of a message, say.
         bad_rows: ``raise``: the first row that lacks its form ends it; ``drop``: such rows are left out.
+        shrink: where there are too few prompts, make the panels smaller, so that training keeps half of its own.
 
     Raises:
         EnvError: rows without their form, too few prompts for a panel, or none left to train on.
     """
     counts: Counter[str] = Counter()
     fits = {split: _usable(rows, form, converse, ruler or Ruler(), bad_rows, counts) for split, rows in sources.items()}
+    try:
+        return _divided(sources, fits, sizes, counts)
+    except _TooFewError:
+        smaller = _fewer(sources, fits, sizes) if shrink else None
+        while smaller is not None:
+            try:
+                return _divided(sources, fits, smaller, counts)
+            except _TooFewError:  # sides have prompts in common, or shares of a mixture were rounded up
+                smaller = _less(smaller, sizes)
+        raise
+
+
+class _TooFewError(EnvError):
+    """There are not as many different prompts as the panels need."""
+
+
+def _divided(
+    sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: Sizes, read: Counter[str]
+) -> Curated:
+    """Fill the panels from rows that can be used, and leave to training what has nothing in common with them."""
+    counts = Counter(read)
     taken: set[bytes] = set()
     chosen: dict[Split, list[_Fit]] = {}
     splits: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
@@ -134,11 +158,36 @@ def curate(
     counts = Counter({name: counts[name] for name in _COUNTED})
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
-        raise EnvError(
+        raise _TooFewError(
             f"expected rows to train on in {empty[0]}, found none beside the exam ({sizes.exam}) and the test "
             f"({sizes.test}); {_told(counts)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
     return Curated(sides, dict(counts))
+
+
+def _fewer(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Sizes | None:
+    """Return sizes that may fit: all of a dataset for a panel alone, and half of the training rows."""
+    own = {split: len({fit.key for fit in found}) for split, found in fits.items()}
+    exam, test = min(asked.exam, own.get("exam", asked.exam)), min(asked.test, own.get("test", asked.test))
+    rows = sources["train"]
+    each = [len({fit.key for fit in fits["train"] if fit.part == number}) for number in range(len(rows.parts))]
+    whole = sum(rows.weights)
+    half = int(min(count * whole / weight for count, weight in zip(each, rows.weights))) // 2
+    if "exam" not in sources and "test" not in sources:
+        found = fewer(exam, test, half)
+        return None if found is None else Sizes(*found)
+    shrunk = Sizes(exam if "exam" in sources else min(exam, half), test if "test" in sources else min(test, half))
+    return shrunk if _suffices(shrunk, asked) else None
+
+
+def _less(sizes: Sizes, asked: Sizes) -> Sizes | None:
+    """Return sizes that are a tenth smaller, None where that is too small."""
+    smaller = Sizes(sizes.exam - -(-sizes.exam // 10), sizes.test - -(-sizes.test // 10))
+    return smaller if _suffices(smaller, asked) else None
+
+
+def _suffices(sizes: Sizes, asked: Sizes) -> bool:
+    return sizes.exam >= min(asked.exam, LEAST) and sizes.test >= min(asked.test, LEAST)
 
 
 def check_rows(rows: Rows, form: Form) -> None:
@@ -201,7 +250,7 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
                 known.add(fit.key)
                 panel.append(fit)
         if len(panel) - before < share:
-            raise EnvError(
+            raise _TooFewError(
                 f"expected {share} different prompts for the {split} in {rows.parts[number].name}, found "
                 f"{len(panel) - before}; ask for fewer (eval_prompts, test_prompts), or give more rows"
             )

@@ -12,6 +12,7 @@ from agilerl.envs.curation import BadRows, Ruler, Sizes, check_rows, curate
 from agilerl.envs.forms import Form, Needs, Purpose, RowFaultError, Sample, form_of
 from agilerl.envs.order import TrainingOrder
 from agilerl.envs.sources import Rows, read_dataset
+from agilerl.envs.split import warn_of_fewer
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.base import close, setup
 from agilerl.rewards.functions import exact_match
@@ -159,6 +160,7 @@ class CuratedTask(DatasetTask):
         conversation_template: Template | None = None,
         purpose: Purpose = "reasoning",
         bad_rows: BadRows = "raise",
+        shrink_panels: bool = False,
         seed: int = 42,
     ) -> None:
         """Read and divide the rows.
@@ -174,6 +176,8 @@ class CuratedTask(DatasetTask):
             conversation_template: as in ``DatasetTask``.
             purpose: as in ``DatasetTask``.
             bad_rows: ``raise``, or ``drop`` rows that lack their form.
+            shrink_panels: where there are too few rows for the panels, make them smaller, with a warning, in place of
+                raising an EnvError; at least half of the training dataset's own prompts are left to training.
             seed: decides the order of training, and nothing else.
 
         Raises:
@@ -192,6 +196,7 @@ class CuratedTask(DatasetTask):
             if source is not None
         }
         self._panel_sizes, self._bad_rows = Sizes(exam_prompts, test_prompts), bad_rows
+        self._shrink_panels, self._said = shrink_panels, Sizes(exam_prompts, test_prompts)
         self._setup(self._sources, grader, conversation_template, purpose, seed)
         self.name = self._sources["train"].name
         self._curate(Ruler())
@@ -208,9 +213,15 @@ class CuratedTask(DatasetTask):
             converse=self._converse,
             ruler=ruler,
             bad_rows=self._bad_rows,
+            shrink=self._shrink_panels,
         )
         self.counts = curated.counts
         self._use(curated.sides)
+        found, asked = Sizes(self.exam_prompts, self.test_prompts), self._panel_sizes
+        if found != self._said:
+            self._said = found
+            distinct = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
+            warn_of_fewer(self.name, (asked.exam, asked.test), (found.exam, found.test), distinct)
 
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:

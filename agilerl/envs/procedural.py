@@ -6,7 +6,7 @@ from typing import Any, Literal
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.scorers import Scorers
-from agilerl.envs.split import is_held_out
+from agilerl.envs.split import fewer, is_held_out, warn_of_fewer
 from agilerl.envs.upstream import build_dataset, check_params, draw
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
@@ -50,6 +50,7 @@ class ReasoningGymTask(Task):
         reward: Literal["exact", "score"] = "exact",
         holdout: Literal["reserved", "any"] = "reserved",
         curriculum: Curriculum | None = None,
+        shrink_panels: bool = False,
     ) -> None:
         """Check everything and draw one problem.
 
@@ -62,6 +63,9 @@ class ReasoningGymTask(Task):
             reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
             holdout: ``reserved``: as above; ``any``, for tasks with few distinct questions: panels of any questions,
                 which training then avoids one by one, so that it depends on the panel sizes too.
+            shrink_panels: where the task has too few distinct questions for the panels, make them smaller, with a
+                warning, in place of raising an EnvError; of all its questions (``any``) at least half are left to
+                training.
             curriculum: levels of training; its parameters are those that ``params`` do not set.
 
         Raises:
@@ -85,6 +89,7 @@ class ReasoningGymTask(Task):
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
+        self.shrink_panels = shrink_panels
         self._datasets: dict[tuple[str, int, int], Any] = {}
         self._panel: list[Row] = []
         self._panel_questions: set[str] = set()
@@ -107,6 +112,9 @@ class ReasoningGymTask(Task):
         if split == "train":
             row, level = self._train_row(index), self._level(index)
         else:
+            if self.shrink_panels:  # where the test begins is known when all questions are
+                self._fill_panels()
+                self.check_index(split, index)
             place = index if split == "exam" else self.exam_prompts + index
             self._fill_panel(place + 1)
             row, level = self._panel[place], self._last
@@ -192,7 +200,9 @@ class ReasoningGymTask(Task):
         failures = 0
         while len(self._panel) < count:
             if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
-                raise self._exhausted()
+                if not self._shrink():
+                    raise self._exhausted()
+                return
             self._draws_since_new += 1
             self._panel_draws += 1
             try:
@@ -208,6 +218,19 @@ class ReasoningGymTask(Task):
             self._panel_questions.add(question)
             self._panel.append(row)
             self._draws_since_new = 0
+
+    def _shrink(self) -> bool:
+        """Make the panels as small as the questions that were found; say whether that is allowed, and of any use."""
+        asked, kept = (self.exam_prompts, self.test_prompts), len(self._panel)
+        found = fewer(*asked, kept if self.holdout == "reserved" else kept // 2) if self.shrink_panels else None
+        if found is None:
+            return False
+        kind = "" if self.holdout == "any" else " in its reserved fifth"
+        warn_of_fewer(self.name, asked, found, f"{kept} distinct questions{kind}")
+        self.exam_prompts, self.test_prompts = found
+        self._panel = self._panel[: sum(found)]
+        self._panel_questions = {row["question"] for row in self._panel}
+        return True
 
     def _exhausted(self) -> EnvError:
         other = "" if self.holdout == "any" else ", or set holdout to 'any', which lets panels hold any question"

@@ -162,9 +162,9 @@ class EnvironmentConfig(Section):
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
     eval_prompts: Annotated[int, Field(ge=2)] = 128
-    """Size of the exam that selection uses."""
+    """Size of the exam that selection uses; where there are too few questions or rows it is smaller, with a warning."""
     test_prompts: Annotated[int, Field(ge=2)] = 400
-    """Size of the test set that only the final numbers use."""
+    """Size of the test set that only the final numbers use; smaller as the exam is."""
     holdout: Literal["reserved", "any"] = "reserved"
     """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
     questions: from all of them, and training leaves out those that were drawn."""

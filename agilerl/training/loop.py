@@ -1,5 +1,6 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and an honest last test."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.run_date import asks_for_date, pinned
@@ -268,6 +269,8 @@ def _exam(session: Session, records: Records, progress: Progress) -> ExamDone:
     population = session.population
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
     fitness = population.evaluate("exam")
+    if progress.elite_iteration is None:
+        _check_graded(session, fitness)
     progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.everyone) - before
     where = Where(progress.generation, progress.iteration)
     records.exam(where, fitness, population.everyone, perf_counter() - start)
@@ -282,6 +285,23 @@ def _exam(session: Session, records: Records, progress: Progress) -> ExamDone:
         progress.elite_iteration = progress.iteration
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness)
+
+
+def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
+    """Raise RewardError where no agent has been given a grade yet, in training or in its exam, and nothing failed."""
+    population = session.population
+    if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
+        return
+    own = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
+    if all(session.topology.peers.all(own)):
+        size = session.task.panel_size("exam")
+        error = RewardError(
+            f"expected {session.task.grader} to return a number for completions, found None (no grade) for all that "
+            f"every agent was trained on so far, and for all {size} of its exam: nothing can be learned from that; "
+            "return 0.0 for a wrong answer, and None only for a row that the grader is not about"
+        )
+        error.everywhere = True
+        raise error
 
 
 def _evolve(session: Session, records: Records, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:

@@ -64,6 +64,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
         reward=e.reward,
         holdout=e.holdout,
         curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
+        shrink_panels=True,
     )
     made.template = _template(e)
     made.prepare()
@@ -93,6 +94,7 @@ def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purp
         conversation_template=config.conversation_template,
         purpose=purpose,
         bad_rows=config.bad_rows,
+        shrink_panels=True,
         seed=seed,
     )
 

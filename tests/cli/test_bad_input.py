@@ -47,9 +47,9 @@ BEFORE_THE_MODEL = {
     "a run directory inside a file": (["--out", "/dev/null/x"], "'/dev/null' is no directory"),
     "a file as run directory": (["--out", "/dev/null"], "found a file; choose another path"),
     "a name too long for a directory": (["--out", "x" * 300], "File name too long"),
-    "panels larger than the task": (
-        ["environment.params={min_word_len: 3, max_word_len: 3}", "environment.test_prompts=5000"],
-        "expected 200 exam and 5000 test questions",
+    "a task of hardly any question": (
+        ["environment.task=reasoning_gym:count_bits", "environment.params={min_n: 1, max_n: 4}"],
+        "expected 200 exam and 400 test questions",
     ),
 }
 

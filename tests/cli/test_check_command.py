@@ -50,6 +50,14 @@ def test_a_sound_environment(agilerl: Agilerl) -> None:
     assert agilerl("check", "agilerl/GuessTheNumber-v0", "max_number=5").code == 0
 
 
+def test_a_class_in_a_file_as_a_manifest_names_it(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.py").write_text(MINE, encoding="utf-8")
+    for name in ("elsewhere/mine.py:Mine", f"{tmp_path}/elsewhere/mine.py:Mine"):
+        assert agilerl("check", name, "most=5") == Outcome(0, f"{name}: nothing wrong\n", "")
+    assert agilerl("check", "elsewhere/mine.py:Bad").code == 1
+
+
 def test_errors_are_sentences_and_exit_code_1(agilerl: Agilerl) -> None:
     outcome = agilerl("check", "my_checked_env:Bad")
     assert outcome.code == 1
@@ -74,6 +82,10 @@ def test_warnings_alone_are_exit_code_0(agilerl: Agilerl) -> None:
         (["my_checked_env:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env:Mine", "most"], "expected key=value as a setting of the environment, found 'most'"),
         (["my_checked_env:Mine", "most=["], "expected a YAML value for most"),
+        (["my_checked_env.py:Nobody"], "expected Nobody in my_checked_env.py, found Mine, Bad"),
+        (["my_checked_env.py:Mine", "least=1"], "cannot be made with least=1: TypeError"),
+        (["my_checked_env.py"], "expected path.py:name or module:name"),
+        (["absent.py:Mine"], "cannot be loaded: FileNotFoundError"),
         (["nothing_of_that_name:Env"], "No module named 'nothing_of_that_name'"),
         (["absent.yaml"], "absent.yaml"),
         (["m.yaml", "--tokenizer", "embedded"], "--tokenizer is for environments"),

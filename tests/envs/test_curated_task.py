@@ -1,5 +1,6 @@
 """Datasets divided into training, exam and test: no leakage, exact counts, the same rows every time."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -197,6 +198,46 @@ def test_the_length_is_that_of_the_templated_prompt(tokenizer) -> None:
     task = made(fit=tokenizer, most=7, exam_prompts=2, test_prompts=3)
     assert task.counts["too_long"] == 30
     assert {len(row["question"]) for rows in sides(task).values() for row in rows} == {4}
+
+
+def test_panels_shrink_to_the_rows_that_there_are() -> None:
+    with pytest.warns(UserWarning, match=r"40 rows.* in place of 128 and 400"):
+        task = made(exam_prompts=128, test_prompts=400, shrink_panels=True)
+    found = {split: {row["question"] for row in rows} for split, rows in sides(task).items()}
+    assert (task.exam_prompts, task.test_prompts) == (len(found["exam"]), len(found["test"])) == (10, 10)
+    assert not found["train"] & (found["exam"] | found["test"])
+    assert not found["exam"] & found["test"]
+    assert len(found["train"]) == 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        task.fit(None, None)  # is said once
+
+
+def test_panels_of_datasets_for_them_shrink_to_what_these_have() -> None:
+    few = [{"question": f"special {i}", "answer": "x"} for i in range(5)]
+    with pytest.warns(UserWarning, match="the exam has 5 prompts and the test 20"):
+        task = made(exam=few, exam_prompts=128, test_prompts=400, shrink_panels=True)
+    assert [task.row("exam", i)["question"][:7] for i in range(5)] == ["special"] * 5
+
+
+def test_each_dataset_of_a_mixture_gives_its_share_of_smaller_panels() -> None:
+    mixed = mix([(rows_called("a", 90), 2), (rows_called("b", 10), 1)])
+    with pytest.warns(UserWarning, match="100 rows"):
+        task = CuratedTask(mixed, shrink_panels=True)
+    for split in ("exam", "test"):
+        names = [task.row(split, i)["question"][0] for i in range(task.panel_size(split))]
+        assert len(names) >= 2
+        assert abs(names.count("a") - 2 * names.count("b")) <= 2
+    assert {task.row("train", position)["question"][0] for position in range(20)} == {"a", "b"}
+
+
+def rows_called(name: str, count: int) -> list[dict[str, str]]:
+    return [{"question": f"{name}{i}", "answer": "x"} for i in range(count)]
+
+
+def test_hardly_any_row_is_refused() -> None:
+    with pytest.raises(EnvError, match="400 different prompts for the test in the train dataset, found 5"):
+        CuratedTask(rows_called("a", 5), shrink_panels=True)
 
 
 def test_nothing_left_is_told(tokenizer) -> None:

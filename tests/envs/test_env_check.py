@@ -2,6 +2,7 @@
 
 import random
 import time
+import types
 from typing import ClassVar
 
 import gymnasium
@@ -141,6 +142,29 @@ def test_a_step_after_the_end_should_raise():
         return Sound.step(self, action)
 
     assert [finding.code for finding in check_env(changed(step=step))] == ["step-after-end"]
+
+
+@pytest.mark.parametrize("kept", ["secret", "nested", "generator"])
+def test_a_secret_that_no_random_action_finds_is_no_reason_to_warn(kept):
+    """All that is said depends on whether the one right word is guessed."""
+
+    class Secret:
+        max_turns = 2
+
+        def reset(self, seed=None):
+            self.turn, self.seed, self.draws = 0, seed, random.Random(seed)
+            if kept != "generator":
+                word = "".join(self.draws.choices("abcdefgh", k=8))
+                self.secret = word if kept == "secret" else {"words": [types.SimpleNamespace(word=word)]}
+            return "Which word?", {}
+
+        def step(self, action):
+            self.turn += 1
+            right = kept == "secret" and action == self.secret
+            return "Yes" if right else "No", float(right), right or self.turn == self.max_turns, False, {}
+
+    found = [finding.code for finding in check_env(Secret)]
+    assert found == (["same-episodes"] if kept == "generator" else [])
 
 
 def test_what_cannot_be_made():

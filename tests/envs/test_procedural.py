@@ -6,7 +6,7 @@ import pytest
 
 from agilerl.envs.core import score_completions
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.split import is_held_out
+from agilerl.envs.split import fewer, is_held_out
 from agilerl.errors import ConfigError, EnvError, RewardError
 
 SPELL = {"min_word_len": 3, "max_word_len": 6}
@@ -231,6 +231,57 @@ def test_a_task_with_too_few_questions_says_how_many_there_are():
         ReasoningGymTask("chain_sum", tiny).prepare()
     with pytest.raises(EnvError, match=r"has only \d+ distinct questions \("):
         ReasoningGymTask("chain_sum", tiny, holdout="any").prepare()
+
+
+TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.mark.parametrize("holdout", ["reserved", "any"])
+def test_panels_shrink_to_the_questions_that_there_are(holdout):
+    asked = {"exam_prompts": 128, "test_prompts": 400, "holdout": holdout, "shrink_panels": True}
+    task = ReasoningGymTask("chain_sum", TINY, **asked)
+    with pytest.warns(UserWarning, match="distinct questions.*in place of 128 and 400"):
+        task.prepare()
+    panels = {
+        split: [task.row(split, i)["question"] for i in range(task.panel_size(split))] for split in ("exam", "test")
+    }
+    assert abs(len(panels["exam"]) - len(panels["test"])) <= 1
+    assert len({*panels["exam"], *panels["test"]}) == len(panels["exam"]) + len(panels["test"])
+    trained = {task.row("train", position)["question"] for position in range(2000)}
+    assert trained.isdisjoint({*panels["exam"], *panels["test"]})
+    if holdout == "any":
+        assert len(trained) >= len(panels["exam"]) + len(panels["test"])
+    lazy = ReasoningGymTask("chain_sum", TINY, **asked)
+    with pytest.warns(UserWarning, match="distinct questions"):
+        assert lazy.row("test", 0)["question"] == panels["test"][0]
+    with pytest.raises(EnvError, match=f"0 to {len(panels['exam']) - 1} in the exam"):
+        lazy.row("exam", 127)
+
+
+def test_panels_of_enough_questions_do_not_shrink():
+    plain, allowed = (
+        ReasoningGymTask("gcd", exam_prompts=8, test_prompts=9, shrink_panels=shrink) for shrink in (False, True)
+    )
+    for split, size in (("exam", 8), ("test", 9), ("train", 20)):
+        assert [allowed.row(split, i) for i in range(size)] == [plain.row(split, i) for i in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "found"),
+    [
+        ((128, 400), 527, (128, 399)),
+        ((128, 400), 17, (9, 8)),
+        ((128, 2), 17, (15, 2)),
+        ((2, 400), 17, (2, 15)),
+        ((128, 400), 4, (2, 2)),
+        ((128, 400), 3, None),
+        ((128, 0), 3, (3, 0)),
+        ((1, 0), 1, (1, 0)),
+        ((1, 0), 0, None),
+    ],
+)
+def test_how_few_questions_are_divided(asked, available, found):
+    assert fewer(*asked, available) == found
 
 
 def test_a_panel_that_takes_every_question_leaves_no_training():

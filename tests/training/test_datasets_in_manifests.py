@@ -40,6 +40,7 @@ def place(rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.Monkey
     """The working directory, with the same rows in three formats."""
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "rows.jsonl", rows)
+    write_lines(tmp_path / "few.jsonl", rows[:3])
     (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     return tmp_path
@@ -201,8 +202,8 @@ def test_settings_that_contradict(section: str, place: Path) -> None:
         (["environment.dataset=nowhere.jsonl"], "found nothing at '.*nowhere.jsonl'"),
         (["environment.dataset=org/nothing"], "cannot be loaded from the hub"),
         (
-            ["environment.dataset=rows.jsonl", "environment.eval_prompts=500"],
-            "expected 500 different prompts for the exam",
+            ["environment.dataset=few.jsonl", "environment.eval_prompts=500"],
+            "different prompts for the test in few.jsonl, found 3",
         ),
         (["environment.dataset=rows.jsonl", "environment.columns.question=qestion"], "did you mean 'question'?"),
         (["environment.dataset=rows.jsonl", "environment.columns.answer=question"], "would both be the column answer"),
