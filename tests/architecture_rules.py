@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 60, 6, 4
+FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 80, 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
