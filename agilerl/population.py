@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Literal
 
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.policy import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -32,7 +33,13 @@ from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
 from agilerl.rollouts.rollout import Rollout, teaches_nothing
 from agilerl.rollouts.sources import Ask, EpisodeSource, Panel, QuestionSource, Source
 
-__all__ = ["Evolution", "Population", "Rollout"]
+__all__ = ["Evolution", "Panels", "Population", "Rollout"]
+
+Panels = Literal["exam", "test"]
+AnyTask = Annotated[
+    Task | EpisodeTask,
+    Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, for instance ReasoningGymTask('spell_backward')"),
+]
 
 
 class Population:
@@ -43,15 +50,16 @@ class Population:
     ``max_error_rate`` is the share of completions (or episodes) that may fail to be graded before a rollout raises.
     """
 
+    @checked
     def __init__(
         self,
-        agents: Sequence[LLMAlgorithm],
-        task: Task | EpisodeTask,
+        agents: Annotated[Sequence[LLMAlgorithm], Hint("pass GRPO.population(4, ...), or a list of agents")],
+        task: AnyTask,
         *,
-        tokenizer: Any = None,
-        prompts_per_step: int = 8,
-        eval_max_new_tokens: int | None = None,
-        max_error_rate: float = 0.5,
+        tokenizer: Tokenizer | None = None,
+        prompts_per_step: Count = 8,
+        eval_max_new_tokens: Count | None = None,
+        max_error_rate: Share = 0.5,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -65,6 +73,8 @@ class Population:
             all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
         self.agents = list(agents)
+        self._mark = object()
+        """What its rollouts bear, so that those of another population are told apart."""
         self.task = task
         self.runtime = agents[0].runtime
         self.tokenizer = tokenizer if tokenizer is not None else self.runtime.tokenizer
@@ -91,6 +101,7 @@ class Population:
     def __len__(self) -> int:
         return len(self.agents)
 
+    @checked
     def agent(self, index: int) -> LLMAlgorithm:
         """Return the living agent with this index."""
         for agent in self.agents:
@@ -119,7 +130,7 @@ class Population:
         Raises RewardError, or EnvError for episodes, where more than ``max_error_rate`` of all samples failed.
         """
         rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
-        rollout = Rollout({a.index: [] for a in self.agents}, CollectReport())
+        rollout = Rollout({a.index: [] for a in self.agents}, CollectReport(), mark=self._mark)
         rollout.dropped = {index: set() for index, most in rounds.items() if most > 1}
         sampled = dict.fromkeys(rounds, 0)
         missing = dict.fromkeys(rounds, self.prompts_per_step)
@@ -182,7 +193,7 @@ class Population:
         The counterpart of :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
         """
         start, known = perf_counter(), dict[int, list[Trajectory]]()
-        rollout = Rollout({}, CollectReport())
+        rollout = Rollout({}, CollectReport(), mark=self._mark)
         for agent in self.agents:
             drawn = rollout.trajectories[agent.index] = []
             for number in range(self.prompts_per_step):
@@ -197,7 +208,8 @@ class Population:
         rollout.times.rollout = perf_counter() - start
         return rollout
 
-    def examples(self, position: int) -> list[Trajectory]:
+    @checked
+    def examples(self, position: Whole) -> list[Trajectory]:
         """Return what the task's training row at a position teaches; where it is too long, what its stand-in does."""
         task, limit = self.task, self.context_length
         if not isinstance(task, DataTask) or not isinstance(self.source, QuestionSource):
@@ -205,12 +217,15 @@ class Population:
         row, made = self.source.train(position, limit, lambda row: task.examples(self.tokenizer, row, limit))
         return trajectories(made, 0, row)
 
+    @checked
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
         An agent of which no sample could be graded, or that memory had no room for, learns nothing, and its ``outcome``
-        says why. Where groups were dropped, rewards and lengths are still those of all that was sampled.
+        says why. Where groups were dropped, rewards and lengths are still those of all that was sampled. Raises
+        ConfigError for the rollout of another population, or of other agents.
         """
+        self._check_own(rollout)
         pads = [agent.pad_token_id for agent in self.agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(self.agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in self.agents]
@@ -242,9 +257,19 @@ class Population:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
 
+    def _check_own(self, rollout: Rollout) -> None:
+        own, foreign = [agent.index for agent in self.agents], rollout.mark not in (None, self._mark)
+        if foreign or set(rollout.trajectories) != set(own):
+            raise ConfigError(
+                "Population.learn(rollout=...): expected what rollout() or draw() of this population returned for its "
+                f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
+                f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
+            )
+
     # -- exams ----------------------------------------------------------------------------------------------------
 
-    def evaluate(self, split: Split = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+    @checked
+    def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine agents on a fixed panel: the same prompts for all, greedy, settings of the run and not of genes.
 
         ``split`` is ``exam`` (selection) or ``test`` (the numbers that are reported). An agent whose completion could
@@ -252,8 +277,14 @@ class Population:
         ``agent.fitness`` (NaN where the agent is sick); a test leaves no trace.
 
         Raises RewardError, or EnvError for episodes, where nobody's could be graded; but where only some ``agents`` are
-        examined, it may be their own fault.
+        examined, it may be their own fault. Raises ConfigError for no agents, or agents of another runtime.
         """
+        strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
+        if strangers or (agents is not None and not agents):
+            raise ConfigError(
+                f"Population.evaluate(agents=...): expected agents on the base of this population, found "
+                f"{f'agents {strangers} of another one' if strangers else '[]'}; leave agents out to examine all"
+            )
         chosen = self.agents if agents is None else list(agents)
         scores = self._examine(split, [(a.slot, a) for a in chosen], everybody=agents is None)
         results = {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
@@ -262,11 +293,13 @@ class Population:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
         return results
 
-    def evaluate_agent(self, index: int, split: Split) -> Fitness:
+    @checked
+    def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent."""
         return self.evaluate(split, agents=[self.agent(index)])[index]
 
-    def evaluate_base(self, split: Split = "test") -> Fitness:
+    @checked
+    def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
         return Fitness.from_scores(self._examine(split, [(None, None)], everybody=True)[0])
 
@@ -309,7 +342,8 @@ class Population:
         room = self.runtime.base.context_length - prompt_length
         return SamplingSettings(max_new_tokens=max(1, min(self.eval_max_new_tokens or room, room)), temperature=0.0)
 
-    def panel(self, split: Split) -> Panel:
+    @checked
+    def panel(self, split: Panels) -> Panel:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if not isinstance(self.source, QuestionSource):
             raise ConfigError(f"{self.task.name} is an environment: it has episodes, no panel of questions")
@@ -322,14 +356,15 @@ class Population:
 
     # -- evolution ------------------------------------------------------------------------------------------------
 
+    @checked
     def evolve(
         self,
         fitness: Mapping[int, Fitness],
         selection: SelectionStrategy,
         mutations: Mutations,
         *,
-        generation: int,
-        seed: int,
+        generation: Whole,
+        seed: Seed,
         collapse_guard: bool = True,
     ) -> Evolution:
         """Select, clone and mutate: first a plan from numbers alone, then its application.
@@ -338,6 +373,12 @@ class Population:
         elite nor parent, and its place goes to a mutated clone of the elite; with ``collapse_guard`` a collapsed agent
         counts as one.
         """
+        known = [agent.index for agent in self.everyone]
+        if set(fitness) != set(known):
+            raise ConfigError(
+                f"Population.evolve(fitness=...): expected the fitness of each agent of this population, {known}, "
+                f"found that of {sorted(fitness)}; pass what population.evaluate() returns"
+            )
         sick = self.sick(fitness, collapse_guard=collapse_guard)
         plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index)
         plan = replaced_by_elite(plan, list(fitness), sick)
@@ -377,6 +418,7 @@ class Population:
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
+    @checked
     def state_of(self, index: int) -> AgentState | None:
         """Return a copy of an agent; None in a process that has no use for it."""
         return self.agent(index).state()

@@ -5,11 +5,12 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, checked, described
 from agilerl.data import Completion, RolloutBatch, Trajectory
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
@@ -22,7 +23,15 @@ from agilerl.models.accelerators import (
     sharding_of,
 )
 from agilerl.models.agreement import agreed
-from agilerl.models.base import BaseModel, check_device, from_model, load_base, load_tokenizer, with_padding
+from agilerl.models.base import (
+    BaseModel,
+    check_device,
+    check_network,
+    from_model,
+    load_base,
+    load_tokenizer,
+    with_padding,
+)
 from agilerl.models.heads import token_values
 from agilerl.models.lockstep import Lockstep
 from agilerl.models.lora import attach, detach
@@ -77,15 +86,16 @@ class Runtime:
     ``options`` are those of the base; what is set there, no agent can change.
     """
 
+    @checked
     def __init__(
         self,
-        base: BaseModel,
+        base: Annotated[BaseModel, Hint("pass load_base(name), or use Runtime.from_pretrained(name)")],
         *,
         lora_config: Any = None,
         tokenizer: Any = None,
-        seed: int = 42,
-        max_tokens: int = 4096,
-        max_rows: int = 1024,
+        seed: Seed = 42,
+        max_tokens: Count = 4096,
+        max_rows: Count = 1024,
         options: SharedOptions | None = None,
     ) -> None:
         self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens
@@ -115,15 +125,16 @@ class Runtime:
         self._apply(self.options)
 
     @classmethod
+    @checked
     def from_pretrained(
         cls,
-        name: str,
+        name: Name,
         *,
-        dtype: str = "auto",
-        device: str | None = None,
-        tokenizer: Any = None,
+        dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto",
+        device: str | torch.device | None = None,
+        tokenizer: Tokenizer | None = None,
         pad_token: str | None = None,
-        pad_token_id: int | None = None,
+        pad_token_id: Whole | None = None,
         **options: Any,
     ) -> "Runtime":
         """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor.
@@ -145,6 +156,7 @@ class Runtime:
         """
         known = _RUNTIMES.get(id(model))
         if known is None:
+            check_network(model)
             check_loaded(model, options.get("options"))
             base = from_model(model)
             base.check_head()
@@ -165,7 +177,7 @@ class Runtime:
         name: str | None,
         model: Any,
         *,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         accelerator: Any = None,
         pad_token: str | None = None,
         pad_token_id: int | None = None,
@@ -178,6 +190,8 @@ class Runtime:
                 "an agent needs exactly one of runtime, model_name and actor_network, found "
                 f"{' and '.join(given) or 'none'}"
             )
+        if accelerator is not None and not hasattr(accelerator, "num_processes"):
+            raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
         if device is None and accelerator is not None:
             device = str(getattr(accelerator, "device", None) or "cpu")
         if device is not None:
@@ -190,6 +204,7 @@ class Runtime:
                     name, device=device, pad_token=pad_token, pad_token_id=pad_token_id, **options
                 )
         else:
+            check_network(model)
             check_whole(model)
             runtime = cls.for_model(model if device is None else model.to(device), **options)
         runtime.accelerate(accelerator)

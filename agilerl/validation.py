@@ -1,6 +1,5 @@
 """Pydantic's findings as sentences: what was expected, what was found, what to do."""
 
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,33 +7,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
 
-__all__ = ["LARGEST_FLOAT32", "nearest", "sentence", "shown", "validated"]
+__all__ = ["LARGEST_FLOAT32", "check_booleans", "nearest", "sentence", "shown", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 LARGEST_FLOAT32 = 3.4e38
 """Most numbers meet a float32 tensor in the end, which refuses larger ones or makes them infinite."""
-_LONGEST = 100
-_MOST_NAMES = 12
 _MOST_FINDINGS = 20
-
-
-def shown(value: Any) -> str:
-    """Return ``repr(value)``, shortened where it would drown the message."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name: the nearest known one, or some of them."""
-    names = list(known)
-    by_lower = {known_name.lower(): known_name for known_name in names}
-    close = difflib.get_close_matches(name[:_LONGEST].lower(), by_lower, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {by_lower[close[0]]!r}?"
-    return f"known: {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''}"
 
 
 def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
@@ -42,15 +24,27 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
 
     Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are no numbers.
     """
+    for path in _misplaced_booleans(model, values):
+        raise _no_number(path, where)
     try:
         made = model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
+    except ConfigError as error:  # of a model whose constructor a user may call, without ``where``
+        if isinstance(error.__cause__, ValidationError):
+            raise ConfigError(sentence(error.__cause__, model, where)) from None
+        raise
     for path in _beyond_64_bits(values):
         raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that 64 bits hold")
     for path in _converted_booleans(values, made):
-        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
+        raise _no_number(path, where)
     return made
+
+
+def check_booleans(model: type[BaseModel], values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for true or false where a model has a number; pydantic would take them for 1 and 0."""
+    for path in _misplaced_booleans(model, values):
+        raise _no_number(path, "")
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
@@ -102,6 +96,27 @@ def _plain(annotation: Any) -> Any:
         parts = [part for part in typing.get_args(annotation) if part is not type(None)]
         return _plain(parts[0]) if len(parts) == 1 else annotation
     return annotation
+
+
+def _no_number(path: list[str], where: str) -> ConfigError:
+    return ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
+
+
+def _misplaced_booleans(wanted: Any, given: Any) -> Iterator[list[str]]:
+    """Yield the place of each boolean that stands for a number, before pydantic makes 1 or 0 of it."""
+    plain, items = _plain(wanted), list[tuple[str, Any, Any]]()
+    if isinstance(given, bool):
+        if plain in (int, float):
+            yield []
+    elif isinstance(given, Mapping):
+        inner = typing.get_args(plain)[-1:] if typing.get_origin(plain) is dict else ()
+        known = plain.model_fields if isinstance(plain, type) and issubclass(plain, BaseModel) else {}
+        items = [(str(key), inner[0], value) for key, value in given.items() if inner]
+        items += [(key, known[key].annotation, value) for key, value in given.items() if key in known]
+    elif isinstance(given, list | tuple) and typing.get_origin(plain) in (list, tuple):
+        items = [(str(place), typing.get_args(plain)[0], value) for place, value in enumerate(given)]
+    for key, annotation, value in items:
+        yield from ([key, *rest] for rest in _misplaced_booleans(annotation, value))
 
 
 def _beyond_64_bits(given: Any) -> Iterator[list[str]]:

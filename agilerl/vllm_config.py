@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agilerl.errors import ConfigError
-from agilerl.validation import sentence
+from agilerl.validation import check_booleans, sentence
 
 __all__ = ["LORA_RANKS", "VLLMConfig", "lora_capacity"]
 
@@ -120,8 +120,10 @@ class VLLMConfig(BaseModel):
     """Engine of exams and tests; ``torch`` gives the same bits whoever else is examined."""
 
     def __init__(self, **settings: Any) -> None:
+        named = {_OF_TRL.get(name, name): value for name, value in settings.items()}
+        check_booleans(type(self), named)
         try:
-            super().__init__(**{_OF_TRL.get(name, name): value for name, value in settings.items()})
+            super().__init__(**named)
         except ValidationError as error:
             raise ConfigError(sentence(error, type(self))) from None
 

@@ -9,7 +9,7 @@ FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 80, 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "streams", "validation", "source_files", "custom_code", "run_date"),
+        *("errors", "streams", "arguments", "validation", "source_files", "custom_code", "run_date"),
         *("processes", "shared_options", "vllm_config"),
     ),
     ("functional", "data", "hpo"),

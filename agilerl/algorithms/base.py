@@ -5,10 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from agilerl.arguments import Hint, Whole, checked, described
 from agilerl.errors import ConfigError, EngineError
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import (
@@ -21,7 +22,7 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
-from agilerl.validation import LARGEST_FLOAT32, nearest, sentence, validated
+from agilerl.validation import LARGEST_FLOAT32, check_booleans, nearest, sentence, validated
 
 __all__ = ["AlgorithmConfig", "EvolvableAlgorithm", "while_open"]
 
@@ -32,6 +33,20 @@ class AlgorithmConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    def __init__(self, **values: Any) -> None:
+        check_booleans(type(self), values)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self))) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_booleans(type(self), {name: value})
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self))) from error
 
     @field_validator("*")
     @classmethod
@@ -98,12 +113,16 @@ class EvolvableAlgorithm(ABC):
                 setattr(cls, name, _Hyperparameter(name, field.description))
         cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
 
+    @checked
     def __init__(
         self,
         *,
         config: AlgorithmConfig | None = None,
-        hp_config: HyperparameterConfig | Mapping[str, Gene] | None = None,
-        index: int = 0,
+        hp_config: Annotated[
+            HyperparameterConfig | Mapping[str, Gene] | None,
+            Hint("pass HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3)), for instance"),
+        ] = None,
+        index: Whole = 0,
         **hyperparameters: Any,
     ) -> None:
         self.config = self._merge(config, hyperparameters)
@@ -129,6 +148,11 @@ class EvolvableAlgorithm(ABC):
             if name not in cls.Config.model_fields:
                 known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
                 raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
+        if config is not None and not isinstance(config, cls.Config):
+            raise ConfigError(
+                f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "
+                "hyperparameters that you mean as keywords"
+            )
         given = {} if config is None else config.model_dump(exclude_unset=True)
         return validated(cls.Config, {**given, **keywords})
 
@@ -153,16 +177,14 @@ class EvolvableAlgorithm(ABC):
         """Current value of each gene."""
         return values_of(self.config, self.genes)
 
+    @checked
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Change some hyperparameters together; nothing changes when one of them, or their combination, is invalid.
 
         ``field.entry`` is one entry of a hyperparameter that is a mapping.
         """
         merged = with_changes(self.config.model_dump(exclude_unset=True), values)
-        try:
-            config = type(self.config)(**merged)
-        except ValidationError as error:
-            raise ConfigError(sentence(error, type(self.config))) from None
+        config = validated(type(self.config), merged)
         check_present(self.genes, values_of(config, self.genes))
         self.config = config
 
@@ -176,6 +198,7 @@ class EvolvableAlgorithm(ABC):
 
     # -- mutation -------------------------------------------------------------------------------------------------
 
+    @checked
     def apply_mutation(self, mutation: Mutation) -> None:
         """Carry out a planned mutation: new values for genes, or an operator on the adapter."""
         if mutation.kind == "hyperparameters":
@@ -191,6 +214,7 @@ class EvolvableAlgorithm(ABC):
         """Apply a mutation of kind ``parameters`` or ``rank``; returns its label."""
         raise ConfigError(f"{type(self).__name__} has no adapter for a mutation of kind {mutation.kind!r}")
 
+    @checked
     def register_mutation_hook(self, hook: Callable[[], None]) -> None:
         """Call ``hook()`` after every mutation of this agent."""
         self._mutation_hooks.append(hook)

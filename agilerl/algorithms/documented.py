@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
+from agilerl.arguments import checked, taken
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
@@ -72,11 +73,13 @@ class DocumentedSurface:
         """Return the base model; an agent's own adapter is active inside its calls only."""
         return self.runtime.base.model
 
+    @checked
     def use_adapter(self, adapter_name: str) -> None:
         """Let direct calls of the base model use this agent's ``actor`` or ``reference`` adapter from here on."""
         self.runtime.store.route = self._route_of(adapter_name)
 
     @contextmanager
+    @checked
     def select_adapter(self, adapter_name: str) -> Iterator[None]:
         """Let direct calls of the base model use an adapter while the context is open."""
         with self.runtime.store.routed(self._route_of(adapter_name)):
@@ -115,6 +118,7 @@ class DocumentedSurface:
         self.runtime.store.clear_moments(self.slot)
 
     @staticmethod
+    @checked
     def update_lr(
         optimizer: torch.optim.Optimizer,
         lr: float | tuple[float, float],
@@ -140,7 +144,10 @@ class DocumentedSurface:
 
     def to_device(self, *experiences: Tensor) -> tuple[Tensor, ...]:
         """Return tensors on the device of the base."""
-        return tuple(e.to(self.runtime.base.device) for e in experiences)
+        return tuple(
+            taken(Tensor, e, "to_device", f"argument {place}").to(self.runtime.base.device)
+            for place, e in enumerate(experiences)
+        )
 
     def wrap_models(self) -> None:
         """Do nothing: the base is wrapped once, by its runtime."""

@@ -1,16 +1,23 @@
 """Greedy examination of one agent on an environment that is stepped by hand."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from agilerl.arguments import Having, described
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
 
-__all__ = ["examine", "of_all"]
+__all__ = ["Environment", "examine", "of_all"]
+
+Environment = Annotated[
+    Any,
+    Having("an environment", ("reset", "step"), "pass a ReasoningGym, ReasoningGym.from_task(task, tokenizer), say"),
+]
 
 _EXAM_SEED = 2**31
 """Seed of the first exam episode; training, which counts from 0, does not reach it."""
@@ -22,6 +29,11 @@ def examine(agent: "LLMAlgorithm", env: Any, loop: int) -> np.ndarray:
         return np.array([_play(agent, env, number) for number in range(loop)])
     if isinstance(env, SyncMultiTurnVecEnv):
         return np.concatenate([_play_all(agent, env, number) for number in range(loop)])
+    if not hasattr(env, "eval_mode"):
+        raise ConfigError(
+            f"test(env=...): expected an environment with a test set (eval_mode), found {described(env)}; wrap a "
+            "multi-turn one in TokenObservationWrapper"
+        )
     rewards: list[np.ndarray] = []
     with env.eval_mode():
         prompts = env.reset()

@@ -1,20 +1,22 @@
 """Between the documented tuples of tensors and the typed batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from agilerl.arguments import described
 from agilerl.data import Completion, RolloutBatch
 from agilerl.data.batch import padded_length
+from agilerl.data.checks import check_context, check_vocabulary, mask_rows, number_rows, one_row, token_rows
 from agilerl.errors import ConfigError
 from agilerl.rollouts import GenerationRequest
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
 
-__all__ = ["ActionResult", "action_result", "generation_requests", "to_batch"]
+__all__ = ["ActionResult", "action_result", "check_fits", "generation_requests", "prompt_ids", "to_batch"]
 
 
 class ActionResult(NamedTuple):
@@ -26,6 +28,52 @@ class ActionResult(NamedTuple):
     """Per prompt [G, P + L - 1], True where the next token was sampled."""
     sampling_logps: list[Tensor | None]
     """Per row, prompts in order: 1-D log-probs of the sampled tokens; None if the engine does not report them."""
+
+
+def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
+    """Return the token ids of each prompt of an observation.
+
+    ``obs`` is a list of mappings with ``input_ids`` ([1, P] or [P]), or one of them. Tokens that an ``attention_mask``
+    of the same shape leaves out are padding and are dropped. Raises ConfigError for anything else, several prompts in
+    one entry included, and for ids beyond the vocabulary.
+    """
+    prompts = [obs] if isinstance(obs, Mapping) else obs
+    if not isinstance(prompts, list | tuple) or not prompts:
+        found = "none" if isinstance(prompts, list | tuple) else described(obs)
+        raise ConfigError(
+            "get_action(obs=...): expected prompts, each a mapping with input_ids [1, P], as env.reset() returns them, "
+            f"found {found}"
+        )
+    return [_prompt(prompt, f"get_action, prompt {place}", vocabulary) for place, prompt in enumerate(prompts)]
+
+
+def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
+    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+        keys = f"the keys {', '.join(map(str, prompt)) or 'none'}" if isinstance(prompt, Mapping) else ""
+        raise ConfigError(
+            f"{where}: expected a mapping with input_ids [1, P], found {keys or described(prompt)}; pass "
+            'tokenizer(text, return_tensors="pt"), or what env.reset() returns'
+        )
+    ids = one_row(prompt["input_ids"], f"{where}: input_ids")
+    if prompt.get("attention_mask") is not None:
+        mask = mask_rows(prompt["attention_mask"], f"{where}: attention_mask").reshape(-1).tolist()
+        if len(mask) != len(ids):
+            raise ConfigError(
+                f"{where}: expected an attention_mask of as many entries as input_ids, {len(ids)}, found {len(mask)}"
+            )
+        ids = [token for token, is_real in zip(ids, mask) if is_real]
+    if not ids:
+        raise ConfigError(f"{where}: expected a prompt of one token or more, found an attention_mask that is all 0")
+    check_vocabulary(ids, vocabulary, f"{where}: input_ids")
+    return ids
+
+
+def check_fits(agent: "LLMAlgorithm", batch: RolloutBatch) -> None:
+    """Raise ConfigError where a batch that a user brings has token ids, or rows, that the agent's base cannot take."""
+    if len(batch):
+        check_vocabulary(batch.ids, agent.runtime.base.vocabulary_size, "completion_ids")
+        wanted = agent.config.max_model_len
+        check_context(batch.lengths, agent.context_length, wanted, "completion_ids")
 
 
 def generation_requests(
@@ -81,17 +129,15 @@ def to_batch(
     tokens; where they are missing for one row, the batch has none. Raises ConfigError when the parts do not fit each
     other.
     """
-    try:
-        completion_ids, action_masks, rewards = experiences
-    except (TypeError, ValueError):
-        raise ConfigError("learn expects (completion_ids, action_masks, rewards) or a RolloutBatch") from None
+    if not isinstance(experiences, list | tuple) or len(experiences) != 3:
+        raise ConfigError(
+            "learn(experiences=...): expected (completion_ids, action_masks, rewards), as get_action and env.step "
+            f"return them, or a RolloutBatch, found {described(experiences)}"
+        )
+    completion_ids, action_masks, rewards = experiences
     stacked = isinstance(completion_ids, Tensor)
-    ids = list(torch.split(completion_ids, group_size)) if stacked else [_matrix(x) for x in completion_ids]
-    masks = (
-        list(torch.split(action_masks, group_size))
-        if isinstance(action_masks, Tensor)
-        else [_matrix(x) for x in action_masks]
-    )
+    ids = _groups(completion_ids, token_rows, "completion_ids", group_size)
+    masks = _groups(action_masks, mask_rows, "action_masks", group_size)
     rows = sum(len(i) for i in ids)
     _check_rows(ids, masks, group_size if stacked else 1)
     by_row = _rewards(rewards, rows, per_turn=turn_ids is not None)
@@ -124,6 +170,17 @@ def to_batch(
     )
 
 
+def _groups(parts: Any, read: Callable[[Any, str], Tensor], name: str, group_size: int) -> list[Tensor]:
+    """Return one matrix a prompt, of a list of them or of one stacked tensor."""
+    where = f"learn({name}=...)"
+    if isinstance(parts, Tensor):
+        return list(torch.split(read(parts, where), group_size))
+    if not isinstance(parts, Sequence) or isinstance(parts, str | bytes) or not parts:
+        found = "none" if isinstance(parts, list | tuple) else described(parts)
+        raise ConfigError(f"{where}: expected a list with one tensor a prompt, or one stacked tensor, found {found}")
+    return [read(part, f"{where}, entry {place}") for place, part in enumerate(parts)]
+
+
 def _check_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], group_size: int) -> None:
     rows = sum(len(i) for i in ids)
     if rows % group_size:
@@ -141,7 +198,10 @@ def _check_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], group_size: int)
 
 
 def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> list[Tensor]:
-    found = [own for part in turn_ids for own in _matrix(part)]
+    if not isinstance(turn_ids, Tensor | list | tuple):
+        raise ConfigError(f"learn(turn_ids=...): expected turn_ids [rows, T-1], found {described(turn_ids)}")
+    parts = list(turn_ids) if isinstance(turn_ids, list | tuple) else [turn_ids]
+    found = [own for part in parts for own in token_rows(part, "learn(turn_ids=...)")]
     if len(found) != rows:
         raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(found)}")
     longest = max((len(own) for own in found), default=0)
@@ -153,18 +213,15 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     return found
 
 
-def _matrix(x: Any) -> Tensor:
-    tensor = torch.as_tensor(x)
-    return tensor[None] if tensor.dim() == 1 else tensor
-
-
 def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
+    where = "learn(rewards=...)"
     if isinstance(rewards, (list, tuple)) and rewards and isinstance(rewards[0], Tensor):
+        rewards = [number_rows(part, where) for part in rewards]
         if per_turn and len(rewards) == rows:
             ragged = [r.reshape(-1).to(torch.float32) for r in rewards]
             return torch.nn.utils.rnn.pad_sequence(ragged, batch_first=True, padding_value=float("nan")).cpu()
         rewards = torch.cat([r.reshape(-1) for r in rewards])
-    tensor = torch.as_tensor(rewards, dtype=torch.float32).cpu()
+    tensor = number_rows(rewards, where).cpu()
     if tensor.dim() == 2 and tensor.shape[0] == rows and (per_turn or tensor.shape[1] == 1):
         return tensor
     if tensor.numel() != rows:
@@ -173,9 +230,15 @@ def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
 
 
 def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | None:
-    if logps is None or any(row is None for row in logps):
+    if logps is None:
         return None
-    flat = torch.cat([torch.as_tensor(row, dtype=torch.float32).reshape(-1) for row in logps if row is not None])
+    where = "learn(sampling_logps=...)"
+    if not isinstance(logps, Tensor | list | tuple):
+        raise ConfigError(f"{where}: expected a list with one tensor of log-probs a row, found {described(logps)}")
+    known = [number_rows(row, where).reshape(-1).cpu() for row in logps if row is not None]
+    if not known or len(known) < len(logps):
+        return None
+    flat = torch.cat(known)
     if flat.numel() != int(mask.sum()):
         raise ConfigError(
             f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())} sampled tokens"

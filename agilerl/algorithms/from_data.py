@@ -8,10 +8,11 @@ from pydantic import Field
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.algorithms.examination import of_all
+from agilerl.algorithms.examination import Environment, of_all
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import LLMConfig
+from agilerl.arguments import Count, checked
 from agilerl.data import RolloutBatch
 from agilerl.envs.examples import DataGym
 from agilerl.errors import ConfigError
@@ -59,7 +60,8 @@ class DataAlgorithm(LLMAlgorithm):
         """Return how well the agent does on each example of a held-out batch; higher is better."""
         raise NotImplementedError
 
-    def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
+    @checked
+    def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the scores of ``loop`` batches of the environment's test set; their mean joins ``fitness``.
 
         NaN does if the agent is ``sick``, whatever its scores: selection then replaces it.
@@ -89,6 +91,7 @@ class DataAlgorithm(LLMAlgorithm):
         limit = min(self.config.max_output_tokens or room, room)
         return SamplingSettings(max_new_tokens=limit, temperature=0.0 if greedy else 1.0)
 
+    @checked
     def get_action(
         self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
     ) -> ActionResult:

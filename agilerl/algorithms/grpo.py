@@ -27,6 +27,7 @@ from agilerl.algorithms.policy import (
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
 from agilerl.algorithms.update import Experience
+from agilerl.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
@@ -288,6 +289,7 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
         members: list[type[GRPO]] = [GRPO, *GRPO.__subclasses__()]
         return {member.__name__: member for member in members}
 
+    @checked
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Change some hyperparameters together; ``algorithm`` names the relative that this agent becomes.
 
@@ -315,6 +317,7 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
             raise
 
     @classmethod
+    @checked
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
         """Build the agent of a state: of the relative that the state names, whichever class is asked."""
         member = cls.family().get(state.algorithm, cls)

@@ -1,10 +1,12 @@
 """LLMAlgorithm: an agent that is one adapter slot on a shared base, with get_action, learn and test."""
 
 import copy
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -14,8 +16,8 @@ from agilerl import streams
 from agilerl.algorithms.agent_json import read_agent_json
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
 from agilerl.algorithms.documented import DocumentedSurface
-from agilerl.algorithms.examination import examine, of_all
-from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests
+from agilerl.algorithms.examination import Environment, examine, of_all
+from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests, prompt_ids
 from agilerl.algorithms.health import Health
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
@@ -36,6 +38,7 @@ from agilerl.algorithms.state import (
     write_state,
 )
 from agilerl.algorithms.update import Experience, usual_micro_rows
+from agilerl.arguments import Count, Location, Name, Whole, checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
@@ -75,16 +78,17 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     critic_slot: int | None = while_open()
     """Slot of the critic, for algorithms that have one."""
 
+    @checked
     def __init__(
         self,
-        pad_token_id: int | None = None,
+        pad_token_id: Whole | None = None,
         pad_token: str | None = None,
-        model_name: str | None = None,
+        model_name: Name | None = None,
         actor_network: Any = None,
         *,
         runtime: Runtime | None = None,
         lora_config: Any = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         accelerator: Any = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
         loss: LossFunction | None = None,
@@ -120,6 +124,9 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
         self.begin_health()
+        longest = getattr(self.config, "max_output_tokens", None)
+        if longest is not None and longest > self.context_length:
+            _say_that_the_context_ends_it(longest, self.context_length)
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
         self._take_slots()
@@ -206,16 +213,17 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         """Most tokens of prompt and completion together."""
         return min(self.config.max_model_len or self.runtime.base.context_length, self.runtime.base.context_length)
 
+    @checked
     def get_action(
         self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
     ) -> ActionResult:
         """Sample completions: ``group_size`` a prompt when training, one greedy completion a prompt otherwise.
 
-        ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict). ``repeat_prompts=False`` samples
-        once a prompt, for batches that are expanded already.
+        ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict); tokens that an
+        ``attention_mask`` [1, P] leaves out are no part of a prompt. ``repeat_prompts=False`` samples once a prompt,
+        for batches that are expanded already. Raises ConfigError for anything else, and for ids beyond the vocabulary.
         """
-        prompts = [obs] if isinstance(obs, Mapping) else list(obs)
-        ids = [torch.as_tensor(p["input_ids"]).reshape(-1).tolist() for p in prompts]
+        ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
         samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
         requests = generation_requests(self, ids, samples, training=training)
         self.rollouts += 1
@@ -223,7 +231,8 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
         return action_result(ids, groups, self.pad_token_id)
 
-    def test(self, env: Any, loop: int = 1, *args: Any, **kwargs: Any) -> np.ndarray:
+    @checked
+    def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
 
         NaN does where the agent is ``sick``, whatever its rewards: selection then replaces it.
@@ -321,6 +330,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         return capture(self)
 
     @classmethod
+    @checked
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
         """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
         check_algorithm(state, cls.__name__, cls.Config.model_fields)
@@ -329,7 +339,8 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         restore(agent, state, with_optimizer=True)
         return agent
 
-    def clone(self, index: int | None = None, wrap: bool = True) -> Self:
+    @checked
+    def clone(self, index: Whole | None = None, wrap: bool = True) -> Self:
         """Return an independent copy in a slot of its own; with a new ``index`` its samples differ from here on."""
         clone = self.from_state(self.state(), self.runtime, self.loss)
         clone.hp_config = self.hp_config
@@ -338,9 +349,10 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
             clone.index, clone.parent = index, self.index
         return clone
 
+    @checked
     def save_checkpoint(
         self,
-        path: str | Path,
+        path: Location,
         lora_only: bool = True,
         save_optimizer: bool = True,
         *,
@@ -367,9 +379,10 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
             overwrite=overwrite,
         )
 
+    @checked
     def load_checkpoint(
         self,
-        path: str | Path,
+        path: Location,
         load_optimizer: bool = False,
         overwrite_reference_adapter: bool = False,
         overwrite_critic_adapter: bool = True,
@@ -405,10 +418,11 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         )
 
     @classmethod
+    @checked
     def load(
         cls,
-        path: str | Path,
-        device: str = "cpu",
+        path: Location,
+        device: str | torch.device = "cpu",
         accelerator: Any = None,
         *,
         runtime: Runtime | None = None,
@@ -432,13 +446,14 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     # -- populations ----------------------------------------------------------------------------------------------
 
     @classmethod
+    @checked
     def population(
         cls,
-        size: int,
+        size: Count,
         observation_space: Any = None,
         action_space: Any = None,
         *,
-        init: str = "spread",
+        init: Literal["spread", "same"] = "spread",
         hp_config: Any = None,
         **arguments: Any,
     ) -> list[Self]:
@@ -447,11 +462,9 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         With an ``hp_config``, member 0 has the given hyperparameters and the others spread evenly over the ranges of
         the genes (``init="spread"``); ``init="same"`` starts all alike.
         """
-        if size < 1:
-            raise ConfigError(f"a population needs at least 1 agent, found size={size}")
         first = cls(hp_config=hp_config, index=0, **arguments)
         first.runtime.store.reserve(size * cls.trained_slots)
-        starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
+        starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)
         agents = [first]
         for index, values in enumerate(starts[1:], start=1):
             agent = first.clone(index)
@@ -459,3 +472,12 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
             agent.set_hyperparameters(values)
             agents.append(agent)
         return agents
+
+
+@cache  # once a process, not once an agent
+def _say_that_the_context_ends_it(longest: int, context: int) -> None:
+    warnings.warn(
+        f"max_output_tokens={longest} is above the context of {context} tokens (max_model_len, or what the base model "
+        "holds), prompt included: completions end where the context is full; lower it",
+        stacklevel=2,
+    )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from agilerl.algorithms.experiences import to_batch
+from agilerl.algorithms.experiences import check_fits, to_batch
 from agilerl.algorithms.losses import LossFunction, tangent_loss
 from agilerl.algorithms.update import Experience, accumulate_batch, learn_together, optim_step
+from agilerl.arguments import Positive, checked
 from agilerl.data import RolloutBatch
 from agilerl.data.union import union
 from agilerl.errors import ConfigError
@@ -57,6 +58,7 @@ class TrainingPrimitives:
         """
         agent = cast("LLMAlgorithm", self)
         if isinstance(experiences, RolloutBatch):
+            check_fits(agent, experiences)
             with self._noting(experiences.ids):
                 return learn_together([agent], [self._whole(experiences)])[0]
         if turn_ids is None and getattr(agent.config, "uses_turns", False):
@@ -66,16 +68,18 @@ class TrainingPrimitives:
             )
         group_size = getattr(agent.config, "group_size", 1)
         batch = to_batch(experiences, agent.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+        check_fits(agent, batch)
         ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         with self._noting(ids):
             return learn_together([agent], [self._whole(batch)])[0]
 
+    @checked
     def accumulate(
         self,
         batch: RolloutBatch | Experience,
         loss_fn: LossFunction | None = None,
         *,
-        denominator: float | None = None,
+        denominator: Positive | None = None,
     ) -> dict[str, float]:
         """Add the gradient of a loss on a batch to what is pending; returns the metrics of this batch.
 
@@ -93,11 +97,13 @@ class TrainingPrimitives:
         MemoryExhaustedError, nothing having been added, where memory does not hold the least part of the batch.
         """
         agent = cast("LLMAlgorithm", self)
+        check_fits(agent, batch if isinstance(batch, RolloutBatch) else batch.batch)
         experience = batch if isinstance(batch, Experience) else agent.prepare(batch)
         metrics = accumulate_batch(agent, experience, loss_fn, denominator)
         self._count(experience.batch)
         return metrics.result()
 
+    @checked
     def accumulate_tangents(self, batch: RolloutBatch | Experience, dloss_dlogp: Tensor) -> None:
         """Add the gradient of a loss that is known by its derivative with respect to each log-prob, ``[B, L]``.
 
@@ -107,6 +113,7 @@ class TrainingPrimitives:
         """
         agent = cast("LLMAlgorithm", self)
         rows = batch.batch if isinstance(batch, Experience) else batch
+        check_fits(agent, rows)
         expected = tuple(rows.action_mask.shape)
         if not isinstance(dloss_dlogp, Tensor) or tuple(dloss_dlogp.shape) != expected:
             found = (
@@ -132,9 +139,11 @@ class TrainingPrimitives:
         values["num_tokens"] = float(agent.tokens["trained"])
         return values
 
+    @checked
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask."""
         agent = cast("LLMAlgorithm", self)
+        check_fits(agent, batch)
         temperature = getattr(agent.config, "temperature", 1.0)
         return agent.runtime.fixed_logprobs(agent.slot, batch, temperature, agent.micro_rows(batch))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from agilerl.arguments import checked
 from agilerl.data import RolloutBatch
 from agilerl.runtime import Runtime
 
@@ -87,6 +88,7 @@ class ReferencePolicy:
     _reference_lease: Callable[[], object]
     _told_fixed: bool = False
 
+    @checked
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference when the tracker advances past its stored value.
 

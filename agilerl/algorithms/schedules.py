@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from math import cos, pi
+from typing import Annotated
 
-from agilerl.errors import ConfigError
+from agilerl.arguments import Count, Within, check_fields
 
 __all__ = ["CosineLRScheduleConfig", "lr_factor"]
 
@@ -12,17 +13,13 @@ __all__ = ["CosineLRScheduleConfig", "lr_factor"]
 class CosineLRScheduleConfig:
     """Linear warm-up, then a cosine down to zero."""
 
-    num_epochs: int
+    num_epochs: Count
     """Calls of ``learn`` after which the factor reaches zero."""
-    warmup_proportion: float = 0.05
+    warmup_proportion: Annotated[float, Within(least=0, below=1)] = 0.05
     """Share of them spent warming up, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        if self.num_epochs < 1 or not 0 <= self.warmup_proportion < 1:
-            raise ConfigError(
-                "CosineLRScheduleConfig expects num_epochs >= 1 and warmup_proportion in [0, 1), found "
-                f"{self.num_epochs} and {self.warmup_proportion}"
-            )
+        check_fields(self)
 
 
 def lr_factor(schedule: CosineLRScheduleConfig | None, update: int) -> float:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from agilerl.algorithms.agent_json import like, read_agent_json
 from agilerl.algorithms.losses import loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
+from agilerl.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
@@ -338,7 +339,7 @@ def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) 
     }
 
 
-def save_folder(path: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, overwrite: bool) -> None:
     """Make a checkpoint folder of what ``write(folder)`` writes: there as a whole or not at all.
 
     One that exists is replaced as a whole with ``overwrite``. Raises CheckpointError without it, for a file, and for a
@@ -363,7 +364,10 @@ def save_folder(path: str | Path, write: Callable[[Path], None], *, overwrite: b
     commit_folder(target, write, manifest=False, overwrite=True)
 
 
-def save_llm_checkpoint(agent: "LLMAlgorithm", path: str | Path, *, overwrite: bool = False) -> None:
+@checked
+def save_llm_checkpoint(
+    agent: Annotated[Any, Having("an agent", ("save_checkpoint", "slot"))], path: Location, *, overwrite: bool = False
+) -> None:
     """Save an agent so that ``PeftModel.from_pretrained(base, folder)`` loads its policy from path and path/actor.
 
     The folder is there as a whole or not at all; a checkpoint that is there already is replaced with ``overwrite``, and

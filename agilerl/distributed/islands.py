@@ -8,7 +8,7 @@ from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import AgentState
 from agilerl.distributed.exchange import Exchange
 from agilerl.distributed.transfer import packed, unpacked
-from agilerl.envs.core import Split, Task
+from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
@@ -18,7 +18,7 @@ from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.members import Checkup, Known
-from agilerl.population import Population
+from agilerl.population import Panels, Population
 from agilerl.rollouts.failures import Failure, check_error_rate
 from agilerl.rollouts.rollout import Rollout
 
@@ -116,7 +116,7 @@ class IslandPopulation(Population):
         samples = sum(count for count, _ in found)
         check_error_rate(samples, failures, self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
 
-    def evaluate(self, split: Split = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+    def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine every agent of the run, each on its island; or some ``agents``, on this one alone."""
         self._all_sit_it = agents is None
         try:
@@ -129,12 +129,12 @@ class IslandPopulation(Population):
         self._learn_of_all()
         return {index: _fitness(values) for index, values in found.items()}
 
-    def evaluate_agent(self, index: int, split: Split) -> Fitness:
+    def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent on its island."""
         own = super().evaluate_agent
         return shared_fitness(self.exchange, self._owners()[index], lambda: own(index, split))
 
-    def evaluate_base(self, split: Split = "test") -> Fitness:
+    def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model on the first island."""
         own = super().evaluate_base
         return shared_fitness(self.exchange, 0, lambda: own(split))

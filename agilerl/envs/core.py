@@ -3,14 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+from agilerl.arguments import Hint, checked
 from agilerl.custom_code import left, torch_restored
 from agilerl.errors import EnvError, RewardError
 from agilerl.rewards.grader import Outcome, check_score, outcome_of
 from agilerl.rewards.grades import Grades, grades_of
 
-__all__ = ["Message", "MultiTurnEnv", "Row", "Split", "Task", "grade_completions", "score_completions"]
+__all__ = ["AnyTask", "Message", "MultiTurnEnv", "Row", "Split", "Task", "grade_completions", "score_completions"]
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that fitness is measured on; ``test`` is never selected on."""
@@ -125,12 +126,17 @@ class Task(ABC):
         """Raise an EnvError unless ``row(split, index)`` can exist."""
         if split not in ("train", "exam", "test"):
             raise EnvError(f"expected the split train, exam or test, found {split!r}")
-        if index < 0 or (split != "train" and index >= self.panel_size(split)):
+        whole = isinstance(index, int) and not isinstance(index, bool)
+        if not whole or index < 0 or (split != "train" and index >= self.panel_size(split)):
             limit = "0 or more" if split == "train" else f"0 to {self.panel_size(split) - 1}"
-            raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index}")
+            raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index!r}")
 
 
-def score_completions(task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
+AnyTask = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]
+
+
+@checked
+def score_completions(task: AnyTask, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
     """Return the reward of each text as an answer to the row at the same place; None where there is no grade.
 
     Raises:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agilerl.arguments import Count, check_fields
 from agilerl.envs.upstream import curricula, curriculum_attributes, curriculum_params, nearest
 from agilerl.errors import ConfigError
 
@@ -20,20 +21,16 @@ class Curriculum:
     task's own parameters (or the ``config`` in a composite) set, no level changes.
     """
 
-    prompts_per_level: int = 512
+    prompts_per_level: Count = 512
     """Training positions of one level, 1 or more. Every agent counts its own prompts."""
-    max_level: int | None = None
+    max_level: Count | None = None
     """The last level, 1 or more; None: the highest that reasoning_gym has."""
     attributes: Sequence[str] | None = None
     """Names of the attributes that rise; the others keep the parameters of the task. None: all of them."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a number out of range or names that are none."""
-        for what, value in (("prompts_per_level", self.prompts_per_level), ("max_level", self.max_level)):
-            if value is None and what == "max_level":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"expected an integer of 1 or more for the curriculum's {what}, found {value!r}")
+        check_fields(self)
         names = self.attributes
         if names is not None and (isinstance(names, str) or not names or not all(isinstance(n, str) for n in names)):
             raise ConfigError(f"expected a list of names for the curriculum's attributes, found {names!r}")

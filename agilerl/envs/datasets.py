@@ -4,9 +4,9 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
+from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.envs.core import Message, Row, Split, Task
 from agilerl.envs.curation import BadRows, Ruler, Sizes, check_rows, curate
 from agilerl.envs.forms import Form, Needs, Purpose, RowFaultError, Sample, form_of
@@ -40,6 +40,7 @@ class DatasetTask(Task):
 
     name = "dataset"
 
+    @checked
     def __init__(
         self,
         train: Any,
@@ -49,7 +50,7 @@ class DatasetTask(Task):
         reward_fn: Grader,
         conversation_template: Template | None = None,
         purpose: Purpose = "reasoning",
-        seed: int = 42,
+        seed: Seed = 42,
     ) -> None:
         """Check all rows and the template.
 
@@ -78,10 +79,6 @@ class DatasetTask(Task):
     def _setup(
         self, sides: Mapping[Split, Rows], grader: Grader, template: Template | None, purpose: Purpose, seed: int
     ) -> None:
-        if not callable(grader):
-            raise ConfigError(f"expected a function as reward_fn, found {grader!r}")
-        if purpose not in get_args(Purpose):
-            raise ConfigError(f"expected purpose to be one of {', '.join(get_args(Purpose))}, found {purpose!r}")
         self._grader, self.grader, self.seed = grader, grader_name(grader), seed
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
         self._template = _checked_template(template, sides["train"], self._form)
@@ -147,21 +144,22 @@ class CuratedTask(DatasetTask):
     ``Population`` and ``ReasoningGym.from_task`` call it.
     """
 
+    @checked
     def __init__(
         self,
         dataset: Any,
         *,
         exam: Any = None,
         test: Any = None,
-        exam_prompts: int = 128,
-        test_prompts: int = 400,
+        exam_prompts: Count = 128,
+        test_prompts: Whole = 400,
         columns: Mapping[str, str] | None = None,
         grader: Grader = exact_match,
         conversation_template: Template | None = None,
         purpose: Purpose = "reasoning",
         bad_rows: BadRows = "raise",
         shrink_panels: bool = False,
-        seed: int = 42,
+        seed: Seed = 42,
     ) -> None:
         """Read and divide the rows.
 
@@ -184,11 +182,8 @@ class CuratedTask(DatasetTask):
             EnvError: a dataset that cannot be read or is too small, a missing column, a malformed row.
             ConfigError: a setting out of range, a malformed template.
         """
-        for what, size, least in (("exam_prompts", exam_prompts, 1), ("test_prompts", test_prompts, 0)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < least:
-                raise ConfigError(f"expected an integer of {least} or more for {what}, found {size!r}")
-        if bad_rows not in get_args(BadRows):
-            raise ConfigError(f"expected bad_rows to be raise or drop, found {bad_rows!r}")
+        if dataset is None:
+            raise EnvError("CuratedTask(dataset=...): expected rows to train on, found None; pass a dataset or a file")
         given: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
         self._sources = {
             split: read_dataset(source, columns=columns, name=f"the {split} dataset")
@@ -244,7 +239,7 @@ def needs_answer(grader: Grader) -> Needs:
 
 
 def _read(split: Split, source: Any) -> Rows:
-    if split == "test" and not isinstance(source, str | Path | Rows) and len(source) == 0:
+    if split == "test" and isinstance(source, list | tuple) and not source:
         return Rows(())
     return read_dataset(source, name=f"the {split} dataset")
 
@@ -275,7 +270,8 @@ def _checked_template(template: Template | None, rows: Rows, form: Form) -> Temp
             f"{rows.name} holds conversations, which are used as they are; leave conversation_template out"
         )
     for message in template or PLAIN:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+        whole = isinstance(message, Mapping) and {"role", "content"} <= set(message)
+        if not whole or not isinstance(message["content"], str):
             raise ConfigError(f"a conversation template is a list of {{'role', 'content'}}, found {message!r} in it")
     used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
     if used.isdisjoint({"question", *row} - {"answer"}):

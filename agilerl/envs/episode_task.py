@@ -1,10 +1,11 @@
 """Where the episodes of a run come from: an environment, its seeds, and how it is talked to."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 
+from agilerl.arguments import Count, Positive, Seed, Whole, checked
 from agilerl.custom_code import contained
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.conversation import ChatFormat
@@ -30,20 +31,21 @@ class EpisodeTask:
     grader = "return"
     """What the metrics call the reward: the sum over the turns of an episode."""
 
+    @checked
     def __init__(
         self,
-        env_factory: Callable[..., Any],
+        env_factory: Any,
         env_config: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
-        max_turns: int | None = None,
-        exam_episodes: int = 128,
-        test_episodes: int = 400,
-        seed: int = 42,
+        max_turns: Count | None = None,
+        exam_episodes: Count = 128,
+        test_episodes: Whole = 400,
+        seed: Seed = 42,
         apply_chat_template: bool = True,
         strict_chat_template_boundary: bool = True,
         enable_sliding_window: bool = False,
-        step_timeout: float | None = 60.0,
+        step_timeout: Positive | None = 60.0,
     ) -> None:
         """Make one environment, to see that it can be made.
 
@@ -64,17 +66,6 @@ class EpisodeTask:
         Raises:
             ConfigError: a setting out of range, or no environment that can be used.
         """
-        for what, value, least in (
-            ("max_turns", max_turns, 1),
-            ("exam_episodes", exam_episodes, 1),
-            ("test_episodes", test_episodes, 0),
-            ("seed", seed, 0),
-        ):
-            optional = what == "max_turns" and value is None
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
-        if step_timeout is not None and not step_timeout > 0:
-            raise ConfigError(f"expected a number of seconds above 0 for step_timeout, found {step_timeout!r}")
         if enable_sliding_window and not strict_chat_template_boundary:
             raise ConfigError(
                 "enable_sliding_window=True and strict_chat_template_boundary=False both decide what a later turn sees "

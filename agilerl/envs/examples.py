@@ -8,12 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from jinja2 import TemplateError
 
+from agilerl.arguments import Count, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.envs.core import Message, Row, Split, Task
+from agilerl.envs.core import AnyTask, Message, Row, Split, Task
 from agilerl.envs.curation import check_rows
 from agilerl.envs.forms import Form, Sample
 from agilerl.envs.order import TrainingOrder
-from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_prompt
+from agilerl.envs.prompts import Accelerator, PromptTooLongError, check_tokenizer, render_prompt, saved_batches
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grades import Grades
@@ -188,7 +189,8 @@ class DataTask(Task):
     kind: ClassVar[Literal["sft", "preference"]]
     """What its examples are: demonstrations, or pairs."""
 
-    def __init__(self, task: Task) -> None:
+    @checked
+    def __init__(self, task: AnyTask) -> None:
         self.task = task
         self._describe()
 
@@ -261,21 +263,20 @@ class DataGym(ABC):
     the rows are those of the test dataset, from its first on.
     """
 
+    @checked
     def __init__(
         self,
         train_dataset: Any,
         test_dataset: Any,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
-        data_batch_size_per_gpu: int = 8,
-        accelerator: Any = None,
-        max_context_length: int | None = None,
-        seed: int = 42,
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
     ) -> None:
         check_tokenizer(tokenizer)
         size = data_batch_size_per_gpu
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(f"expected an integer of 1 or more for data_batch_size_per_gpu, found {size!r}")
         self._rows: dict[Split, Rows] = {
             "train": read_dataset(train_dataset, name="the train dataset"),
             "test": read_dataset(test_dataset, name="the test dataset"),
@@ -332,9 +333,10 @@ class DataGym(ABC):
         """Return what ``from_state`` needs to go on from here: the number of training batches drawn."""
         return {"batches": self._drawn["train"]}
 
+    @checked
     def from_state(self, state: Mapping[str, int]) -> None:
         """Go back to a saved position."""
-        self._split, self._drawn["train"] = "train", int(state["batches"])
+        self._split, self._drawn["train"] = "train", saved_batches(state)
 
     def _next(self) -> RolloutBatch:
         whole, size = self.data_batch_size_per_gpu * self._world, len(self)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.envs.core import Message, Row, Split, Task
+from agilerl.arguments import checked
+from agilerl.envs.core import AnyTask, Message, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.base import BaseGrader, close, setup
@@ -18,7 +19,8 @@ __all__ = ["GradedTask", "TaskGrader", "all_weights", "check_evolving_weights"]
 class TaskGrader(BaseGrader):
     """A task's own reward as a grader, to combine with others."""
 
-    def __init__(self, task: Task) -> None:
+    @checked
+    def __init__(self, task: AnyTask) -> None:
         """Take the task; the grader has the name of its reward."""
         self.task, self.name = task, task.grader
 
@@ -43,15 +45,13 @@ class GradedTask(Task):
     stays what it is, whatever training rewards.
     """
 
-    def __init__(self, task: Task, grader: Grader, fitness_grader: Grader | None = None) -> None:
+    @checked
+    def __init__(self, task: AnyTask, grader: Grader, fitness_grader: Grader | None = None) -> None:
         """Take a task and its graders; ``TaskGrader(task)`` is the task's own.
 
         Raises:
             ConfigError: a grader that cannot be called.
         """
-        for what, given in (("grader", grader), ("fitness_grader", fitness_grader)):
-            if not callable(given) and not (given is None and what == "fitness_grader"):
-                raise ConfigError(f"expected a function or another grader as {what}, found {given!r}")
         self.task, self._grader, self.fitness_grader = task, grader, fitness_grader
         self._describe()
 

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from agilerl.envs.core import Row, Split, Task
+from agilerl.arguments import Seed, checked
+from agilerl.envs.core import AnyTask, Row, Split
 from agilerl.envs.examples import DataGym, DataTask, Example, render_completion
 from agilerl.envs.forms import Form, Sample, as_messages, form_of
 from agilerl.envs.sources import Rows
@@ -31,7 +32,8 @@ class PreferenceTask(DataTask):
 
     kind: ClassVar[Literal["sft", "preference"]] = "preference"
 
-    def __init__(self, task: Task, *, mistake: Mistake | None = None, seed: int = 42) -> None:
+    @checked
+    def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
         """Take a task; ``seed`` decides the careless answers."""
         super().__init__(task)
         self.mistake, self.seed = mistake, seed

@@ -6,11 +6,12 @@ whether an algorithm learns, not whether a model generalises.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 from gymnasium.spaces import Text
 
+from agilerl.arguments import Count, Seed, Whole, Within, checked
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
@@ -25,7 +26,8 @@ class _DigitProbe(Task):
     digits = 1
     best_reward = 1.0
 
-    def __init__(self, seed: int = 42) -> None:
+    @checked
+    def __init__(self, seed: Seed = 42) -> None:
         self.seed = seed
         self.exam_prompts = self.test_prompts = 10**self.digits
 
@@ -50,9 +52,8 @@ class ConstantTarget(_DigitProbe):
 
     name = "probe:constant"
 
-    def __init__(self, target: int = 3, seed: int = 42) -> None:
-        if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= 9:
-            raise ConfigError(f"expected a digit from 0 to 9 as target, found {target!r}")
+    @checked
+    def __init__(self, target: Annotated[int, Within(least=0, most=9)] = 3, seed: Seed = 42) -> None:
         super().__init__(seed)
         self._target = target
 
@@ -92,9 +93,8 @@ class GridNavigation(TextEnv):
 
     best_return = 1.0
 
-    def __init__(self, size: int = 4, max_turns: int | None = None) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or not 2 <= size <= 9:
-            raise ConfigError(f"expected 2 to 9 cells as the size of GridNavigation, found {size!r}")
+    @checked
+    def __init__(self, size: Annotated[int, Within(least=2, most=9)] = 4, max_turns: Count | None = None) -> None:
         self.size = size
         self.max_turns = size - 1 if max_turns is None else max_turns
         if self.max_turns < size - 1:
@@ -106,7 +106,10 @@ class GridNavigation(TextEnv):
         self._position = self._goal = self._turn = 0
         self._running = False
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    @checked
+    def reset(
+        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
         gymnasium.Env.reset(self, seed=seed or 0)  # gymnasium's check_env looks at its generator; nothing draws there
         cells = stream(seed or 0, "grid_navigation").choice(self.size, size=2, replace=False)
@@ -114,6 +117,7 @@ class GridNavigation(TextEnv):
         self._turn, self._running = 0, True
         return self._observation(), {"best_return": self.best_return}
 
+    @checked
     def step(self, action: str) -> StepResult:
         """Move by the first character of ``action``; ends after ``max_turns`` turns."""
         if not self._running:

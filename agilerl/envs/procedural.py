@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from agilerl.arguments import Count, Name, Seed, Whole, checked
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.scorers import Scorers
@@ -39,14 +40,15 @@ class ReasoningGymTask(Task):
     levels. ``levels`` has the parameters of each, and rows have a column ``level``.
     """
 
+    @checked
     def __init__(
         self,
-        name: str,
+        name: Name,
         params: Mapping[str, Any] | None = None,
         *,
-        seed: int = 42,
-        exam_prompts: int = 128,
-        test_prompts: int = 400,
+        seed: Seed = 42,
+        exam_prompts: Count = 128,
+        test_prompts: Whole = 400,
         reward: Literal["exact", "score"] = "exact",
         holdout: Literal["reserved", "any"] = "reserved",
         curriculum: Curriculum | None = None,
@@ -75,17 +77,6 @@ class ReasoningGymTask(Task):
         """
         self.name = name.removeprefix("reasoning_gym:")
         self.params = check_params(self.name, params or {})
-        for what, value, least in (
-            ("seed", seed, 0),
-            ("exam_prompts", exam_prompts, 1),
-            ("test_prompts", test_prompts, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
-        if reward not in ("exact", "score"):
-            raise ConfigError(f"expected 'exact' or 'score' for the reward of {self.name}, found {reward!r}")
-        if holdout not in ("reserved", "any"):
-            raise ConfigError(f"expected 'reserved' or 'any' for holdout, found {holdout!r}")
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts

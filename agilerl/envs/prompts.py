@@ -4,14 +4,16 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
 
 from jinja2 import TemplateError
 
+from agilerl.arguments import Having, Tokenizer, Whole, checked, described, taken
 from agilerl.errors import ConfigError, EnvError
 from agilerl.run_date import template_names
 
 __all__ = [
+    "Accelerator",
     "PromptTooLongError",
     "check_tokenizer",
     "completion_length",
@@ -19,6 +21,7 @@ __all__ = [
     "end_token_ids",
     "render_prompt",
     "render_text",
+    "saved_batches",
     "text_ids",
 ]
 
@@ -26,9 +29,20 @@ _GENERATION_CONFIG = "generation_config.json"
 _LARGEST_CONFIG = 1 << 20
 """Bytes of a generation configuration beyond which it is not read."""
 
+Accelerator = Annotated[
+    Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
+]
+
 
 class PromptTooLongError(EnvError):
     """A prompt, or an example, has more tokens than fit."""
+
+
+def saved_batches(state: Mapping[str, Any]) -> int:
+    """Return the number of batches that ``state()`` of an environment holds; raises ConfigError where it has none."""
+    if "batches" not in state:
+        raise ConfigError(f"from_state(state=...): expected what state() returned, with batches, found {dict(state)!r}")
+    return cast(int, taken(Whole, state["batches"], "from_state", "batches"))
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -42,10 +56,11 @@ def check_tokenizer(tokenizer: Any) -> None:
             )
 
 
+@checked
 def render_prompt(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    max_tokens: int | None = None,
+    max_tokens: Whole | None = None,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     use_template: bool = True,
@@ -126,7 +141,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
     return next((place + 1 for place in range(len(ids) - 1, -1, -1) if ids[place] != pad), 0)
 
 
-def decode_completions(tokenizer: Any, completions: Iterable[Sequence[int]]) -> list[str]:
+@checked
+def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]]) -> list[str]:
     """Return the text of generated ids, each up to its first end token or its padding, without special tokens.
 
     Every grader and environment reads completions as this function decodes them. A pad token that was sampled within a
@@ -135,9 +151,14 @@ def decode_completions(tokenizer: Any, completions: Iterable[Sequence[int]]) -> 
     ends = end_token_ids(tokenizer)
     texts = []
     for ids in completions:
+        if isinstance(ids, str) or not hasattr(ids, "__len__"):
+            raise ConfigError(f"decode_completions: expected a list of token ids each, found {described(ids)}")
         length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
         kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
-        texts.append(tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        try:
+            texts.append(tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        except (TypeError, OverflowError) as error:
+            raise ConfigError(f"decode_completions: expected whole token ids, found {described(kept)}") from error
     return texts
 
 

@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from agilerl.envs.core import Row, Split, Task, score_completions
+from agilerl.arguments import Count, Seed, Tokenizer, checked
+from agilerl.envs.core import AnyTask, Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.prompts import check_tokenizer, decode_completions, render_prompt
-from agilerl.errors import ConfigError, EnvError
+from agilerl.envs.prompts import Accelerator, check_tokenizer, decode_completions, render_prompt, saved_batches
+from agilerl.errors import EnvError
 from agilerl.rewards.grader import Grader
 
 __all__ = ["Prompt", "ReasoningGym"]
@@ -26,19 +27,20 @@ class ReasoningGym:
     prompts are those of the test dataset, from its first row on each time, so that every agent sits the same exam.
     """
 
+    @checked
     def __init__(
         self,
         train_dataset: Any,
         test_dataset: Any,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         reward_fn: Grader,
         conversation_template: Sequence[Mapping[str, str]] | None,
         *,
-        data_batch_size_per_gpu: int = 8,
-        accelerator: Any = None,
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
         return_raw_completions: bool = False,
-        max_context_length: int | None = None,
-        seed: int = 42,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
     ) -> None:
         """Make an environment of two datasets.
 
@@ -68,14 +70,15 @@ class ReasoningGym:
         self._setup(task, tokenizer, data_batch_size_per_gpu, accelerator, max_context_length)
 
     @classmethod
+    @checked
     def from_task(
         cls,
-        task: Task,
-        tokenizer: Any,
-        data_batch_size_per_gpu: int = 8,
+        task: AnyTask,
+        tokenizer: Tokenizer,
+        data_batch_size_per_gpu: Count = 8,
         *,
-        accelerator: Any = None,
-        max_context_length: int | None = None,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
     ) -> Self:
         """Make an environment of any task; ``eval_mode()`` uses its exam panel.
 
@@ -89,8 +92,6 @@ class ReasoningGym:
 
     def _setup(self, task: Task, tokenizer: Any, batch_size: int, accelerator: Any, max_tokens: int | None) -> None:
         check_tokenizer(tokenizer)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"expected an integer of 1 or more for data_batch_size_per_gpu, found {batch_size!r}")
         self.task, self.tokenizer, self.max_context_length = task, tokenizer, max_tokens
         self.data_batch_size_per_gpu, self.accelerator = batch_size, accelerator
         self._rank = 0 if accelerator is None else int(accelerator.process_index)
@@ -115,6 +116,7 @@ class ReasoningGym:
             self._drawn[self._split] = 0
         return self._next()
 
+    @checked
     def step(self, completion_ids: Sequence[Tensor]) -> tuple[list[Prompt], Tensor]:
         """Score the completions of the current prompts and draw the next batch.
 
@@ -154,9 +156,10 @@ class ReasoningGym:
         """Return what ``from_state`` needs to go on from here: the number of training batches drawn."""
         return {"batches": self._drawn["train"]}
 
+    @checked
     def from_state(self, state: Mapping[str, int]) -> list[Prompt]:
         """Go back to a saved position; return the prompts that were current there."""
-        self._split, self._prompts, self._drawn["train"] = "train", [], int(state["batches"])
+        self._split, self._prompts, self._drawn["train"] = "train", [], saved_batches(state)
         if self._drawn["train"]:
             self._drawn["train"] -= 1
             self._next()

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
-from agilerl.envs.core import Message, Task
+from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
+from agilerl.envs.core import AnyTask, Message
 from agilerl.envs.examples import DataGym, DataTask, Example, LossOn, render_completion, render_conversation
 from agilerl.envs.forms import Form, Sample, as_messages, form_of
+from agilerl.envs.prompts import Accelerator
 from agilerl.envs.sources import Rows
 from agilerl.errors import ConfigError
 
@@ -17,7 +19,8 @@ class SFTTask(DataTask):
 
     kind: ClassVar[Literal["sft", "preference"]] = "sft"
 
-    def __init__(self, task: Task, *, loss_on: LossOn = "completion") -> None:
+    @checked
+    def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
         """Take a task; ``loss_on="assistant"`` also learns the assistant's earlier messages of its conversations."""
         super().__init__(task)
         self.loss_on = _checked(loss_on)
@@ -36,18 +39,19 @@ class SFTGym(DataGym):
     ``answer`` or ``chosen``.
     """
 
+    @checked
     def __init__(
         self,
         train_dataset: Any,
         test_dataset: Any,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
-        response_column: str = "target",
+        response_column: Name = "target",
         loss_on: LossOn = "completion",
-        data_batch_size_per_gpu: int = 8,
-        accelerator: Any = None,
-        max_context_length: int | None = None,
-        seed: int = 42,
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
     ) -> None:
         """Make an environment of two datasets.
 

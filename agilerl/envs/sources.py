@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import checked, described
 from agilerl.envs.core import Row
 from agilerl.envs.files import FORMATS, Table, read_file
 from agilerl.envs.hub import is_out_of_reach
@@ -117,6 +118,7 @@ class Rows(Sequence[Row]):
         return self.parts[number], index - self._starts[number]
 
 
+@checked
 def read_dataset(
     source: Any,
     *,
@@ -150,7 +152,8 @@ def read_dataset(
     return Rows([_with_columns(part, columns or {}) for part in parts])
 
 
-def mix(sources: Sequence[tuple[Any, float]]) -> Rows:
+@checked
+def mix(sources: Sequence[Any]) -> Rows:
     """Mix sources (anything that ``read_dataset`` takes) by weight.
 
     Training shows of every 1000 rows exactly as many of each source as its weight says.
@@ -161,7 +164,10 @@ def mix(sources: Sequence[tuple[Any, float]]) -> Rows:
     if not sources:
         raise EnvError("expected at least one (dataset, weight) to mix, found none")
     parts: list[Part] = []
-    for source, weight in sources:
+    for pair in sources:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise EnvError(f"expected pairs (dataset, weight) to mix, found {described(pair)}")
+        source, weight = pair
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise EnvError(f"expected a positive number as the weight of a dataset, found {weight!r}")
         rows = read_dataset(source, name=f"dataset {len(parts)} of the mixture")
@@ -192,12 +198,12 @@ def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str,
     except TypeError as error:
         raise EnvError(
             f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found "
-            f"{type(source).__name__}; a streamed dataset has no length, load it without streaming"
+            f"{described(source)}; a streamed dataset has no length, load it without streaming"
         ) from error
     if isinstance(source, Sequence):
         for number, row in enumerate(source):
             if not isinstance(row, Mapping):
-                raise EnvError(f"expected dicts as rows of {name}, found {type(row).__name__} in row {number}")
+                raise EnvError(f"expected dicts as rows of {name}, found {described(row)} in row {number}")
         return name, Table(source, list(dict.fromkeys(str(column) for row in source for column in row)))
     return name, _of_datasets(source)
 

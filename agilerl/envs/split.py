@@ -3,6 +3,8 @@
 import warnings
 import zlib
 
+from agilerl.arguments import checked
+
 __all__ = ["LEAST", "fewer", "is_held_out", "warn_of_fewer"]
 
 HELD_OUT_EVERY = 5
@@ -10,6 +12,7 @@ LEAST = 2
 """Questions of a panel below which its mean says nothing, and has no standard error."""
 
 
+@checked
 def is_held_out(question: str) -> bool:
     """Say whether ``question`` belongs to the fifth of all questions that nothing may be trained on.
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agilerl.arguments import Count, Tokenizer, Whole, checked
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
+from agilerl.data.checks import one_row
 from agilerl.envs.conversation import ChatFormat
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids
 from agilerl.envs.reasoning import Prompt
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import AgileRLError, ConfigError, EnvError
 
 __all__ = ["SyncMultiTurnVecEnv", "TokenObservationWrapper"]
 
@@ -26,16 +28,17 @@ class TokenObservationWrapper:
     whole populations in one batch and needs no wrapper; this one is for loops that step by themselves.
     """
 
+    @checked
     def __init__(
         self,
         env: Any,
-        tokenizer: Any,
-        max_turns: int,
-        pad_id: int | None = None,
+        tokenizer: Tokenizer,
+        max_turns: Count,
+        pad_id: Whole | None = None,
         apply_chat_template: bool = True,
-        max_model_len: int | None = None,
+        max_model_len: Count | None = None,
         *,
-        max_output_tokens: int | None = None,
+        max_output_tokens: Count | None = None,
         enable_sliding_window: bool = False,
         strict_chat_template_boundary: bool = True,
         eos_token_ids: Collection[int] | None = None,
@@ -77,7 +80,8 @@ class TokenObservationWrapper:
         self._drawn = 0
         self._closed = False
 
-    def reset(self, seed: int | None = None) -> tuple[Prompt, dict[str, Any]]:
+    @checked
+    def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:
         """Begin the episode of a seed, by default another one each time; return the first prompt and info.
 
         Raises:
@@ -92,8 +96,9 @@ class TokenObservationWrapper:
         self._episode.begin(seed)
         return self._prompt(self._episode), dict(self._episode.info)
 
+    @checked
     def step(
-        self, completion_ids: Tensor, sampling_logps: Tensor | None = None, action_mask: Tensor | None = None
+        self, completion_ids: Any, sampling_logps: Tensor | None = None, action_mask: Tensor | None = None
     ) -> tuple[Prompt, float, bool, bool, dict[str, Any]]:
         """Take a completion ``[1, P + L]``, prompt included; return the next prompt (empty at the end) and the rest.
 
@@ -107,7 +112,7 @@ class TokenObservationWrapper:
                 them, or a broken environment.
         """
         episode = self._running()
-        prompt, ids = episode.prompt_ids, torch.as_tensor(completion_ids).reshape(-1).tolist()
+        prompt, ids = episode.prompt_ids, one_row(completion_ids, "step(completion_ids=...)")
         if ids[: len(prompt)] != prompt:
             raise EnvError(
                 f"expected ids that begin with the {len(prompt)} tokens of the prompt, found others; pass whole "
@@ -208,11 +213,12 @@ def _warn_of_padding() -> None:
 class SyncMultiTurnVecEnv:
     """``batch_size`` episodes, each played ``group_size`` times from the same seed, all stepped together."""
 
+    @checked
     def __init__(
         self,
         env_factory: Callable[..., TokenObservationWrapper],
-        batch_size: int,
-        group_size: int,
+        batch_size: Count,
+        group_size: Count,
         env_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Make ``batch_size * group_size`` wrapped environments.
@@ -220,11 +226,16 @@ class SyncMultiTurnVecEnv:
         Raises:
             ConfigError: a size below 1, or a factory that does not return a TokenObservationWrapper.
         """
-        for name, size in (("batch_size", batch_size), ("group_size", group_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"expected a whole number of 1 or more as {name}, found {size!r}")
         self.batch_size, self.group_size = batch_size, group_size
-        self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
+        try:
+            self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
+        except AgileRLError:
+            raise
+        except Exception as error:  # whatever a factory raises, the user gets its reason
+            raise ConfigError(
+                f"env_factory could not make an environment of {dict(env_config or {}) or 'no settings'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if not all(isinstance(env, TokenObservationWrapper) for env in self.envs):
             raise ConfigError(
                 f"expected env_factory to return a TokenObservationWrapper, found {type(self.envs[0]).__name__}"
@@ -232,13 +243,15 @@ class SyncMultiTurnVecEnv:
         self._prompts: list[Prompt] = []
         self._drawn = 0
 
-    def reset(self, seed: int | None = None) -> list[Prompt]:
+    @checked
+    def reset(self, seed: Whole | None = None) -> list[Prompt]:
         """Begin all episodes; those of a group share the seed ``seed + b``. By default new seeds each time."""
         if seed is None:
             seed, self._drawn = self._drawn, self._drawn + self.batch_size
         self._prompts = [env.reset(seed + place // self.group_size)[0] for place, env in enumerate(self.envs)]
         return list(self._prompts)
 
+    @checked
     def step(
         self,
         completion_ids: Sequence[Tensor],

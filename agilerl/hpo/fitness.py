@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
+from agilerl.arguments import Number, Share, checked
 from agilerl.errors import ConfigError
 
 __all__ = ["Fitness", "non_dominated_fronts", "probability_better", "ranking", "reliability"]
@@ -27,7 +28,8 @@ class Fitness:
     """Score of each prompt, in panel order, the same panel for every agent; empty when only the mean is known."""
 
     @classmethod
-    def from_scores(cls, scores: Sequence[float]) -> "Fitness":
+    @checked
+    def from_scores(cls, scores: Sequence[Number]) -> "Fitness":
         """Build from the scores of the panel: mean, s / sqrt(n) with s the sample standard deviation, and n."""
         values = np.asarray(scores, dtype=np.float64)
         if values.ndim != 1 or values.size == 0:
@@ -57,12 +59,14 @@ class Fitness:
         }
 
 
+@checked
 def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
     """Return the agent indices from best to worst; equal agents stand in order of age (lower index first)."""
     return sorted(fitness, key=lambda index: (-fitness[index].value, index))
 
 
-def probability_better(a: Fitness, b: Fitness, trust: float = 1.0) -> float:
+@checked
+def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     """Return the probability that agent ``a`` is truly better than agent ``b``, from the exam both sat.
 
     Paired t over the prompts: d_i = a_i - b_i, P = T_df(sqrt(trust) * mean(d) / (s / sqrt(N))). Two imaginary prompts,
@@ -94,6 +98,7 @@ def probability_better(a: Fitness, b: Fitness, trust: float = 1.0) -> float:
     return float(stdtr(count - 1, math.sqrt(trust) * statistic))
 
 
+@checked
 def reliability(fitness: Sequence[Fitness]) -> float:
     """Return the share of the observed variance between agents that is not exam noise, in [0, 1].
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import NoSelection, Plan, SelectionStrategy, check_population
@@ -19,6 +20,7 @@ class SuccessiveHalving:
     Raises ConfigError for a period or floor below one.
     """
 
+    @checked
     def __init__(self, period: int = 1, floor: int = 1, between: SelectionStrategy | None = None) -> None:
         if period < 1 or floor < 1:
             raise ConfigError(f"period and floor are at least 1, found period={period}, floor={floor}.")
@@ -26,7 +28,8 @@ class SuccessiveHalving:
         self.floor = floor
         self.between = between or NoSelection()
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    @checked
+    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index)
         if (generation + 1) % self.period or len(fitness) <= self.floor:

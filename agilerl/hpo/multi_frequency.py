@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import (
@@ -43,9 +44,10 @@ class MultiFrequencySelection:
     refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
     """
 
+    @checked
     def __init__(
         self,
-        population_size: int,
+        population_size: Count,
         n_subpopulations: int = 2,
         evolution_frequency_ratios: Sequence[int] | None = None,
         *,
@@ -53,7 +55,7 @@ class MultiFrequencySelection:
         n_survivors: int | None = None,
         n_open_for_migration: int | None = None,
         n_losers: int | None = None,
-        seed: int | None = None,
+        seed: Seed | None = None,
     ) -> None:
         if n_subpopulations < 1 or population_size < 2 * n_subpopulations or population_size % n_subpopulations:
             raise ConfigError(
@@ -72,7 +74,8 @@ class MultiFrequencySelection:
         self._set_brackets(n_winners, n_survivors, n_open_for_migration, n_losers)
         self.seed = 0 if seed is None else seed
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    @checked
+    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return the plan of this generation (see SelectionStrategy); the order of ``fitness`` decides the parts."""
         check_population(fitness, next_index, self.population_size)
         elite = ranking(fitness)[0]
@@ -93,6 +96,7 @@ class MultiFrequencySelection:
         nominated = tuple(index for index in slots if index in mutants)
         return Plan(generation, elite, slots, tuple(births.values()), tuple(births), nominated)
 
+    @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], list[int]]:
         """Return the elite, the next population in slot order, and the indices that are open to mutation.
 

@@ -1,12 +1,15 @@
 """Mutation in two steps: a plan of what changes in whom (numbers only), then each agent applies its own."""
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, get_args
+from functools import cache
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import numpy as np
 
+from agilerl.arguments import Count, Positive, Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.kernels import mutate_value
 from agilerl.hpo.parameters import Gene, Value
@@ -42,6 +45,7 @@ class Mutation:
         return {"agent": self.agent, "kind": self.kind, "changes": changes, "details": dict(self.details)}
 
     @classmethod
+    @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Mutation":
         """Rebuild a mutation; raises ConfigError when ``data`` is not one."""
         try:
@@ -86,6 +90,9 @@ class Evolvable(Protocol):
         ...
 
 
+AgentT = TypeVar("AgentT", bound=Evolvable)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """An agent as a mutation plan sees it."""
@@ -112,6 +119,7 @@ class Mutations:
     Raises ConfigError for probabilities below zero or all zero, and settings out of range.
     """
 
+    @checked
     def __init__(
         self,
         no_mutation: float,
@@ -121,13 +129,13 @@ class Mutations:
         activation: float,
         rl_hp: float,
         *,
-        mutation_sd: float = 0.1,
+        mutation_sd: Positive = 0.1,
         activation_selection: Sequence[str] | None = None,
         mutate_elite: bool = False,
-        rand_seed: int | None = None,
+        rand_seed: Seed | None = None,
         device: object = "cpu",
         accelerator: object = None,
-        genes_per_mutation: int = 1,
+        genes_per_mutation: Count = 1,
         rank_range: tuple[int, int] = (4, 64),
     ) -> None:
         chances: dict[Kind, float] = {
@@ -143,10 +151,6 @@ class Mutations:
                     f"Mutations: {name} must be 0, found {value}: the base model is frozen, so its layers and "
                     "activations cannot change; the architecture of an agent is its adapter rank (architecture=...)."
                 )
-        if not (math.isfinite(mutation_sd) and mutation_sd > 0):
-            raise ConfigError(f"Mutations: mutation_sd is a positive number, found {mutation_sd}.")
-        if genes_per_mutation < 1:
-            raise ConfigError(f"Mutations: genes_per_mutation is at least 1, found {genes_per_mutation}.")
         if not 1 <= rank_range[0] <= rank_range[1]:
             raise ConfigError(
                 f"Mutations: rank_range is (smallest, largest) and starts at 1 or more, found {rank_range}."
@@ -162,6 +166,7 @@ class Mutations:
         """Probability of each kind; they add up to one."""
         return dict(self._probabilities)
 
+    @checked
     def plan(
         self,
         members: Sequence[Member],
@@ -185,14 +190,15 @@ class Mutations:
                 plans.append(self._mutate(member, generation, seed))
         return plans
 
+    @checked
     def mutation(
         self,
-        population: Sequence[Any],
+        population: Sequence[AgentT],
         nominated: Collection[int] | None = None,
         *,
         elite: int | None = None,
-        generation: int | None = None,
-    ) -> list[Any]:
+        generation: Whole | None = None,
+    ) -> list[AgentT]:
         """Mutate agents in place and return them; the documented step after ``select``.
 
         The elite is the agent with index ``elite`` or, by default, the best by last fitness, the elder when equal: a
@@ -226,6 +232,8 @@ class Mutations:
         if not member.genes:
             return Mutation(member.index, details={"reason": "no hyperparameter is declared to evolve"})
         names = sorted(member.genes)
+        if self.genes_per_mutation > len(names):
+            _say_that_all_move(self.genes_per_mutation, len(names))
         count = min(self.genes_per_mutation, len(names))
         chosen = sorted(int(place) for place in rng.choice(len(names), count, replace=False))
         changes = []
@@ -243,6 +251,14 @@ class Mutations:
             return Mutation(member.index, details={"reason": f"rank {member.rank} has no neighbour in [{low}, {high}]"})
         new = options[int(rng.integers(len(options)))]
         return Mutation(member.index, "rank", (Change("rank", member.rank, new),))
+
+
+@cache  # once a process, not once a mutation
+def _say_that_all_move(wanted: int, known: int) -> None:
+    warnings.warn(
+        f"genes_per_mutation={wanted}, but only {known} hyperparameters evolve: every mutation moves all of them",
+        stacklevel=2,
+    )
 
 
 def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from agilerl.arguments import check_fields
 from agilerl.errors import ConfigError
 
 __all__ = [
@@ -52,6 +53,7 @@ class Evolve:
     resample: float = 0.1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(self.choices))
             object.__setattr__(self, "scale", "choice")
@@ -144,9 +146,10 @@ class RLParameter:
     max: float
     shrink_factor: float = 0.8
     grow_factor: float = 1.2
-    dtype: type = float
+    dtype: Any = float
 
     def __post_init__(self) -> None:
+        check_fields(self)
         _check_range("RLParameter", self.min, self.max)
         if self.dtype not in (int, float):
             raise ConfigError(f"RLParameter: dtype is int or float, found {self.dtype!r}.")

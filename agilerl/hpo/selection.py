@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
+from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.mutation import Evolvable, inherited
@@ -65,6 +66,7 @@ class Plan:
         }
 
     @classmethod
+    @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """Rebuild a plan; raises ConfigError when ``data`` is not one."""
         try:
@@ -97,7 +99,8 @@ class SelectionStrategy(Protocol):
 class NoSelection:
     """Keep everybody and mutate nobody: together with the initial spread this is random search, the honest baseline."""
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    @checked
+    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return a plan that only names the elite."""
         check_population(fitness, next_index)
         return keep_everybody(fitness, generation)
@@ -136,6 +139,7 @@ def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int 
         raise ConfigError(f"next_index must be above every agent index, found {next_index} and agent {max(fitness)}.")
 
 
+@checked
 def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
     """Return the last recorded fitness of each agent, in slot order.
 

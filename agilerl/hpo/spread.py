@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from agilerl.arguments import Seed, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value, check_values
 from agilerl.streams import stream
@@ -10,11 +11,12 @@ from agilerl.streams import stream
 __all__ = ["initial_hyperparameters"]
 
 
+@checked
 def initial_hyperparameters(
     genes: Mapping[str, Gene],
     base_values: Mapping[str, Value],
     size: int,
-    seed: int,
+    seed: Seed,
     init: Literal["spread", "same"] = "spread",
 ) -> list[dict[str, Value]]:
     """Return the gene values of each of ``size`` members; member 0 always has ``base_values``.

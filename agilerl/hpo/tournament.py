@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import (
@@ -33,7 +34,8 @@ class TournamentSelection:
     Raises ConfigError when the tournament is larger than the population or either is below one.
     """
 
-    def __init__(self, tournament_size: int, elitism: bool, population_size: int, *, seed: int = 0) -> None:
+    @checked
+    def __init__(self, tournament_size: int, elitism: bool, population_size: int, *, seed: Seed = 0) -> None:
         if population_size < 1:
             raise ConfigError(f"A population has at least one agent, found population_size={population_size}.")
         if not 1 <= tournament_size <= population_size:
@@ -45,7 +47,8 @@ class TournamentSelection:
         self.population_size = population_size
         self.seed = seed
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    @checked
+    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index, self.population_size)
         ranked = ranking(fitness)
@@ -66,6 +69,7 @@ class TournamentSelection:
         mutants = tuple(index for index in slots if index in children)
         return Plan(generation, elite, slots, tuple(births), deaths, mutants)
 
+    @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], None]:
         """Return the elite, the next population in slot order, and None: as documented, all but the elite may mutate.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
 from agilerl.hpo.selection import Birth, Plan, check_population, keep_everybody
@@ -19,6 +20,7 @@ class TruncationSelection:
     Raises ConfigError for a fraction outside (0, 0.5] or a confidence outside [0.5, 1).
     """
 
+    @checked
     def __init__(self, fraction: float = 0.25, confidence: float = 0.8) -> None:
         if not 0 < fraction <= 0.5:
             raise ConfigError(f"fraction lies in (0, 0.5], found {fraction}.")
@@ -27,7 +29,8 @@ class TruncationSelection:
         self.fraction = fraction
         self.confidence = confidence
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    @checked
+    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index)
         ranked = ranking(fitness)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from agilerl.arguments import described
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
     """
     kinds = [getattr(accelerator, name, None) for name in ("num_processes", "device", "state")]
     if any(kind is None for kind in kinds):
-        raise ConfigError(f"accelerator must be an accelerate.Accelerator, found a {type(accelerator).__name__}")
+        raise ConfigError(f"accelerator must be an accelerate.Accelerator, found {described(accelerator)}")
     if str(accelerator.device).partition(":")[0] != device.partition(":")[0]:
         raise ConfigError(
             f"the accelerator works on {accelerator.device}, the base model is on {device}; give the agent the same "

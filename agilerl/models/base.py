@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from agilerl.arguments import described
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
 from agilerl.models.kernels import apply_liger_kernels, choose_attention, decoding_attention
@@ -34,6 +35,7 @@ __all__ = [
     "EMBEDDED",
     "BaseModel",
     "check_device",
+    "check_network",
     "from_model",
     "load_base",
     "load_tokenizer",
@@ -268,7 +270,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def load_base(
-    name: str, *, dtype: str = "auto", device: str = "cpu", options: SharedOptions | None = None
+    name: str, *, dtype: str = "auto", device: str | torch.device = "cpu", options: SharedOptions | None = None
 ) -> BaseModel:
     """Load a base model from a local folder, a hub name or ``embedded``, quantised and changed as the options say.
 
@@ -277,6 +279,7 @@ def load_base(
     safetensors only, and no code of the model's repository is run.
     """
     check_device(device)
+    device = str(device)
     path = resolve_model(name)
     options = options or SharedOptions()
     overrides = dict(options.config_overrides or {})
@@ -360,6 +363,15 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if not isinstance(error, OSError | ValueError) else text
 
 
+def check_network(model: Any) -> None:
+    """Raise ConfigError unless an object is a causal language model of Hugging Face."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
+        raise ConfigError(
+            f"actor_network must be a Hugging Face causal language model, found {described(model)}; pass "
+            "AutoModelForCausalLM.from_pretrained(...), or give its name as model_name"
+        )
+
+
 def from_model(model: Any, name: str | None = None) -> BaseModel:
     """Wrap a plain pretrained model that the user has loaded."""
     if hasattr(model, "peft_config"):
@@ -367,8 +379,7 @@ def from_model(model: Any, name: str | None = None) -> BaseModel:
             "actor_network must be a plain pretrained model, found a PeftModel; pass the model it was built on "
             "(model.get_base_model() after unload()) and give the adapter's settings as lora_config"
         )
-    if not hasattr(model, "get_output_embeddings"):
-        raise ConfigError(f"actor_network must be a Hugging Face causal language model, found {type(model).__name__}")
+    check_network(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     return BaseModel(model, body, name or str(getattr(model, "name_or_path", "") or ""))
 

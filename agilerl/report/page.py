@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from agilerl.arguments import Location, checked
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures
 from agilerl.report.facts import comparison, configuration, facts, lineage_table, verdict
@@ -27,7 +28,8 @@ from agilerl.validation import shown
 __all__ = ["build_report"]
 
 
-def build_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
+@checked
+def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, going on or broken off; they are only read. The page needs no network and no other

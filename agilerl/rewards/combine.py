@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agilerl.arguments import Name, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.grader import Grader, grader_name
@@ -26,7 +27,8 @@ class CombinedGrader(BaseGrader):
 
     name = "combined"
 
-    def __init__(self, graders: Sequence[Part] | Mapping[str, Part], *, name: str = "combined") -> None:
+    @checked
+    def __init__(self, graders: Sequence[Any] | Mapping[str, Any], *, name: Name = "combined") -> None:
         """Combine graders.
 
         Args:
@@ -43,7 +45,7 @@ class CombinedGrader(BaseGrader):
         self.graders: dict[str, Grader] = {}
         self.weights: dict[str, float] = {}
         for given, part in named:
-            grader, weight = part if isinstance(part, tuple) else (part, 1.0)
+            grader, weight = part if isinstance(part, tuple) and len(part) == 2 else (part, 1.0)
             if not callable(grader):
                 raise ConfigError(f"expected graders, or pairs (grader, weight), in a CombinedGrader, found {part!r}")
             own = grader_name(grader) if given is None else given

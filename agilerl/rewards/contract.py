@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agilerl.errors import RewardError
+from agilerl.arguments import checked
+from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import close, setup
 from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
 
@@ -131,8 +132,14 @@ GRADER_CHECKS: tuple[Callable[[GraderCase], None], ...] = (
 """Each raises a RewardError that says what is wrong."""
 
 
+@checked
 def check_grader(grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is wrong with a grader, in sentences; nothing where it keeps every promise."""
+    if not completions or len(completions) != len(rows):
+        raise ConfigError(
+            f"check_grader: expected a row for each of one completion or more, found {len(completions)} completions "
+            f"and {len(rows)} rows"
+        )
     case, found = GraderCase(grader, completions, rows), []
     for check in GRADER_CHECKS:
         try:

@@ -1,10 +1,13 @@
 """Reward functions that need nothing but text."""
 
+from agilerl.arguments import checked
+
 __all__ = ["exact_match", "extract_answer"]
 
 OPEN, CLOSE = "<answer>", "</answer>"
 
 
+@checked
 def extract_answer(completion: str) -> str:
     """Return what stands between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
     end = completion.rfind(CLOSE)
@@ -12,6 +15,7 @@ def extract_answer(completion: str) -> str:
     return completion[start + len(OPEN) : end].strip() if start >= 0 else completion.strip()
 
 
+@checked
 def exact_match(completion: str, answer: str) -> float:
     """Return 1.0 if the extracted answer equals ``answer``, outer whitespace aside; else 0.0."""
     return 1.0 if extract_answer(completion) == answer.strip() else 0.0

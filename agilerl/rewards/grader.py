@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, SupportsFloat
 
+from agilerl.arguments import checked, described
 from agilerl.custom_code import left, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
@@ -27,6 +28,7 @@ NAMED_KINDS = (
 )
 
 
+@checked
 def call_grader(
     grader: Grader,
     completions: Sequence[str],
@@ -67,6 +69,8 @@ def attempt_grader(
         RewardError: nothing can be put down to one completion: the grader asks for something the rows do not have, or
             returned no list, or one of another length.
     """
+    if not callable(grader):
+        raise RewardError(f"expected a function or another grader, found {described(grader)}")
     if len(rows) != len(completions):
         raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
     if not completions:
@@ -87,6 +91,7 @@ def attempt_grader(
     return [outcome_of(score, name) for score in _run(calls)]
 
 
+@checked
 def check_score(value: object, name: str = "the reward function") -> float | None:
     """Return ``value`` as a float, or None as it is.
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from agilerl.arguments import checked
 from agilerl.errors import RewardError
 from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
 
@@ -61,6 +62,7 @@ class Composite(Protocol):
         """Return rewards with the scores that they were made of."""
 
 
+@checked
 def grade(
     grader: Grader,
     completions: Sequence[str],

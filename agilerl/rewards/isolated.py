@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
@@ -56,16 +57,17 @@ class IsolatedGrader(BaseGrader):
     Landlock (Linux 5.13) no file to read but those of Python and the packages that the grader has imported.
     """
 
+    @checked
     def __init__(
         self,
-        grader: Grader | str,
+        grader: Any,
         *,
-        timeout: float = 5.0,
-        memory_bytes: int = 4 * 2**30,
-        workers: int = 1,
+        timeout: Positive = 5.0,
+        memory_bytes: Count = 4 * 2**30,
+        workers: Count = 1,
         name: str | None = None,
         confined: bool = False,
-        cpu_seconds: float | None = None,
+        cpu_seconds: Positive | None = None,
     ) -> None:
         """Name the function.
 
@@ -83,10 +85,6 @@ class IsolatedGrader(BaseGrader):
         Raises:
             ConfigError: the function is not one that another process can import by name, or a limit is not positive.
         """
-        if not timeout > 0 or workers < 1:
-            raise ConfigError(f"expected a timeout above 0 and 1 or more workers, found {timeout} and {workers}")
-        if cpu_seconds is not None and not cpu_seconds > 0:
-            raise ConfigError(f"expected cpu_seconds above 0, or None, found {cpu_seconds}")
         self.grader = grader if isinstance(grader, str) else _reference(grader)
         self.timeout, self.memory_bytes, self.workers = timeout, int(memory_bytes), workers
         self.confined, self.cpu_seconds = confined, cpu_seconds

@@ -15,6 +15,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 
@@ -57,11 +58,12 @@ class JudgeGrader(BaseGrader):
 
     name = "judge"
 
+    @checked
     def __init__(
         self,
-        model: str,
+        model: Name,
         *,
-        base_url: str = "https://api.openai.com/v1",
+        base_url: Name = "https://api.openai.com/v1",
         api_key_env: str | None = "OPENAI_API_KEY",
         template: str = TEMPLATE,
         system: str | None = None,
@@ -69,11 +71,11 @@ class JudgeGrader(BaseGrader):
         high: float = 10.0,
         pattern: str | None = None,
         request: Mapping[str, Any] | None = None,
-        concurrency: int = 8,
-        timeout: float = 60.0,
-        attempts: int = 5,
-        first_wait: float = 1.0,
-        cache: str | os.PathLike[str] | None = None,
+        concurrency: Count = 8,
+        timeout: Positive = 60.0,
+        attempts: Count = 5,
+        first_wait: NotNegative = 1.0,
+        cache: Location | None = None,
         name: str = "judge",
     ) -> None:
         """Describe the judge; nothing is sent before the first grading.

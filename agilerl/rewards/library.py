@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import regex
 
+from agilerl.arguments import Count, Positive, check_fields, checked
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader
@@ -42,7 +43,8 @@ class Accuracy(IsolatedGrader):
     An algebra system may also be talked into running a text, so that this process has no privileges and no files.
     """
 
-    def __init__(self, *, timeout: float = 5.0, workers: int = 1) -> None:
+    @checked
+    def __init__(self, *, timeout: Positive = 5.0, workers: Count = 1) -> None:
         """Take the seconds for one completion and the number of processes.
 
         Raises:
@@ -67,6 +69,7 @@ class FormatTags:
     name: ClassVar[str] = "format_tags"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if isinstance(self.tags, str) or not self.tags or not all(isinstance(tag, str) and tag for tag in self.tags):
             raise ConfigError(f"format_tags: expected a list of one or more tag names, found {self.tags!r}")
 
@@ -89,12 +92,11 @@ class FormatTags:
 class TokenLength:
     """-|tokens - target| / target, at least -1: 0 for exactly ``target`` tokens. Range [-1, 0]."""
 
-    target: int
+    target: Count
     name: ClassVar[str] = "length"
 
     def __post_init__(self) -> None:
-        if self.target < 1:
-            raise ConfigError(f"length: expected a target of 1 or more tokens, found {self.target}")
+        check_fields(self)
 
     def __call__(self, completion_ids: Sequence[int]) -> float:
         """Return minus the relative distance from the target."""
@@ -113,6 +115,7 @@ class Overlong:
     name: ClassVar[str] = "overlong"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 0 < self.cache_tokens <= self.max_tokens:
             raise ConfigError(
                 f"overlong: expected cache_tokens from 1 to max_tokens, found {self.cache_tokens} and {self.max_tokens}"
@@ -132,12 +135,11 @@ class Repetition:
     https://arxiv.org/abs/2502.03373.
     """
 
-    n: int = 3
+    n: Count = 3
     name: ClassVar[str] = "repetition"
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ConfigError(f"repetition: expected n of 1 or more, found {self.n}")
+        check_fields(self)
 
     def __call__(self, completion: str) -> float:
         """Return minus the share of repeated n-grams."""
@@ -156,10 +158,11 @@ class Regex:
 
     pattern: str
     full: bool = False
-    timeout: float = 1.0
+    timeout: Positive = 1.0
     name: ClassVar[str] = "regex"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         try:
             regex.compile(self.pattern)
         except regex.error as error:
@@ -185,6 +188,7 @@ class JsonValid:
     name: ClassVar[str] = "json_valid"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if isinstance(self.required, str) or not all(isinstance(key, str) for key in self.required):
             raise ConfigError(f"json_valid: expected a list of keys as required, found {self.required!r}")
 
@@ -221,6 +225,7 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
 """What makes each grader of the package, by the name that manifests use."""
 
 
+@checked
 def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader:
     """Return the grader of the package that is called ``name``, made with ``params``.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from agilerl.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader
 from agilerl.run_date import template_names
@@ -20,14 +21,15 @@ class RewardModelGrader(BaseGrader):
 
     name = "reward_model"
 
+    @checked
     def __init__(
         self,
-        model: str,
+        model: Name,
         *,
         revision: str | None = None,
-        label: int | None = None,
-        batch_size: int = 8,
-        max_length: int | None = None,
+        label: Whole | None = None,
+        batch_size: Count = 8,
+        max_length: Count | None = None,
         device: str = "cpu",
         dtype: str = "float32",
         name: str = "reward_model",

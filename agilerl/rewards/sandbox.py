@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from agilerl.arguments import checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader
 
@@ -54,6 +55,7 @@ class SandboxResult:
         return self.returncode == 0
 
 
+@checked
 def run_python(
     code: str,
     *,
@@ -200,6 +202,7 @@ class SandboxGrader(BaseGrader):
 
     name = "sandbox"
 
+    @checked
     def __init__(
         self,
         *,

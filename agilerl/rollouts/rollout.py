@@ -30,6 +30,8 @@ class Rollout:
     """By agent index: completions or episodes that were asked for."""
     failures: dict[int, list[Failure]] = field(default_factory=dict)
     """By agent index: those that have no grade because something failed."""
+    mark: object = None
+    """The population that it is of; None: nothing says so."""
 
     def batch(self, index: int) -> list[Trajectory]:
         """Return the trajectories that an agent trains on."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from agilerl.arguments import checked
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import commit_folder, remove_folder, remove_leftovers, verify_folder
 
@@ -53,6 +54,7 @@ class AgentFiles:
         return self.root / "agent.json"
 
 
+@checked
 def agent_files(checkpoint: Path, index: int) -> AgentFiles:
     """Return where the agent ``index`` lies inside the checkpoint folder ``checkpoint``."""
     return AgentFiles(checkpoint / f"agent_{index}")
@@ -65,6 +67,7 @@ class CheckpointStore:
     each checkpoint that had to be put aside; by default it goes to the log as a warning.
     """
 
+    @checked
     def __init__(self, root: Path, *, report: Callable[[str], None] = _log.warning) -> None:
         self.root = root
         self._report = report

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from agilerl.arguments import Location, Seed, checked
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import remove_leftovers, write_json
@@ -100,11 +101,12 @@ class RunDirectory(RunLayout):
         self._lock = lock
 
     @classmethod
+    @checked
     def create(
         cls,
-        path: str | Path,
+        path: Location,
         config: Mapping[str, Any],
-        seed: int,
+        seed: Seed,
         *,
         given: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
@@ -157,7 +159,8 @@ class RunDirectory(RunLayout):
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    @checked
+    def open(cls, path: Location) -> Self:
         """Take over the run directory of an unfinished run.
 
         Raises CheckpointError where it is missing, no run directory, damaged, in use (with the owner's process id)
@@ -204,7 +207,8 @@ class RunDirectory(RunLayout):
         return f"<RunDirectory {self.root}: seed {self.info['seed']}, {state}>"
 
 
-def read_run(path: str | Path) -> dict[str, Any]:
+@checked
+def read_run(path: Location) -> dict[str, Any]:
     """Return the checked content of ``run.json`` of any run, also one in use or finished; takes no lock.
 
     Raises CheckpointError where ``path`` is missing, no run directory, written by a newer version, or where its

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from agilerl.arguments import Location, checked
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
@@ -28,6 +29,7 @@ class JsonLines:
     the file to its first ``keep`` bytes, a ``position`` that was noted at a checkpoint.
     """
 
+    @checked
     def __init__(self, path: Path, *, keep: int | None = None) -> None:
         self.path = path
         self._file = _AppendFile(path)
@@ -82,6 +84,7 @@ class Journal:
     ``keep`` cuts the journal to its first ``keep`` records, as many as there were at a checkpoint.
     """
 
+    @checked
     def __init__(self, path: Path, *, keep: int | None = None) -> None:
         self.path = path
         self._file = _AppendFile(path)
@@ -181,11 +184,13 @@ def _fewer_records(path: Path, found: int, keep: int) -> str:
     return "" if keep <= found else f"{path} should hold at least {keep} records, found {found}; records were lost"
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+@checked
+def read_lines(path: Location) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; a missing file has none, a torn last line is left out.
 
     Raises CheckpointError that names the line where one before the end is damaged.
     """
+    path = Path(path)
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):

@@ -10,11 +10,13 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
+from agilerl.arguments import checked
 from agilerl.errors import ConfigError
 from agilerl.training.dataset_paths import locate, locate_within
 from agilerl.training.distributed_config import DistributedConfig
 from agilerl.training.environment_config import EnvironmentConfig, Section
 from agilerl.training.network_config import NetworkConfig
+from agilerl.training.own_code import names_code
 from agilerl.training.strict_yaml import parse_yaml
 from agilerl.validation import nearest, shown, validated
 
@@ -121,7 +123,8 @@ class GeneConfig(Section):
     choices: list[float | int | str | bool] | None = None
     """The values to choose from, in place of a range."""
     shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Together with ``grow_factor``: multiply by one of the two instead of drawing a step."""
+    """Multiply by ``shrink_factor`` or by ``grow_factor``, each half of the time, instead of drawing a step. Of the two
+    one alone is enough: the other is 0.8 or 1.2 then."""
     grow_factor: Annotated[float | None, Field(gt=1)] = None
     """See ``shrink_factor``."""
 
@@ -210,6 +213,7 @@ class RunConfig(Section):
         return size if "tournament_size" in given else min(size, self.training.pop_size)
 
     @classmethod
+    @checked
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
         for section, content in values.items():
@@ -218,6 +222,7 @@ class RunConfig(Section):
         return validated(cls, values)
 
 
+@checked
 def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
 
@@ -234,7 +239,42 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     for keys, value in changed:
         _put(values, keys, value)
     locate(values.get("environment"))
-    return RunConfig.from_dict(values)
+    config = RunConfig.from_dict(values)
+    _refuse_meaningless(config)
+    return config
+
+
+def _refuse_meaningless(config: RunConfig) -> None:
+    """Raise ConfigError for settings that change nothing, or cannot be meant.
+
+    Only of a run that is about to begin: one that has begun with them is resumed as it is.
+    """
+    for number, grader in enumerate(config.environment.graders or ()):
+        where, is_code = f"environment.graders.{number}", names_code(grader.name)
+        if grader.isolate and not is_code:
+            raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(grader.name)}; leave it out")
+        if "timeout" in grader.model_fields_set and not grader.isolate:
+            raise ConfigError(
+                f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
+                + ("set isolate: true, or leave timeout out" if is_code else "give it in params, if the grader has one")
+            )
+    mutation = config.mutation
+    evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
+    if 0 < evolving < moved:
+        raise ConfigError(
+            f"mutation.genes_per_mutation={moved} is more than the {evolving} hyperparameters of "
+            "mutation.rl_hp_selection; lower it"
+        )
+    longest = config.algorithm.get("max_output_tokens")
+    for key, limit in (
+        ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
+        ("network.max_context_length", config.network.max_context_length),
+    ):
+        if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
+            raise ConfigError(
+                f"algorithm.max_output_tokens={longest} is above {key}={limit}, which holds the prompt as well; "
+                "lower the first, or raise the second"
+            )
 
 
 def _read(path: Path | None) -> dict[str, Any]:

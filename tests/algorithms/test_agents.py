@@ -308,7 +308,7 @@ def test_population_spreads_over_the_genes() -> None:
     assert torch.equal(runtime.store.theta[0], runtime.store.theta[5])  # all start as the same policy
     same = GRPO.population(2, actor_network=random_model(), pad_token_id=PAD, hp_config=config, init="same")
     assert same[0].hyperparameters == same[1].hyperparameters
-    with pytest.raises(ConfigError, match="at least 1 agent, found size=0"):
+    with pytest.raises(ConfigError, match=r"size.*found 0"):
         GRPO.population(0, runtime=runtime, pad_token_id=PAD)
 
 
@@ -338,7 +338,7 @@ def test_get_action_and_learn_as_documented() -> None:
 @pytest.mark.parametrize(
     ("experiences", "message"),
     [
-        (3, "learn expects"),
+        (3, "experiences.*found 3"),
         (([torch.ones(2, 5, dtype=torch.int64)], [torch.ones(2, 5)], [1.0, 0.0]), "one column less"),
         (([torch.ones(2, 5, dtype=torch.int64)], [torch.ones(2, 4)], [1.0]), "expected 2 rewards"),
     ],

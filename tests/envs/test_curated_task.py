@@ -254,9 +254,9 @@ def test_nothing_left_is_told(tokenizer) -> None:
     [
         ({"exam_prompts": 0}, "1 or more for exam_prompts, found 0"),
         ({"test_prompts": -1}, "0 or more for test_prompts, found -1"),
-        ({"bad_rows": "ignore"}, "bad_rows to be raise or drop, found 'ignore'"),
-        ({"purpose": "dpo"}, "purpose to be one of reasoning, sft, preference, found 'dpo'"),
-        ({"grader": 3}, "expected a function as reward_fn, found 3"),
+        ({"bad_rows": "ignore"}, "'raise', 'drop' for bad_rows, found 'ignore'"),
+        ({"purpose": "dpo"}, "'preference' for purpose, found 'dpo'"),
+        ({"grader": 3}, "a function .* for grader, found 3"),
     ],
 )
 def test_bad_settings(options: dict, message: str) -> None:

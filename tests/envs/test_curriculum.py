@@ -217,14 +217,14 @@ def test_attributes_of_a_composite_rise_wherever_they_are():
         ("spell_backward", SPELL_LEVELS[0], {}, r"changes nothing .*\(max_word_len, min_word_len\).*take them out"),
         ("syllogism", {}, {"attributes": ["allow_all"]}, "changes nothing up to level 3"),
         ("spell_backward", {"min_word_len": 4}, {}, "level 0 of its curriculum, which other attributes, params or"),
-        ("gcd", {}, {"prompts_per_level": 0}, "integer of 1 or more for the curriculum's prompts_per_level, found 0"),
+        ("gcd", {}, {"prompts_per_level": 0}, "1 or more for prompts_per_level, found 0"),
         ("gcd", {}, {"prompts_per_level": 2.5}, "prompts_per_level, found 2.5"),
         ("gcd", {}, {"prompts_per_level": None}, "prompts_per_level, found None"),
-        ("gcd", {}, {"max_level": 0}, "integer of 1 or more for the curriculum's max_level, found 0"),
+        ("gcd", {}, {"max_level": 0}, "1 or more, or None for max_level, found 0"),
         ("gcd", {}, {"max_level": True}, "max_level, found True"),
-        ("gcd", {}, {"attributes": "value"}, "list of names for the curriculum's attributes, found 'value'"),
+        ("gcd", {}, {"attributes": "value"}, "attributes, found 'value'"),
         ("gcd", {}, {"attributes": []}, r"attributes, found \[\]"),
-        ("gcd", {}, {"attributes": [3]}, r"attributes, found \[3\]"),
+        ("gcd", {}, {"attributes": [3]}, r"attributes\[0\], found 3"),
     ],
 )
 def test_bad_settings_say_what_to_do(name, params, curriculum, sentence):

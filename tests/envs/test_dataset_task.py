@@ -80,7 +80,7 @@ def test_a_failing_reward_function_is_not_silent():
         ),
         ((ROWS, [{"prompt": "a", "answer": "b"}]), EnvError, "question and answer in the train.*prompt and answer in"),
         ((ROWS, [{"Question": "a", "answer": "b"}]), EnvError, "the exam dataset.*; did you mean 'Question'?"),
-        ((["a"], ROWS), EnvError, "expected dicts as rows of the train dataset, found str"),
+        ((["a"], ROWS), EnvError, "expected dicts as rows of the train dataset, found 'a'"),
     ],
 )
 def test_bad_datasets(arguments, error, sentence):
@@ -94,7 +94,7 @@ def test_bad_datasets(arguments, error, sentence):
         ([{"role": "user", "content": "{quesiton}"}], r"expected \{question\}.*placeholders \['quesiton'\]"),
         ([{"role": "user", "content": "{answer}"}], "otherwise every prompt is the same"),
         ([{"content": "{question}"}], "a conversation template is a list"),
-        (["{question}"], "a conversation template is a list"),
+        (["{question}"], "a mapping for conversation_template"),
     ],
 )
 def test_bad_templates(template, sentence):

@@ -167,9 +167,12 @@ def test_column_maps_that_do_not_fit(columns: dict[str, str], message: str) -> N
     ("source", "message"),
     [
         ([], "at least one row in the dataset, found none"),
-        ([{"a": "1"}, 5], "expected dicts as rows of the dataset, found int in row 1"),
-        (5, "found int; a streamed dataset has no length"),
-        (IterableDataset.from_generator(lambda: iter(ROWS)), "found IterableDataset; a streamed dataset has no length"),
+        ([{"a": "1"}, 5], "expected dicts as rows of the dataset, found 5 in row 1"),
+        (5, "found 5; a streamed dataset has no length"),
+        (
+            IterableDataset.from_generator(lambda: iter(ROWS)),
+            "IterableDataset; a streamed dataset has no length",
+        ),
         ({"test": ROWS}, r"expected the split train in the dataset, found \['test'\]"),
         ({1, 2}, "expected a Hugging Face Dataset or a sequence of dicts, found set"),
     ],

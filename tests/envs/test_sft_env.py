@@ -144,7 +144,7 @@ def test_a_row_without_an_answer_is_refused(tokenizer):
     task = SFTTask(ConditionalTarget())
     with pytest.raises(EnvError, match="has no answer to learn for the question 'q'"):
         task.examples(tokenizer, {"question": "q", "answer": None})
-    with pytest.raises(ConfigError, match="loss_on to be one of completion, assistant, found 'all'"):
+    with pytest.raises(ConfigError, match="'completion', 'assistant' for loss_on, found 'all'"):
         SFTTask(ConditionalTarget(), loss_on="all")
 
 
@@ -236,7 +236,7 @@ def test_processes_share_a_batch_without_overlap(tokenizer):
     ("train", "options", "error", "message"),
     [
         ([], {}, EnvError, "at least one row in the train dataset, found none"),
-        ([3], {}, EnvError, "found int"),
+        ([3], {}, EnvError, "found 3"),
         ([{"prompt": "1", "ansver": "2"}], {}, EnvError, "column target or completion or answer or chosen in the"),
         (TRAIN, {"data_batch_size_per_gpu": 0}, ConfigError, "1 or more for data_batch_size_per_gpu, found 0"),
         (TRAIN, {"loss_on": "prompt"}, ConfigError, "found 'prompt'"),

@@ -75,7 +75,7 @@ def test_hyperparameter_config_is_a_mapping_with_the_documented_names():
     [
         (lambda: RLParameter(1.0, 1.0), "min must be below max"),
         (lambda: RLParameter(2, 1), "min must be below max"),
-        (lambda: RLParameter(0, float("nan")), "both finite"),
+        (lambda: RLParameter(0, float("nan")), "max.*nan"),
         (lambda: RLParameter(0, 1, dtype=str), "dtype is int or float"),
         (lambda: RLParameter(0.5, 4, dtype=int), "whole ends"),
         (lambda: RLParameter(0, 1, shrink_factor=1.1), "shrink_factor lies between 0 and 1"),
@@ -83,7 +83,7 @@ def test_hyperparameter_config_is_a_mapping_with_the_documented_names():
         (lambda: HyperparameterConfig(lr=(0, 1)), "lr must be an RLParameter"),
         (lambda: Evolve(0, 1), "log range needs min > 0"),
         (lambda: Evolve(1e-3), "a range needs min and max"),
-        (lambda: Evolve(1, 2, scale="cubic"), "scale is 'log', 'linear' or 'choice'"),
+        (lambda: Evolve(1, 2, scale="cubic"), "scale.*'cubic'"),
         (lambda: Evolve(choices=("a", "a")), "two different choices"),
         (lambda: Evolve(1, 2, choices=("a", "b")), "not `min` and `max`"),
         (lambda: Evolve(1, 2, resample=1.5), "resample in"),

@@ -50,7 +50,7 @@ def test_init_same_copies_the_configuration():
     ("changes", "message"),
     [
         ({"size": 0}, "at least one member"),
-        ({"init": "random"}, "'spread' or 'same'"),
+        ({"init": "random"}, "init.*'random'"),
         ({"base_values": {**BASE, "lr": 1.0}}, "lr = 1.0 lies outside"),
     ],
 )

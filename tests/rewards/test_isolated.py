@@ -160,7 +160,7 @@ def test_only_functions_that_can_be_imported():
     for grader in (lambda completion: 1.0, local, json.JSONDecoder()):
         with pytest.raises(ConfigError, match="import by name"):
             IsolatedGrader(grader)
-    with pytest.raises(ConfigError, match="timeout above 0 and 1 or more workers"):
+    with pytest.raises(ConfigError, match="above 0 for timeout, found 0"):
         IsolatedGrader(hostile, timeout=0)
     with pytest.raises(RewardError, match=r"cannot load the grader no\.such:thing"):
         IsolatedGrader("no.such:thing").setup()

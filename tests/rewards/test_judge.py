@@ -210,7 +210,7 @@ def test_requests_run_side_by_side_up_to_the_limit():
     ("settings", "sentence"),
     [
         ({"low": 5, "high": 5}, "expected low < high"),
-        ({"concurrency": 0}, "concurrency and attempts of 1 or more"),
+        ({"concurrency": 0}, "1 or more for concurrency"),
         ({"base_url": "ftp://x"}, r"http\(s\)://host/path"),
         ({"base_url": "http://user:pass@host/v1"}, "without a password, on host"),
         ({"template": "{{ prompt"}, "the template is not Jinja"),

@@ -122,15 +122,15 @@ def test_json(completion, valid, with_keys):
     [
         ("acuracy", {}, "expected one of the graders accuracy, .*, found 'acuracy'"),
         ("length", {}, r"does not take the parameters \[\]: .*target"),
-        ("length", {"target": 0}, "expected a target of 1 or more"),
+        ("length", {"target": 0}, "1 or more for target"),
         ("length", {"goal": 3}, r"does not take the parameters \['goal'\]"),
         ("overlong", {"max_tokens": 4, "cache_tokens": 5}, "cache_tokens from 1 to max_tokens"),
-        ("repetition", {"n": 0}, "n of 1 or more"),
+        ("repetition", {"n": 0}, "1 or more for n"),
         ("regex", {"pattern": "("}, "no regular expression"),
-        ("format_tags", {"tags": "think"}, "a list of one or more tag names"),
+        ("format_tags", {"tags": "think"}, "a list of texts for tags"),
         ("format_tags", {"tags": []}, "a list of one or more tag names"),
-        ("json_valid", {"required": "key"}, "a list of keys"),
-        ("sandbox", {"score": "best"}, "expected the score fraction or all"),
+        ("json_valid", {"required": "key"}, "a list of texts for required"),
+        ("sandbox", {"score": "best"}, "'fraction', 'all' for score"),
     ],
 )
 def test_settings_that_cannot_be_meant(name, params, sentence):

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium
 
+from agilerl.arguments import Count, Name, checked
 from agilerl.envs.adapters.gem import GemEnv, make_gem
 from agilerl.envs.adapters.gymnasium_text import GymnasiumText, without_checks
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
@@ -30,7 +31,8 @@ _MAKERS: dict[str, tuple[str, Callable[..., TextEnv]]] = {
 """By prefix: the package's name on the index, and what makes one of its environments."""
 
 
-def as_text_env(env: Any, max_turns: int | None = None) -> TextEnv:
+@checked
+def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
     """Return ``env`` as a TextEnv: itself if it is one, else in the thin adapter for its kind.
 
     Kinds: gymnasium environments with ``Text`` spaces, also wrapped by ``gymnasium.make``; GEM environments; games of
@@ -52,7 +54,8 @@ def as_text_env(env: Any, max_turns: int | None = None) -> TextEnv:
     return PlainEnv(env, max_turns)
 
 
-def make_env(name: str, /, **settings: Any) -> TextEnv:
+@checked
+def make_env(name: Name, /, **settings: Any) -> TextEnv:
     """Return a new environment by name.
 
     ``agilerl/GuessTheNumber-v0`` (any id of gymnasium), ``gem:game:Mastermind-v0-easy``,

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from gymnasium.spaces import Text
 
+from agilerl.arguments import Count, checked
 from agilerl.envs.games.game import PROSE, Game, Turn, last_number, whole
 from agilerl.errors import ConfigError
 
@@ -29,7 +30,8 @@ class GuessTheNumber(Game):
 
     name = "guess_the_number"
 
-    def __init__(self, max_number: int = 9, max_turns: int | None = None, style: Style = "range") -> None:
+    @checked
+    def __init__(self, max_number: int = 9, max_turns: Count | None = None, style: Style = "range") -> None:
         if style not in get_args(Style):
             raise ConfigError(f"expected the style {', '.join(get_args(Style))}, found {style!r}")
         self.max_number = whole(max_number, "max_number", 2, 10**6)

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 from gymnasium.spaces import Text
 
+from agilerl.arguments import Count, checked
 from agilerl.envs.games.game import PROSE, Game, Turn, whole
 from agilerl.errors import ConfigError
 
@@ -31,7 +32,8 @@ class Mastermind(Game):
 
     name = "mastermind"
 
-    def __init__(self, length: int = 2, digits: int = 4, max_turns: int | None = None, verbose: bool = False) -> None:
+    @checked
+    def __init__(self, length: int = 2, digits: int = 4, max_turns: Count | None = None, verbose: bool = False) -> None:
         self.length = whole(length, "length", 1, 6)
         self.digits = whole(digits, "digits", 2, 9)
         if digits**length > MOST_CODES:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from gymnasium.spaces import Text
 
+from agilerl.arguments import checked
 from agilerl.envs.games.game import PROSE, Game, Turn, last_number, whole
 from agilerl.errors import ConfigError
 
@@ -30,6 +31,7 @@ class TicTacToe(Game):
 
     name = "tic_tac_toe"
 
+    @checked
     def __init__(
         self,
         opponent: Opponent = "random",

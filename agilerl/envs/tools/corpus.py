@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from agilerl.arguments import Count, checked
 from agilerl.envs.files import read_file
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.validation import nearest, shown
@@ -23,7 +24,8 @@ class LocalSearch:
     compared in lower case and not otherwise changed. Needs bm25s: ``pip install -e '.[search]'``.
     """
 
-    def __init__(self, corpus: Sequence[str] | str | Path, *, topk: int = 3, column: str = "text") -> None:
+    @checked
+    def __init__(self, corpus: Sequence[Any] | str | Path, *, topk: Count = 3, column: str = "text") -> None:
         """Read and index the corpus.
 
         Args:
@@ -35,8 +37,6 @@ class LocalSearch:
             ConfigError: bm25s is not installed, or a setting is out of range.
             EnvError: a file that cannot be read or has no such column, no passages, or passages that are not text.
         """
-        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
-            raise ConfigError(f"expected topk of 1 or more, found {topk!r}")
         self.topk = topk
         self.passages = _column(Path(corpus), column) if isinstance(corpus, str | Path) else list(corpus)
         odd = next((place for place, text in enumerate(self.passages) if not isinstance(text, str)), None)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import gymnasium
 import numpy as np
 
+from agilerl.arguments import Positive, checked
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
@@ -52,6 +53,7 @@ class ToolEnv(TextEnv):
     The task is asked for questions and grades by one thread at a time; tools are called by many.
     """
 
+    @checked
     def __init__(
         self,
         task: Task | Sequence[Row],
@@ -62,7 +64,7 @@ class ToolEnv(TextEnv):
         max_turns: int = 4,
         system_prompt: str | None = None,
         announce: Announcement = "auto",
-        timeout: float = 10.0,
+        timeout: Positive = 10.0,
         max_result_chars: int = 2000,
     ) -> None:
         """Check everything that can be checked without a tokenizer.

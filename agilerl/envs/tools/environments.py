@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from agilerl.arguments import Count, Name, Positive, Seed, checked
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.tools.calculator import calculator
 from agilerl.envs.tools.corpus import LocalSearch
@@ -15,7 +16,8 @@ __all__ = ["calculator_env", "python_env", "search_env"]
 FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
 
 
-def calculator_env(task: str = "chain_sum", params: Mapping[str, Any] | None = None, **settings: Any) -> ToolEnv:
+@checked
+def calculator_env(task: Name = "chain_sum", params: Mapping[str, Any] | None = None, **settings: Any) -> ToolEnv:
     """Return questions of arithmetic and a calculator: ``agilerl/Calculator-v0``.
 
     Args:
@@ -27,11 +29,12 @@ def calculator_env(task: str = "chain_sum", params: Mapping[str, Any] | None = N
     return ToolEnv(ReasoningGymTask(task, params), [calculator], **{**told, **settings})
 
 
+@checked
 def python_env(
-    task: str = "count_primes",
+    task: Name = "count_primes",
     params: Mapping[str, Any] | None = None,
     *,
-    program_timeout: float = 5.0,
+    program_timeout: Positive = 5.0,
     **settings: Any,
 ) -> ToolEnv:
     """Return questions for which a short program is the way, and a sandboxed Python: ``agilerl/Python-v0``.
@@ -46,7 +49,8 @@ def python_env(
     return ToolEnv(ReasoningGymTask(task, params), [PythonTool(timeout=program_timeout)], **{**told, **settings})
 
 
-def search_env(towns: int = 200, *, seed: int = 42, topk: int = 3, **settings: Any) -> ToolEnv:
+@checked
+def search_env(towns: Count = 200, *, seed: Seed = 42, topk: Count = 3, **settings: Any) -> ToolEnv:
     """Return questions about towns that do not exist, and a search over what is known of them: ``agilerl/Search-v0``.
 
     Args:

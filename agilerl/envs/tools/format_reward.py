@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agilerl.arguments import NotNegative, checked
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.text_env import StepResult, TextEnv
-from agilerl.errors import ConfigError
 from agilerl.rewards.functions import CLOSE, OPEN
 
 __all__ = ["FormatRewardWrapper"]
@@ -18,14 +18,13 @@ class FormatRewardWrapper(TextEnv):
     Nothing is added where the episode was cut off.
     """
 
-    def __init__(self, env: Any, format_bonus: float = 0.1) -> None:
+    @checked
+    def __init__(self, env: Any, format_bonus: NotNegative = 0.1) -> None:
         """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one.
 
         Raises:
             ConfigError: the bonus is no number of 0 or more.
         """
-        if isinstance(format_bonus, bool) or not isinstance(format_bonus, int | float) or not format_bonus >= 0:
-            raise ConfigError(f"expected a format_bonus of 0 or more, found {format_bonus!r}")
         self.env: TextEnv = as_text_env(env)
         self.format_bonus = format_bonus
         self._read()

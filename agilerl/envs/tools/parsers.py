@@ -8,8 +8,9 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from agilerl.arguments import Having, checked
 from agilerl.envs.prompts import end_token_ids
 from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser, call_of, json_call, json_values
 from agilerl.errors import ConfigError
@@ -24,7 +25,11 @@ PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN = "<|python_tag|>", "<|eom_id|>", "<|eot
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
-def parser_for(tokenizer: Any, family: str | None = None) -> ToolCallParser:
+Vocabulary = Annotated[Any, Having("a Hugging Face tokenizer", ("get_added_vocab",), "pass runtime.tokenizer")]
+
+
+@checked
+def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallParser:
     """Return the parser of a tokenizer's model family, recognised by the special tokens in its vocabulary.
 
     Args:

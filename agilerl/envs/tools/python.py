@@ -1,5 +1,6 @@
 """A Python interpreter for models: every program runs in a sandbox of its own."""
 
+from agilerl.arguments import Count, Name, Positive, checked
 from agilerl.envs.tools.tool import Tool
 from agilerl.rewards.sandbox import run_python
 
@@ -16,7 +17,8 @@ class PythonTool(Tool):
     and cannot do.
     """
 
-    def __init__(self, *, name: str = "python", timeout: float = 5.0, memory_bytes: int = 512 * 2**20) -> None:
+    @checked
+    def __init__(self, *, name: Name = "python", timeout: Positive = 5.0, memory_bytes: Count = 512 * 2**20) -> None:
         """Set the limits of a program.
 
         Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 
+from agilerl.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, EnvError
 from agilerl.validation import shown
 
@@ -28,8 +29,9 @@ class SearchTool:
 
     tool_type = "search"
 
+    @checked
     def __init__(
-        self, num_workers: int = 1, search_url: str | None = None, topk: int = 3, timeout: float = 5.0
+        self, num_workers: Count = 1, search_url: str | None = None, topk: Count = 3, timeout: Positive = 5.0
     ) -> None:
         """Set the address; nothing is requested yet.
 
@@ -42,15 +44,11 @@ class SearchTool:
         Raises:
             ConfigError: a setting out of range.
         """
-        for what, value in (("num_workers", num_workers), ("topk", topk)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"expected an integer of 1 or more for {what} of SearchTool, found {value!r}")
-        if not timeout > 0:
-            raise ConfigError(f"expected a timeout of more than 0 seconds for SearchTool, found {timeout!r}")
         self.num_workers, self.search_url, self.topk, self.timeout = num_workers, search_url, topk, timeout
         if search_url is not None:
             _checked_url(search_url)
 
+    @checked
     def search(self, query: str) -> str:
         """Search and return the texts that fit best.
 
@@ -60,6 +58,7 @@ class SearchTool:
         found = self._results(query)
         return "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
 
+    @checked
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
         """Search for what stands between the first ``<search>`` and ``</search>`` of a text.
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agilerl.arguments import Name, Positive, checked
 from agilerl.envs.tools.schema import Arguments
 from agilerl.errors import ConfigError
 
@@ -38,7 +39,8 @@ class Tool:
     for good belongs into a process, as in the Python tool. Environments that share a tool may call it at the same time.
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None, timeout: float = 10.0) -> None:
+    @checked
+    def __init__(self, function: Callable[..., Any], *, name: Name | None = None, timeout: Positive = 10.0) -> None:
         """Read the function's signature and docstring.
 
         Args:
@@ -49,8 +51,6 @@ class Tool:
         Raises:
             ConfigError: a function without a schema, or a timeout that is not positive.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ConfigError(f"expected a timeout of more than 0 seconds for a tool, found {timeout!r}")
         self.function, self.timeout = function, timeout
         self._arguments = Arguments(function, name)
         self.name = self._arguments.name

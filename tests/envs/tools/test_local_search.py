@@ -57,7 +57,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_bad_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="topk of 1 or more"):
+    with pytest.raises(ConfigError, match="1 or more for topk"):
         LocalSearch(PASSAGES, topk=0)
     with pytest.raises(EnvError, match="without any"):
         LocalSearch(["", "!"])

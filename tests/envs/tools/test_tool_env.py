@@ -328,10 +328,10 @@ def test_a_parser_of_its_own() -> None:
     [
         ({"max_turns": 1}, "2 or more for max_turns"),
         ({"max_result_chars": 5}, "20 or more for max_result_chars"),
-        ({"announce": "loudly"}, "auto, system, none"),
+        ({"announce": "loudly"}, "'auto', 'system', 'none' for announce"),
         ({"parser": "lama"}, "did you mean 'llama'"),
         ({"grader": None}, "expected a grader"),
-        ({"timeout": 0}, "more than 0 seconds"),
+        ({"timeout": 0}, "above 0 for timeout"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], said: str) -> None:

@@ -147,5 +147,5 @@ def test_plain_environments_can_be_wrapped() -> None:
         env.reset(seed=0)
         assert env.step(f"<answer>{said}</answer>")[1] == reward
     assert FormatRewardWrapper(GridNavigation()).max_turns == 3
-    with pytest.raises(ConfigError, match="format_bonus of 0 or more"):
+    with pytest.raises(ConfigError, match="0 or more for format_bonus"):
         FormatRewardWrapper(Correct(), -0.1)

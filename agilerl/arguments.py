@@ -1,0 +1,453 @@
+"""Arguments of public functions and fields of public dataclasses, checked by their annotations; findings as sentences.
+
+A public function or method carries :func:`checked`, a public dataclass calls :func:`check_fields`: their annotations
+are then the rules, ranges included (``Count``, ``Share``, ``Within``). Functions inside the package are not checked.
+"""
+
+import collections.abc
+import difflib
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+from agilerl.errors import ConfigError
+
+__all__ = [
+    "Count",
+    "Having",
+    "Hint",
+    "Location",
+    "Name",
+    "NotNegative",
+    "Number",
+    "Positive",
+    "Seed",
+    "Share",
+    "Tokenizer",
+    "Whole",
+    "Within",
+    "check_fields",
+    "checked",
+    "described",
+    "nearest",
+    "shown",
+    "taken",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_LONGEST = 100
+_MOST_NAMES = 12
+
+
+def shown(value: Any) -> str:
+    """Return ``repr(value)``, shortened where it would drown the message."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an object that is not even complete, perhaps
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a misspelt name: the nearest known one, or some of them."""
+    names = list(known)
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    close = difflib.get_close_matches(name[:_LONGEST].lower(), by_lower, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {by_lower[close[0]]!r}?"
+    return f"known: {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''}"
+
+
+@dataclass(frozen=True)
+class Within:
+    """Bounds of a number, as a part of its annotation: ``Annotated[int, Within(least=1)]``."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a number lies within the bounds."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def words(self) -> str:
+        """Return the bounds in words that follow "a number"."""
+        low = "" if self.least is None else f" of {self.least:g} or more"
+        low += "" if self.above is None else f" above {self.above:g}"
+        high = "" if self.most is None else f"at most {self.most:g}"
+        high += "" if self.below is None else f"below {self.below:g}"
+        return f"{low}{' and ' if low and high else ' of ' if high else ''}{high}"
+
+
+@dataclass(frozen=True)
+class Having:
+    """What an object of a foreign type must have, as a part of its annotation: ``Annotated[Any, Having(...)]``."""
+
+    what: str
+    """What it is, in words."""
+    attributes: tuple[str, ...]
+    """Names that every such object has."""
+    hint: str = ""
+    """What to do."""
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What to do about a value that does not fit, as a part of its annotation."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Text that is not empty and has no zero byte in it, which no system call takes."""
+
+
+@dataclass(frozen=True)
+class _AlsoNotFinite:
+    """NaN and infinity are taken too."""
+
+
+Number = Annotated[float, _AlsoNotFinite()]
+"""A measured number, which may be NaN."""
+Whole = Annotated[int, Within(least=0)]
+Count = Annotated[int, Within(least=1)]
+Seed = Annotated[int, Within(least=0, most=2**63 - 1)]
+Share = Annotated[float, Within(least=0, most=1)]
+Positive = Annotated[float, Within(above=0)]
+NotNegative = Annotated[float, Within(least=0)]
+Name = Annotated[str, _Text()]
+Location = Annotated[str | os.PathLike[str], _Text()]
+"""Where something lies in the file system."""
+Tokenizer = Annotated[
+    Any,
+    Having(
+        "a Hugging Face tokenizer",
+        ("decode", "eos_token_id", "pad_token_id"),
+        "pass AutoTokenizer.from_pretrained(...), or runtime.tokenizer",
+    ),
+]
+
+
+class _Misfit(Exception):  # noqa: N818  (never leaves this file)
+    """A value is not what an annotation says: what was expected, what was found at which place in it, what to do."""
+
+    def __init__(self, expected: str, found: Any, hint: str = "", place: str = "") -> None:
+        super().__init__(expected)
+        self.expected, self.found, self.hint, self.place = expected, found, hint, place
+
+
+def described(value: Any) -> str:
+    """Return what was found in words: numbers and texts as they are, others with their type, of a tensor its shape."""
+    if value is None or type(value) in (bool, int, float, str):
+        return shown(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if not isinstance(value, type) and isinstance(shape, tuple) and dtype is not None:
+        return f"shape {tuple(shape)} of type {type(value).__name__}, {dtype}"
+    return f"{shown(value)} of type {type(value).__name__}"
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Check every argument against its annotation before the call: the door of a public function or method.
+
+    Numbers of numpy become Python's. True and false are no numbers, a float is no whole number, and NaN and infinity
+    are no settings. Raises ConfigError with what was expected, what was found and, where that helps, what to
+    do. Arguments that are missing or unknown are Python's TypeError, as everywhere.
+    """
+    places = function.__code__.co_varnames[: function.__code__.co_argcount]
+    hints: dict[str, Any] = {}
+
+    @wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Read at the first call: annotations may name what is defined further down.
+        if len(hints) < len(function.__annotations__):
+            hints.update(_hints(function))
+        given, named = list[Any](args), dict[str, Any](kwargs)
+        for place, name in enumerate(places[: len(given)]):
+            if name in hints:
+                given[place] = _argument(function, args, name, hints[name], given[place])
+        for name, value in named.items():
+            if name in hints:
+                named[name] = _argument(function, args, name, hints[name], value)
+        return function(*given, **named)
+
+    return door
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a dataclass against their annotations; for its ``__post_init__``.
+
+    Raises ConfigError as :func:`checked` does.
+    """
+    kind: type = type(instance)
+    hints = _field_hints(kind)
+    for field in fields(instance):
+        if field.init and not field.name.startswith("_"):
+            value = getattr(instance, field.name)
+            given = taken(hints[field.name], value, type(instance).__name__, field.name)
+            if given is not value:
+                object.__setattr__(instance, field.name, given)
+
+
+@cache
+def _field_hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
+    """Return a value as an annotation takes it.
+
+    ``owner`` (what was called) and ``name`` (of the argument) begin the ConfigError of one that does not fit.
+    """
+    try:
+        return _taken(annotation, value)
+    except _Misfit as misfit:
+        hint = f"; {misfit.hint}" if misfit.hint else ""
+        raise ConfigError(
+            f"{owner}: expected {misfit.expected} for {name}{misfit.place}, found {described(misfit.found)}{hint}"
+        ) from None
+
+
+def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, annotation: Any, value: Any) -> Any:
+    owner, _, own = function.__qualname__.rpartition(".")
+    if owner and "<locals>" not in owner:
+        # What the user called: the class of the object, which may inherit the method.
+        holder = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else object
+        owner = holder.__name__ if owner in (base.__qualname__ for base in holder.__mro__) else owner
+        own = owner if own == "__init__" else f"{owner}.{own}"
+    return taken(annotation, value, own, name)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations of a function; one that names what is known to type checkers alone says nothing."""
+    space = getattr(function, "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, annotation in function.__annotations__.items():
+        one = types.SimpleNamespace(__annotations__={name: annotation})
+        try:
+            found |= typing.get_type_hints(one, space, include_extras=True)
+        except NameError:
+            found[name] = Any
+    return found
+
+
+def _taken(wanted: Any, value: Any) -> Any:
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return value
+    if isinstance(wanted, TypeVar):
+        return value if wanted.__bound__ is None else _taken(wanted.__bound__, value)
+    if origin is Annotated:
+        return _marked(parts[0], parts[1:], value)
+    if origin in (typing.Union, types.UnionType):
+        return _any_of(parts, value)
+    if origin is typing.Literal:
+        if not any(value is part or (type(value) is type(part) and value == part) for part in parts):
+            near = nearest(value, [str(part) for part in parts]) if isinstance(value, str) and len(parts) > 3 else ""
+            raise _Misfit("one of " + ", ".join(map(repr, parts)), value, near)
+        return value
+    plain = origin or wanted
+    if plain in _PLAIN:
+        return _PLAIN[plain](value)
+    if plain is collections.abc.Callable:
+        if not callable(value):
+            raise _Misfit("a function (or another object that can be called)", value)
+        return value
+    if not isinstance(plain, type) or plain is object:
+        return value
+    if plain in (dict, Mapping, collections.abc.MutableMapping):
+        return _mapping(parts, value)
+    if plain in (list, tuple, collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable):
+        return _sequence(plain, parts, value)
+    return _instance(plain, value)
+
+
+def _marked(wanted: Any, marks: tuple[Any, ...], value: Any) -> Any:
+    within = next((mark for mark in marks if isinstance(mark, Within)), None)
+    hint = next((mark.text for mark in marks if isinstance(mark, Hint)), "")
+    try:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not (is_number and _AlsoNotFinite() in marks):
+            value = _taken(wanted, value)
+        for mark in marks:
+            _check_mark(wanted, mark, value)
+    except _Misfit as misfit:
+        bounds = within.words() if within is not None and not misfit.place and misfit.found is value else ""
+        expected = misfit.expected if misfit.expected.endswith(bounds) else misfit.expected + bounds
+        raise _Misfit(expected, misfit.found, hint or misfit.hint, misfit.place) from None
+    return value
+
+
+def _check_mark(wanted: Any, mark: Any, value: Any) -> None:
+    if isinstance(mark, Within) and not mark.holds(value):
+        raise _Misfit(_WORDS.get(wanted, "a number"), value)
+    if isinstance(mark, Having):
+        is_class = isinstance(value, type)
+        if is_class or not all(hasattr(value, name) for name in mark.attributes):
+            raise _Misfit(mark.what, value, mark.hint)
+    if isinstance(mark, _Text):
+        text = os.fspath(value)
+        if not isinstance(text, str) or not text.strip() or "\0" in text:
+            raise _Misfit("text that is not empty", value)
+
+
+def _any_of(parts: tuple[Any, ...], value: Any) -> Any:
+    optional = type(None) in parts
+    if value is None and optional:
+        return None
+    misfits: list[_Misfit] = []
+    for part in (part for part in parts if part is not type(None)):
+        try:
+            return _taken(part, value)
+        except _Misfit as misfit:
+            misfits.append(misfit)
+    inside = next((misfit for misfit in misfits if misfit.place), None)
+    if inside is not None:
+        raise inside
+    words = list(dict.fromkeys(misfit.expected for misfit in misfits)) + (["None"] if optional else [])
+    raise _Misfit(", or ".join(words), value, next((misfit.hint for misfit in misfits if misfit.hint), ""))
+
+
+def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
+    ordered = wanted not in (collections.abc.Collection, collections.abc.Iterable)
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        raise _Misfit(f"a list{_of(parts)}", value)
+    if ordered and not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        raise _Misfit(f"a list{_of(parts)}", value)
+    if not parts or wanted is collections.abc.Iterable:
+        return value
+    if parts[0] is Any and isinstance(value, collections.abc.Sequence):
+        return value
+    try:
+        given = list(value)
+    except TypeError:  # a tensor or array of no dimension
+        raise _Misfit(f"a list{_of(parts)}", value) from None
+    fixed = wanted is tuple and parts[-1] is not Ellipsis
+    if fixed and len(given) != len(parts):
+        raise _Misfit(f"{len(parts)} values", value)
+    items = []
+    for place, item in enumerate(given):
+        try:
+            items.append(_taken(parts[place] if fixed else parts[0], item))
+        except _Misfit as misfit:
+            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{place}]{misfit.place}") from None
+    if wanted is tuple:
+        return tuple(items)
+    # A list that fits stays the object that it is; a tensor or an array becomes a list of its rows.
+    same = isinstance(value, collections.abc.Sequence) and all(a is b for a, b in zip(given, items))
+    return value if same else items
+
+
+def _mapping(parts: tuple[Any, ...], value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _Misfit("a mapping", value)
+    if not parts or parts[1] is Any:  # rows and settings, whose keys are checked where they are read
+        return value
+    made = {}
+    for key, item in value.items():
+        try:
+            made[_taken(parts[0], key)] = _taken(parts[1], item)
+        except _Misfit as misfit:
+            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{shown(key)}]{misfit.place}") from None
+    same = all(before is after for before, after in zip(value.values(), made.values()))
+    return value if same else made
+
+
+def _of(parts: tuple[Any, ...]) -> str:
+    """Return in words what a list is of, as far as its annotation says it."""
+    words: dict[Any, str] = {int: " of whole numbers", float: " of numbers", str: " of texts"}
+    first = parts[0] if parts else None
+    named = isinstance(first, type) and first is not object and typing.get_origin(first) is None
+    return words.get(first, f" of {first.__name__}" if named and isinstance(first, type) else "")
+
+
+def _instance(wanted: type, value: Any) -> Any:
+    if getattr(wanted, "_is_protocol", False):
+        missing = [name for name in _members(wanted) if not hasattr(value, name)]
+        if missing or isinstance(value, type):
+            raise _Misfit(f"a {wanted.__name__}, which has {', '.join(_members(wanted))}", value)
+    elif not isinstance(value, wanted):
+        raise _Misfit(f"a {wanted.__name__}", value)
+    return value
+
+
+def _members(protocol: type) -> list[str]:
+    """Return the names that a protocol asks for."""
+    names = [
+        name
+        for base in protocol.__mro__
+        if getattr(base, "_is_protocol", False) and base is not typing.Protocol
+        for name in [*vars(base), *vars(base).get("__annotations__", {})]
+    ]
+    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)  # numpy's too; of an int it is the same object
+    raise _Misfit(_WORDS[int], value)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not _is_finite(value):
+        raise _Misfit(_WORDS[float], value)
+    return value if isinstance(value, int | float) else float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("bool_", "bool") and type(value).__module__ == "numpy":
+        return bool(value)
+    raise _Misfit(_WORDS[bool], value)
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise _Misfit(_WORDS[str], value)
+    return value
+
+
+def _nothing(value: Any) -> Any:
+    if value is not None:
+        raise _Misfit("None", value)
+
+
+def _path(value: Any) -> Any:
+    if not isinstance(value, os.PathLike):
+        raise _Misfit("a path", value, "pass the path as text or as a pathlib.Path")
+    return value
+
+
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    int: _whole,
+    float: _number,
+    bool: _flag,
+    str: _text,
+    type(None): _nothing,
+    None: _nothing,
+    os.PathLike: _path,
+    Path: _path,
+}
