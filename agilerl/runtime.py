@@ -48,6 +48,7 @@ from agilerl.rollouts.sources import Ask, Source
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm_engine import VLLMEngine
 from agilerl.shared_options import LOADING, SharedOptions, contradiction
+from agilerl.sizes import MAX_ROWS, MAX_TOKENS
 from agilerl.vllm_config import VLLMConfig
 
 __all__ = ["AgentRows", "Runtime", "TokenOutputs"]
@@ -94,8 +95,8 @@ class Runtime:
         lora_config: Any = None,
         tokenizer: Any = None,
         seed: Seed = 42,
-        max_tokens: Count = 4096,
-        max_rows: Count = 1024,
+        max_tokens: Count = MAX_TOKENS,
+        max_rows: Count = MAX_ROWS,
         options: SharedOptions | None = None,
     ) -> None:
         self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens

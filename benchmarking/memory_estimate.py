@@ -118,7 +118,7 @@ def child(folder: str, device: str, overrides: list[str]) -> dict[str, Any]:
     """Measure one arm in this process."""
     import torch
 
-    from agilerl.training.memory import needed
+    from agilerl.planning.footprint import peak as most
 
     where = f"training.device={device}"
     iterate([*COMMON, "environment.data_batch_size_per_gpu=2", "algorithm.group_size=2", where])
@@ -141,7 +141,7 @@ def child(folder: str, device: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "measured_peak": peak - zero,
         "measured_lasting": lasting - zero,
-        "estimate": needed(parts),
+        "estimate": most(parts),
         "parts": parts,
         "agents": len(session.population),
         "slots": store.capacity,

@@ -8,7 +8,7 @@ smallest and the largest, the floor, ``fraction_of_limit`` = floor / measured, a
 prediction is the one of `agilerl plan`, made from this process's F and BW. Memory: predicted / peak. On a CPU times are
 the CPU time of one thread, which other processes lengthen little; but ``checkpoint`` is wall time.
 
-``--calibrate`` measures other models and prints constants for ``agilerl/training/machines.py``: those of ``CPU_COSTS``
+``--calibrate`` measures other models and prints constants for ``agilerl/planning/machines.py``: those of ``CPU_COSTS``
 come from there, so the models above are not what the constants were fitted to. ``--again`` computes from the times of
 an earlier JSON, with the constants of now.
 """
@@ -28,9 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agilerl.training.footprint import memory, peak  # noqa: E402
-from agilerl.training.machines import CPU_COSTS, GPU_COSTS, seconds  # noqa: E402
-from agilerl.training.roofline import ITERATION, Machine, ModelShape, Workload, work  # noqa: E402
+from agilerl.planning.footprint import memory, peak  # noqa: E402
+from agilerl.planning.machines import CPU_COSTS, GPU_COSTS, Machine  # noqa: E402
+from agilerl.planning.time import ITERATION, ModelShape, Workload, seconds, work  # noqa: E402
+from agilerl.sizes import CPU_ROWS  # noqa: E402
 
 SIZES: dict[str, dict[str, int]] = {
     "1M": {"hidden": 128, "feed_forward": 384, "layers": 4, "heads": 4, "kv_heads": 2, "vocabulary": 1024},
@@ -135,16 +136,14 @@ def whole_run(rounds: int) -> dict[str, Any]:
     """Time iterations and exams of the embedded default as `agilerl train` makes them, beside what the plan says."""
     from time import process_time
 
-    from agilerl.training.capacity import forecast
+    from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.planning.layout import forecast
     from agilerl.training.config import load_manifest
-    from agilerl.training.model_shape import model_shape
-    from agilerl.training.rates import measured_machine
     from agilerl.training.setup import build
-    from agilerl.training.workload import lengths, workload
 
     config = load_manifest(None)
     shape = model_shape(config, device="cpu")
-    load = workload(config, lengths(config, shape, None, None), row_multiple=16)
+    load = workload(config, lengths(config, shape, None, None), row_multiple=CPU_ROWS)
     population = build(config).population
     times: dict[str, list[float]] = {"rollout": [], "update": [], "exam": []}
     for _ in range(rounds + 1):
@@ -207,7 +206,7 @@ def workload(found: dict[str, Any]) -> Workload:
         longest=load["longest"],
         window=load["prompts"] * load["group"],
         reference=True,
-        row_multiple=16 if found["device"] == "cpu" else 1,
+        row_multiple=CPU_ROWS if found["device"] == "cpu" else 1,
     )
 
 

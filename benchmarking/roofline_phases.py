@@ -11,13 +11,13 @@ from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.update import learn_together, optim_step
+from agilerl.cli.forecast import copy_rate, matmul_rate, shape_of
 from agilerl.data import Trajectory, collate
 from agilerl.functional import MetricReducer
 from agilerl.models.base import from_model
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
-from agilerl.training.model_shape import shape_of
-from agilerl.training.rates import copy_rate, matmul_rate
+from agilerl.sizes import MAX_TOKENS
 
 
 class Bench:
@@ -29,7 +29,7 @@ class Bench:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         base = from_model(model, "model")
         self.shape = shape_of(model, lora, name="model", width=base.dtype.itemsize)
-        self.runtime = Runtime(base, lora_config=lora, max_tokens=4096)
+        self.runtime = Runtime(base, lora_config=lora, max_tokens=MAX_TOKENS)
         rows = load["prompts"] * load["group"]
         self.runtime.store.reserve(load["agents"] + 1)
         self.agents = [

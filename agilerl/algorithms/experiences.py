@@ -8,10 +8,10 @@ from torch import Tensor
 
 from agilerl.arguments import described
 from agilerl.data import Completion, RolloutBatch
-from agilerl.data.batch import padded_length
 from agilerl.data.checks import check_context, check_vocabulary, mask_rows, number_rows, one_row, token_rows
 from agilerl.errors import ConfigError
 from agilerl.rollouts import GenerationRequest
+from agilerl.sizes import padded_length
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
-from agilerl.algorithms.update import MICRO_TOKENS, Experience
+from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft
 from agilerl.hpo.parameters import Evolve
 from agilerl.models.slots import Route
+from agilerl.sizes import MICRO_TOKENS
 
 __all__ = ["SFT", "SFTConfig"]
 

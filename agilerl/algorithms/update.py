@@ -22,12 +22,12 @@ from agilerl.models.optim import adamw_step
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
+from agilerl.sizes import MICRO_TOKENS
 
 if TYPE_CHECKING:
     from agilerl.algorithms.llm import LLMAlgorithm
 
 __all__ = [
-    "MICRO_TOKENS",
     "Experience",
     "Piece",
     "accumulate",
@@ -37,9 +37,6 @@ __all__ = [
     "optim_step",
     "usual_micro_rows",
 ]
-
-MICRO_TOKENS = 4096
-"""Padded tokens of one agent's micro-batch when the user gives no size: enough to fill a core, small in memory."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def plan(
 
     agilerl plan mine.yaml training.pop_size=16 --gpus 8 --gpu h200
     """
-    from agilerl.cli.capacity import run_plan
+    from agilerl.cli.plan import run_plan
 
     run_plan(
         arguments or [],

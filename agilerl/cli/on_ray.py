@@ -65,7 +65,7 @@ def work(
     wish: "Wish", folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
 ) -> None:
     """Do the part of one process, and say what the user is to see; an actor calls this."""
-    from agilerl.cli.plan import print_plan
+    from agilerl.cli.preview import print_plan
     from agilerl.cli.progress import watch
     from agilerl.cli.running import found_text, quieten_libraries
     from agilerl.cli.several import events_of, prepare

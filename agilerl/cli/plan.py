@@ -1,148 +1,203 @@
-"""What a run is about to do: model, population, batches, tokens, memory, place."""
+"""``agilerl plan``: what a population would need on other machines, and how to lay it over them."""
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from agilerl.cli.progress import genes_text
-from agilerl.envs.core import Split
-from agilerl.training.loop import planned_iterations, samples_per_iteration
-from agilerl.training.memory import estimate, needed
-from agilerl.training.setup import Session
+from agilerl.cli.output import console
+from agilerl.cli.running import configuration
+from agilerl.planning.footprint import SHARE, gib
+from agilerl.planning.layout import Capacity, Forecast, named, proposed
+from agilerl.planning.machines import (
+    COPY_SHARE,
+    CPU_COSTS,
+    GPU_COSTS,
+    GPUS,
+    MATMUL_SHARE,
+    PER_MACHINE,
+    Costs,
+    Machine,
+    gpu,
+)
+from agilerl.planning.time import ITERATION, ModelShape
+from agilerl.sizes import CPU_ROWS, MICRO_TOKENS, padded_length
+from agilerl.training.config import RunConfig
 
-__all__ = ["plan_document", "print_plan"]
+if TYPE_CHECKING:
+    from agilerl.cli.forecast import Lengths
 
-SPLITS: tuple[Split, ...] = ("exam", "test")
+__all__ = ["run_plan"]
 
 
-def plan_document(session: Session, out: Path) -> dict[str, Any]:
-    """Return the plan as plain data."""
-    config, population, runtime = session.config, session.population, session.population.runtime
-    agents, base, store = population.agents, runtime.base, runtime.store
-    iterations = planned_iterations(session)
-    groups = population.group_sizes
-    completions = [population.prompts_per_step * group for group in groups]
-    source, limit = population.source, population.context_length
-    prompts = [length for split in SPLITS for length in source.prompt_lengths(split, limit)]
-    room = limit - max(prompts)
-    memory, topology = estimate(config, population), session.topology
-    indices = [agent.index for agent in population.everyone]
-    shares = topology.peers.processes.shares(len(indices))
-    completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
+def run_plan(
+    arguments: Sequence[str],
+    *,
+    devices: int,
+    kind: str,
+    prompt: int | None,
+    completion: int | None,
+    allow_code: bool,
+    as_json: bool,
+) -> None:
+    """Compute and print; see ``agilerl plan --help``."""
+    config = configuration(arguments)
+    known = gpu(kind) if kind != "cpu" else None
+    # Imported once all that was typed is known to be good: a typo should not cost seconds.
+    import torch
+
+    from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+
+    torch.set_num_threads(config.training.threads)
+    shape = model_shape(config, device="cpu" if known is None else "cuda")
+    machine = measured_machine() if known is None else known
+    costs = CPU_COSTS if known is None else GPU_COSTS
+    found = lengths(config, shape, prompt, completion, allow_code=allow_code)
+    vllm = bool(config.algorithm.get("use_vllm"))
+    load = workload(config, found, row_multiple=CPU_ROWS if known is None else 1)
+    capacity = proposed(shape, load, machine, costs, devices, vllm=vllm)
+    document = _document(config, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(document, capacity, console())
+
+
+def _document(
+    config: RunConfig,
+    arguments: Sequence[str],
+    capacity: Capacity,
+    *,
+    shape: ModelShape,
+    machine: Machine,
+    costs: Costs,
+    found: "Lengths",
+) -> dict[str, Any]:
+    """Return everything that is printed, as plain data: bytes, seconds, tokens."""
+    best = capacity.best
+    sheet = GPUS.get(machine.name)
+    source = (
+        "measured here, just now"
+        if sheet is None
+        else (f"{sheet.source}; {MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed")
+    )
     return {
-        "model": {
-            "name": base.name,
-            "parameters": base.parameters,
-            "megabytes": base.weight_bytes / 2**20,
-            "context": population.context_length,
-            "pad_token": population.tokenizer.pad_token,
-        },
-        "adapter": {
-            "rank": agents[0].rank,
-            "layers": len(store.layers),
-            "parameters": sum(agents[0].rank * (s.in_features + s.out_features) for s in store.layers),
-        },
-        "algorithm": config.algorithm["name"],
-        "task": session.task.name,
-        "rows": dict(getattr(session.task, "counts", {})),
-        "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
-        "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
-        "batches": {
-            "prompts": population.prompts_per_step,
-            "group_size": _ends(groups),
-            "completions_per_agent": _ends(completions),
-            "rows_per_optimizer_step": _ends([min(a.window_rows, rows) for a, rows in zip(agents, completions)]),
-            "completions_per_iteration": samples_per_iteration(session),
-            "prompt_tokens": [min(prompts), max(prompts)],
-            "completion_tokens_at_most": completion,
-            "tokens_per_iteration_at_most": samples_per_iteration(session)
-            * max(source.row_length(split, completion, limit) for split in SPLITS),
-        },
-        "length": {
-            "iterations": iterations,
-            "iterations_per_generation": config.training.evo_steps,
-            "generations": -(-iterations // config.training.evo_steps),
-            "max_tokens": config.training.max_tokens,
-            "max_seconds": config.training.max_seconds,
-            "exam_prompts": session.task.panel_size("exam"),
-            "test_prompts": session.task.panel_size("test"),
-        },
-        "islands": {
-            "processes_per_island": topology.island.size,
-            "agents": [[indices[place] for place in share] for share in shares],
-        },
-        "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
-        "peak_memory_megabytes": round(needed(memory) / 2**20, 1),
-        "results": str(out),
+        "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
+        "machine": asdict(machine) | {"source": source, "costs": costs.origin},
+        "workload": asdict(best.load),
+        "assumed": list(found.said),
+        "proposal": _facts(best) | {"overrides": overrides(config, best), "command": command(config, best, arguments)},
+        "reasons": list(capacity.reasons),
+        "others": [_facts(other) for other in capacity.others],
+        "refused": list(capacity.refused),
     }
 
 
-def print_plan(session: Session, out: Path, console: Console) -> None:
-    """Print the plan for a person."""
-    plan = plan_document(session, out)
-    model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
-    table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_row(
-        "model",
-        f"{model['name']}: {model['parameters']:,} frozen parameters, context {model['context']}, "
-        f"padded with {model['pad_token']!r}",
-    )
-    table.add_row(
-        "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
-    )
-    table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
-    if plan["rows"]:
-        counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
-        table.add_row("rows", ", ".join(counts))
-    table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population.everyone)} agents")
-    for index, values in plan["population"].items():
-        table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")
-    table.add_row("genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves")
-    table.add_row(
-        "batch",
-        f"{batch['prompts']} prompts x {_span(batch['group_size'])} completions = "
-        f"{_span(batch['completions_per_agent'])} for each agent, "
-        f"{_span(batch['rows_per_optimizer_step'])} an optimizer step",
-    )
-    low, high = batch["prompt_tokens"]
-    table.add_row(
-        "tokens",
-        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}; at most "
-        f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
-    )
-    limits = [
-        f"{length[key]:,} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
+def _facts(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "layout": named(forecast.split),
+        **asdict(forecast.split),
+        "devices": forecast.split.devices,
+        "max_tokens_in_flight": forecast.load.max_tokens,
+        "max_rows_in_flight": forecast.load.max_rows,
+        "memory_bytes": dict(forecast.memory) | {"peak": forecast.peak},
+        "seconds": dict(forecast.seconds) | {"iteration": forecast.iteration, "generation": forecast.generation},
+        "floor_seconds": dict(forecast.floors),
+    }
+
+
+def overrides(config: RunConfig, best: Forecast) -> list[str]:
+    """Return the settings of the manifest that the proposal asks for."""
+    load, split = best.load, best.split
+    found = [
+        f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
+        f"training.max_rows_in_flight={load.max_rows}",
     ]
+    if load.micro_tokens != MICRO_TOKENS or config.algorithm.get("micro_batch_size_per_gpu"):
+        found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // padded_length(load.length))}")
+    if load.checkpointing and not config.algorithm.get("gradient_checkpointing"):
+        found.append("algorithm.gradient_checkpointing=true")
+    if split.processes > 1:
+        found.append(f"distributed.processes_per_island={split.processes}")
+    if split.sharded:
+        found.append("distributed.sharding=fsdp2")
+    if split.tensor_parallel > 1:
+        found.append(f"algorithm.vllm_config.tensor_parallel_size={split.tensor_parallel}")
+    return found
+
+
+def command(config: RunConfig, best: Forecast, arguments: Sequence[str]) -> str:
+    """Return the command that starts the proposal."""
+    processes = best.split.islands * best.split.processes
+    given = [*arguments, *overrides(config, best)]
+    quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in given)
+    if processes == 1:
+        return f"agilerl train {quoted}"
+    machines = -(-processes // PER_MACHINE)
+    nodes = f"--nnodes {machines} " if machines > 1 else ""
+    return f"torchrun {nodes}--nproc-per-node {-(-processes // machines)} -m agilerl.cli train {quoted}"
+
+
+def _print(document: dict[str, Any], capacity: Capacity, console: Console) -> None:
+    """Print the plan for a person."""
+    model, machine, best = document["model"], document["machine"], capacity.best
+    table = _table(headers=False)
+    table.add_row("model", f"{model['name']}: {model['parameters']:,} parameters, {gib(model['weight_bytes'])}")
     table.add_row(
-        "length",
-        f"{length['iterations']} iterations{', at most ' * bool(limits)}{' and '.join(limits)}, selection every "
-        f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}",
+        "device",
+        f"{machine['name']}: {machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s, "
+        f"{gib(machine['memory'])} ({machine['source']})",
     )
-    several = session.topology.world.size > 1
-    if several:
-        table.add_row("islands", _islands_text(**plan["islands"]))
-    parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
+    table.add_row("costs", machine["costs"])
+    load = best.load
     table.add_row(
-        "memory",
-        f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several} besides Python and torch, as "
-        f"some parts take turns: {parts}",
+        "iteration",
+        f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
     )
-    table.add_row("results", plan["results"])
+    for sentence in document["assumed"]:
+        table.add_row("", sentence)
+    table.add_row("layout", f"{named(best.split)}: {best.split.devices} of the devices")
+    table.add_row("start with", document["proposal"]["command"])
+    for number, reason in enumerate(document["reasons"]):
+        table.add_row("because" if not number else "", reason)
+    console.print(table)
+    console.print(
+        f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used"
+    )
+    table = _table()
+    table.add_column("part")
+    table.add_column("size", justify="right")
+    for name, size in best.memory.items():
+        if size:
+            table.add_row(name, gib(size))
+    console.print(table)
+    console.print(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}")
+    table = _table()
+    for name in ("phase", "seconds", "least possible", "times", "share"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase, spent in best.seconds.items():
+        times = load.iterations if phase in ITERATION else 1
+        if spent:
+            share = f"{spent * times / best.generation:.0%}"
+            table.add_row(phase.replace("_", " "), f"{spent:,.3g}", f"{best.floors[phase]:,.3g}", str(times), share)
     console.print(table)
     console.print()
+    for other in capacity.others[:4]:
+        console.print(f"also fits: {named(other.split)}: {_time(other.generation)}, {gib(other.peak)}")
+    for sentence in capacity.refused[:4]:
+        console.print(f"does not fit: {sentence}")
+    console.print("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")
 
 
-def _islands_text(processes_per_island: int, agents: Sequence[Sequence[int]]) -> str:
-    processes = f"{processes_per_island} process{'es' * (processes_per_island > 1)}"
-    return f"{len(agents)} of {processes}; agents {', '.join(_span([own[0], own[-1]]) for own in agents)}"
+def _table(*, headers: bool = True) -> Table:
+    return Table(show_header=headers, box=None, padding=(0, 2, 0, 0))
 
 
-def _ends(values: Sequence[int]) -> list[int]:
-    return [min(values), max(values)]
-
-
-def _span(ends: Sequence[int]) -> str:
-    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+def _time(spent: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if spent >= size:
+            return f"{spent / size:,.1f} {unit}"
+    return f"{spent:,.3g} s"

@@ -86,7 +86,7 @@ def _is_said_elsewhere(error: AgileRLError, topology: Topology | None) -> bool:
 
 
 def _run(wish: Wish, topology: Topology) -> None:
-    from agilerl.cli.plan import plan_document, print_plan
+    from agilerl.cli.preview import plan_document, print_plan
     from agilerl.cli.running import follow, found_text, quieten_libraries
 
     quieten_libraries()

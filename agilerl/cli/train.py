@@ -71,7 +71,7 @@ def run_train(
     check_place(root)
     quieten_libraries()
     # Imported once manifest and place are known to be good: a typo, or a second process, should not cost seconds.
-    from agilerl.cli.plan import plan_document, print_plan
+    from agilerl.cli.preview import plan_document, print_plan
     from agilerl.training.loop import train
     from agilerl.training.setup import build
 

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from agilerl.data.trajectories import Trajectory
+from agilerl.sizes import padded_length
 
-__all__ = ["LENGTH_MULTIPLE", "RolloutBatch", "collate"]
-
-LENGTH_MULTIPLE = 32
-"""Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
+__all__ = ["RolloutBatch", "collate"]
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,6 @@ class RolloutBatch:
             value = getattr(self, f.name)
             moved[f.name] = None if value is None else value.to(device)
         return RolloutBatch(**moved)
-
-
-def padded_length(length: int) -> int:
-    """Round a sequence length up to the next multiple of ``LENGTH_MULTIPLE``."""
-    return -(-max(length, 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBatch:

@@ -6,14 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agilerl.sizes import CPU_ROWS, TILE_BYTES
+
 __all__ = ["linear_logprobs", "token_entropy", "token_logprobs"]
-
-WORKSPACE_BYTES = 256 * 2**20
-"""Size of a tile of fp32 logits where the caller gives no ``chunk_rows``."""
-
-MIN_ROWS = 16
-"""Row counts of matrix products are multiples of this: with fewer rows, and in fp64 on some CPUs for what four does not
-divide, CPU kernels add a row's terms in another order."""
 
 MAX_CPU_ROWS = 128
 """Most rows of a matrix product on a CPU: from about 150 rows, kernels block long sums in another way."""
@@ -70,7 +65,7 @@ def linear_logprobs(
     # One value a row in every case, so that one agent alone and a batch of agents do the same arithmetic.
     dtype = _wide(weight.dtype) if wide else weight.dtype
     rows_temperature = temperature.detach().to(hidden.device, dtype).expand(hidden.shape[0])
-    rows = max(chunk_rows or WORKSPACE_BYTES // (4 * weight.shape[0]), MIN_ROWS)
+    rows = max(chunk_rows or TILE_BYTES // (4 * weight.shape[0]), CPU_ROWS)
     jacobian = torch.is_grad_enabled() and hidden.requires_grad
     head = _Head(weight, bias, softcap, float(scale), rows, entropy, jacobian)
     logp, entropies = _LinearLogProbs.apply(hidden, targets, rows_temperature, head)  # type: ignore[no-untyped-call]
@@ -161,7 +156,7 @@ def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:
         return rows @ matrix
     out = rows.new_empty(rows.shape[0], matrix.shape[1])
     for block, target in zip(torch.split(rows, MAX_CPU_ROWS), torch.split(out, MAX_CPU_ROWS)):
-        missing = -len(block) % MIN_ROWS
+        missing = -len(block) % CPU_ROWS
         if missing:
             target.copy_((F.pad(block, (0, 0, 0, missing)) @ matrix)[: len(block)])
         else:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agilerl import streams
 from agilerl.errors import EngineError
+from agilerl.sizes import ADAPTER_COPIES
 
 __all__ = ["AdapterStore", "LinearShape", "Route"]
 
@@ -127,7 +128,7 @@ class AdapterStore:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of one slot: parameters, gradients and two Adam moments."""
-        return 4 * self.size * self.theta.element_size()
+        return ADAPTER_COPIES * self.size * self.theta.element_size()
 
     def reserve(self, slots: int) -> None:
         """Make room for this many slots at once, so that later allocations copy nothing."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from agilerl import streams
 from agilerl.data import Completion
-from agilerl.data.batch import LENGTH_MULTIPLE, padded_length
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.memory import MemoryLimits, attempt
@@ -18,10 +17,10 @@ from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
 from agilerl.rollouts.kv_cache import RaggedCache
 from agilerl.rollouts.sampling import RowSettings, draw
+from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
 __all__ = ["TorchEngine"]
 
-_ROW_MULTIPLE = 16  # CPU matrix products give a row the same bits in any batch of at least this many rows
 _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows is still running
 
 
@@ -50,8 +49,8 @@ class TorchEngine:
         store: AdapterStore,
         *,
         seed: int,
-        max_rows: int = 1024,
-        unit_rows: int = 256,
+        max_rows: int = MAX_ROWS,
+        unit_rows: int = UNIT_ROWS,
         limits: MemoryLimits | None = None,
     ) -> None:
         self.base, self.store, self.seed = base, store, seed
@@ -60,7 +59,7 @@ class TorchEngine:
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
         self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
-        self._row_multiple = _ROW_MULTIPLE if base.device.type == "cpu" else 1
+        self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -269,4 +268,4 @@ class _Decoder:
         return Completion(self.tokens[row, :count].tolist(), self.logps[row, :count].tolist(), self.ended[row])  # type: ignore[arg-type]
 
 
-assert LENGTH_MULTIPLE % _ROW_MULTIPLE == 0
+assert LENGTH_MULTIPLE % CPU_ROWS == 0

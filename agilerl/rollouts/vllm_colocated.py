@@ -12,17 +12,16 @@ import torch
 from agilerl.errors import ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
+from agilerl.sizes import VLLM_CPU_CACHE
 from agilerl.vllm_config import VLLMConfig, lora_capacity
 
-__all__ = ["CPU_CACHE", "SUPPORTED", "ColocatedVLLM", "check_installed", "installed_vllm"]
+__all__ = ["SUPPORTED", "ColocatedVLLM", "check_installed", "installed_vllm"]
 
 SUPPORTED = "0.32"
 """The series of vLLM that this was written for and tested with; its programming interface changes between series."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _CPU_BATCH = 8192
-CPU_CACHE = 1 << 30
-"""Bytes of vLLM's cache on a CPU where no setting says otherwise."""
 
 _ENVIRONMENT = {
     # The engine in this process: no second copy of what both need, and its errors are exceptions here.
@@ -133,7 +132,7 @@ class ColocatedVLLM:
         prompts are computed whole.
         """
         return {
-            "kv_cache_memory_bytes": CPU_CACHE,
+            "kv_cache_memory_bytes": VLLM_CPU_CACHE,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_BATCH, self.context_length),
         }

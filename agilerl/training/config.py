@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_valida
 
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError
+from agilerl.sizes import MAX_ROWS, MAX_TOKENS
 from agilerl.training.dataset_paths import locate, locate_within
 from agilerl.training.distributed_config import DistributedConfig
 from agilerl.training.environment_config import EnvironmentConfig, Section
@@ -77,9 +78,9 @@ class TrainingConfig(Section):
     """``cpu``, ``cuda`` or ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere."""
-    max_tokens_in_flight: Annotated[int, Field(ge=64)] = 4096
+    max_tokens_in_flight: Annotated[int, Field(ge=64)] = MAX_TOKENS
     """Tokens of one training forward, all agents together."""
-    max_rows_in_flight: Annotated[int, Field(ge=1)] = 1024
+    max_rows_in_flight: Annotated[int, Field(ge=1)] = MAX_ROWS
     """Completions decoded at once, all agents together."""
     log_completions: Annotated[int, Field(ge=0)] = 64
     """Completions of each agent written to ``completions/`` in each iteration."""

@@ -1,20 +1,23 @@
 """The estimate of memory before a run: what it counts, and what it says where the memory does not suffice."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
+from agilerl.cli.forecast import Lengths, model_shape, workload
+from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import AdapterStore
-from agilerl.rollouts import vllm_colocated
+from agilerl.planning import footprint
+from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.runtime import AgentRows, Runtime
 from agilerl.shared_options import SharedOptions
-from agilerl.training import footprint, memory
-from agilerl.training.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.sizes import VLLM_CPU_CACHE
+from agilerl.training import memory
 from agilerl.training.config import load_manifest
-from agilerl.training.model_shape import model_shape
 from agilerl.training.setup import build
-from agilerl.training.workload import Lengths, workload
 from agilerl.vllm_config import VLLMConfig
 from tests.distributed.together import ends, started
 from tests.models.test_layers import SavedBytes
@@ -22,12 +25,19 @@ from tests.models.two_agents import make_runtime, train_pass
 from tests.tiny_models import qwen2, random_model
 from tests.training.small_runs import SMALL
 
-WIDTHS = Widths(layers=3, hidden=8, query=12, key_value=4, feed_forward=20, vocabulary=50, bytes_each=2)
+WIDTHS = Widths(layers=3, hidden=8, query_width=12, kv_width=4, feed_forward=20, vocabulary=50, width=2)
 
 
-def parts(*overrides: str) -> dict[str, int]:
+def parts(*overrides: str) -> dict[str, float]:
     session = build(load_manifest(None, [*SMALL, *overrides]))
     return memory.estimate(session.config, session.population)
+
+
+def longest_row(*overrides: str) -> int:
+    population = build(load_manifest(None, [*SMALL, *overrides])).population
+    limit = population.context_length
+    panels: tuple[Split, ...] = ("exam", "test")
+    return max(population.source.row_length(split, population.eval_max_new_tokens or limit, limit) for split in panels)
 
 
 def test_a_layer_by_hand() -> None:
@@ -70,7 +80,7 @@ def test_the_estimate_follows_the_settings() -> None:
     for part, override in less.items():
         changed = parts(override)
         assert changed[part] < plain[part], part
-    assert memory.needed(plain) == sum(plain.values()) - min(plain["decode_cache"], plain["training_activations"])
+    assert footprint.peak(plain) == sum(plain.values()) - min(plain["decode_cache"], plain["training_activations"])
 
 
 @pytest.mark.model
@@ -109,7 +119,8 @@ def test_an_agent_costs_16_bytes_a_number() -> None:
     assert store.bytes_per_slot == 16 * store.size
 
 
-LENGTHS = Lengths(prompt=10, completion=20, longest=20, said=())
+PPO = "{name: PPO, lr_actor: 1e-3, lr_critic: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 6}"
+CRITIC = (f"algorithm={PPO}", "mutation.rl_hp_selection={lr_actor: {}, lr_critic: {}}")
 
 
 @pytest.mark.model
@@ -118,20 +129,56 @@ LENGTHS = Lengths(prompt=10, completion=20, longest=20, said=())
     [
         (),
         ("mutation.rank_range=[2, 64]", "mutation.probabilities={arch_mut: 0.5, no_mut: 0.5}"),
-        ("algorithm.lora_target_scope=self_attn",),
+        ("algorithm.lora_target_scope=self_attn", "algorithm.gradient_checkpointing=true"),
+        ("algorithm.micro_batch_size_per_gpu=3", "training.max_rows_in_flight=5"),
+        ("training.max_tokens_in_flight=128", "algorithm.batch_size=16"),
+        CRITIC,
     ],
 )
 def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
     config = load_manifest(None, [*SMALL, *overrides])
-    shape, found = model_shape(config, device="cpu"), parts(*overrides)
-    planned = footprint.memory(shape, workload(config, LENGTHS))
-    assert planned["adapters"] == found["adapters"]
-    assert planned["base"] == found["base"]
-    # Both count rows in flight; here 3 agents' 16 completions of 30 tokens, padded to 32.
-    assert planned["decoding"] == footprint.decoding_bytes(shape.widths, 48, 30)
-    assert found["decode_cache"] % 48 == planned["decoding"] % 48 == 0
-    cache = 48 * shape.kv_bytes
-    assert (found["decode_cache"] - planned["decoding"]) % (32 * cache) == 0
+    found, row = parts(*overrides), longest_row(*overrides)
+    # The check supposes rows of the longest length, all of whose tokens may be actions.
+    load = workload(config, Lengths(prompt=0, completion=row, longest=row, said=()))
+    found.pop("rollouts")  # which lie in the host's memory
+    assert footprint.memory(model_shape(config, device="cpu"), load) == found
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("algorithm.micro_batch_size_per_gpu=3",),
+        ("algorithm.batch_size=16", "training.max_tokens_in_flight=4096"),
+        ("algorithm.batch_size=16", "training.max_tokens_in_flight=64"),
+        CRITIC,
+        (*CRITIC, "training.max_tokens_in_flight=64"),
+    ],
+)
+def test_no_forward_pass_of_an_update_is_larger_than_estimated(
+    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    held: list[footprint.Held] = []
+    forward, added = Runtime.forward, memory.footprint
+
+    def counting(runtime: Runtime, rows: list[AgentRows], **options: Any) -> Any:
+        counted.append(sum(part.batch.ids.numel() for part in rows) if torch.is_grad_enabled() else 0)
+        return forward(runtime, rows, **options)
+
+    def noted(one: footprint.Held) -> dict[str, float]:
+        held.append(one)
+        return added(one)
+
+    # Groups of equal rewards would not be computed without a reference.
+    beta = () if overrides[: len(CRITIC)] == CRITIC else ("algorithm.beta=0.01",)
+    session = build(load_manifest(None, [*SMALL, *overrides, *beta]))
+    monkeypatch.setattr(Runtime, "forward", counting)
+    monkeypatch.setattr(memory, "footprint", noted)
+    memory.estimate(session.config, session.population)
+    session.population.learn(session.population.rollout())
+    assert max(counted) == held[0].tokens
 
 
 ISLANDS = """
@@ -192,7 +239,7 @@ def test_vllm_keeps_to_its_share_of_a_gpu() -> None:
 
 def test_vllm_on_a_cpu_holds_weights_and_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    assert memory.vllm_part(VLLMConfig(), 300, None, offload=False) == {"vllm": 300 + vllm_colocated.CPU_CACHE}
+    assert memory.vllm_part(VLLMConfig(), 300, None, offload=False) == {"vllm": 300 + VLLM_CPU_CACHE}
     given = VLLMConfig(kv_cache_memory_bytes=70)
     assert memory.vllm_part(given, 300, None, offload=False) == {"vllm": 370}
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
@@ -205,7 +252,7 @@ def test_vllm_on_a_cpu_holds_weights_and_a_cache(monkeypatch: pytest.MonkeyPatch
 )
 def test_vllm_takes_turns_where_it_sleeps(name: str, expected: int) -> None:
     sizes = {"base": 40, "adapters": 10, "training_activations": 30, name: 500}
-    assert memory.needed(sizes) == expected
+    assert footprint.peak(sizes) == expected
 
 
 def test_the_margin_is_for_what_vllm_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

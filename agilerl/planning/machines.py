@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agilerl.errors import ConfigError
-from agilerl.training.roofline import Machine, Work
 from agilerl.validation import nearest
 
 __all__ = [
@@ -17,12 +16,29 @@ __all__ = [
     "PER_MACHINE",
     "VLLM_DECODE",
     "Costs",
+    "Machine",
     "PhaseCost",
     "gpu",
-    "seconds",
 ]
 
 _GB, _TB, _TERA = 1e9, 1e12, 1e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device, with rates that large operations reach there."""
+
+    name: str
+    flops: float
+    """F: floating point operations a second of a large matrix product, in the base's data type."""
+    bandwidth: float
+    """BW: bytes a second, read plus written, of a large copy."""
+    memory: float
+    """Bytes."""
+    link: float
+    """Bytes a second to another device, one direction."""
+    disk: float = 1e9
+    """Bytes a second written and synchronised."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +137,4 @@ def gpu(name: str) -> Machine:
         bandwidth=sheet.bandwidth * COPY_SHARE,
         memory=sheet.memory,
         link=sheet.link * LINK_SHARE,
-    )
-
-
-def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
-    """Return the predicted seconds of a phase's work."""
-    cost = costs.phases[phase.removeprefix("exam_")]
-    return (
-        cost.floor * work.floor(machine)
-        + cost.traffic * work.traffic / machine.bandwidth
-        + cost.call * work.layer_calls
     )

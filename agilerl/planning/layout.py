@@ -5,30 +5,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from agilerl.errors import ConfigError
-from agilerl.training.footprint import memory, peak
-from agilerl.training.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, PhaseCost, seconds
-from agilerl.training.roofline import (
-    GENERATION,
-    ITERATION,
-    MICRO_TOKENS,
-    Machine,
-    ModelShape,
-    Split,
-    Workload,
-    padded,
-    work,
-)
+from agilerl.planning.footprint import SHARE, gib, memory, peak
+from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine, PhaseCost
+from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Workload, seconds, work
+from agilerl.sizes import MICRO_TOKENS, padded_length
 
-__all__ = ["SHARE", "Capacity", "Forecast", "forecast", "proposed"]
+__all__ = ["Capacity", "Forecast", "forecast", "named", "proposed"]
 
-SHARE = 0.8
-"""Of a device's memory, for what is counted here: the rest is for libraries, fragments, copies that last a moment."""
 _GAIN = 0.03
 """A larger batch must save this share of the time to be proposed: it costs memory."""
 _MOST_TOKENS, _MOST_ROWS = 2**17, 2**13
 _LAST_CURE = ["a smaller model, or fewer agents"]
 _BY_TOKENS, _BY_ROWS = ("logprobs", "train"), ("prefill", "decode", "exam_prefill", "exam_decode")
 """The phases that a larger ``max_tokens_in_flight`` and ``max_rows_in_flight`` make quicker."""
+_SHORT = {"decode_cache": "decoding", "training_activations": "training", "vllm_alone": "vllm"}
 
 
 @dataclass(frozen=True)
@@ -82,11 +72,17 @@ def forecast(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, 
     return Forecast(
         split=split,
         load=load,
-        memory=parts,
-        peak=peak(parts, split),
+        memory=_named(parts),
+        peak=peak(parts),
         seconds={phase: seconds(phase, found, machine, costs) for phase, found in works.items()},
         floors={phase: found.floor(machine) for phase, found in works.items()},
     )
+
+
+def _named(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts under the short names that a plan has for them, all of them in every layout."""
+    nothing = dict.fromkeys(("base", "adapters", "decoding", "training", "vllm"), 0.0)
+    return nothing | {_SHORT.get(name, name): size for name, size in parts.items()}
 
 
 def _without_calls(cost: PhaseCost) -> PhaseCost:
@@ -150,7 +146,7 @@ def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iter
 def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:
     """Return the forecast at the batch sizes that pay, or a sentence on what does not fit at the smallest."""
     room = SHARE * machine.memory
-    least = _with(load, split, padded(load.prompt + load.longest), 1)
+    least = _with(load, split, padded_length(load.prompt + load.longest), 1)
     smallest = forecast(shape, least, machine, costs, split)
     if smallest.peak > room:
         largest = max(smallest.memory, key=lambda name: smallest.memory[name])
@@ -175,9 +171,9 @@ def _better(best: Forecast, other: Forecast, phases: tuple[str, ...], room: floa
 
 
 def _with(load: Workload, split: Split, tokens: int, rows: int) -> Workload:
-    """Return the workload with other sizes; where agents are few, one agent's micro-batch grows with the forward."""
+    """Return the workload with other sizes: micro-batches that a forward holds, larger ones if agents are few."""
     own = ceil(tokens / ceil(load.agents / split.islands))
-    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(own, MICRO_TOKENS))
+    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(own, min(tokens, MICRO_TOKENS)))
 
 
 def _doubled(start: int, most: int) -> Iterator[int]:
@@ -233,7 +229,8 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
         cures.append("the base in 4 bits (network.quantization=nf4)")
     if vllm and _holds(shape, load, machine, devices, vllm=False):
         cures.append("the torch engine (algorithm.use_vllm=false), for each process has the whole base in its vLLM")
-    parts = memory(shape, _with(load, Split(), padded(load.prompt + load.longest), 1), Split(vllm=vllm))
+    smallest = _with(load, Split(), padded_length(load.prompt + load.longest), 1)
+    parts = _named(memory(shape, smallest, Split(vllm=vllm)))
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return (
         f"{shape.name} with {load.agents} agents does not fit on {devices} x {machine.name} "
@@ -245,12 +242,7 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
 
 def _holds(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> bool:
     for split in _splits(shape, load.agents, devices, vllm=vllm):
-        least = _with(load, split, padded(load.prompt + load.longest), 1)
-        if peak(memory(shape, least, split), split) <= SHARE * machine.memory:
+        least = _with(load, split, padded_length(load.prompt + load.longest), 1)
+        if peak(memory(shape, least, split)) <= SHARE * machine.memory:
             return True
     return False
-
-
-def gib(size: float) -> str:
-    """Return bytes as people read them."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

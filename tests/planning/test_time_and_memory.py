@@ -4,10 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from agilerl.training.activations import Widths, head_bytes, saved_bytes
-from agilerl.training.footprint import memory, peak
-from agilerl.training.machines import GPUS, Costs, PhaseCost, gpu, seconds
-from agilerl.training.roofline import Machine, ModelShape, Split, Work, Workload, adapter_parameters, padded, work
+from agilerl.planning.activations import head_bytes, saved_bytes, working_bytes
+from agilerl.planning.footprint import memory, peak
+from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
+from agilerl.planning.time import (
+    Local,
+    ModelShape,
+    Split,
+    Work,
+    Workload,
+    adapter_parameters,
+    seconds,
+    tokens_in_flight,
+    work,
+)
+from agilerl.sizes import padded_length
 
 SHAPE = ModelShape(
     name="small",
@@ -39,7 +50,7 @@ def test_sizes_of_a_shape() -> None:
 
 @pytest.mark.parametrize(("length", "expected"), [(0.5, 32), (32, 32), (33, 64), (100, 128)])
 def test_lengths_are_padded(length: float, expected: int) -> None:
-    assert padded(length) == expected
+    assert padded_length(length) == expected
 
 
 def test_prefill() -> None:
@@ -144,26 +155,38 @@ def test_memory() -> None:
     parts = memory(SHAPE, LOAD)
     assert parts["base"] == 800
     assert parts["adapters"] == 3 * 16 * 30  # two agents and the elite; parameters, gradients, two moments
-    assert parts["decoding"] == 6 * 64 * 32 + 6 * 10 * 28  # the exam's 2 * 3 rows
-    # 2 rows of 64 tokens, half of them completions: as much as `agilerl train` counts for it
-    widths = Widths(2, hidden=4, query=4, key_value=2, feed_forward=8, vocabulary=10, bytes_each=4)
-    assert parts["training"] == 128 * saved_bytes(widths, checkpointing=False) + head_bytes(widths, 64)
-    assert peak(parts) == 800 + 1440 + parts["training"]
+    assert parts["decode_cache"] == 6 * 64 * 32 + 6 * 10 * 28  # the exam's 2 * 3 rows
+    # 2 rows of 64 tokens, half of them completions; the head has gone before a layer's backward begins
+    at_work = max(128 * working_bytes(SHAPE, again=False), head_bytes(SHAPE, 64))
+    assert parts["training_activations"] == 128 * saved_bytes(SHAPE, checkpointing=False) + at_work
+    assert peak(parts) == 800 + 1440 + parts["training_activations"]
     assert memory(SHAPE, LOAD, Split(processes=2, sharded=True))["base"] == 600  # embeddings and head stay whole
 
 
+def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
+    one = Local.of(LOAD, Split())
+    assert tokens_in_flight(LOAD, one) == 2 * 64  # a step is one row
+    assert tokens_in_flight(replace(LOAD, window=9), one) == 2 * 2 * 64  # an agent has two
+    assert tokens_in_flight(replace(LOAD, window=2, micro_tokens=64), one) == 2 * 64
+    assert tokens_in_flight(replace(LOAD, window=2, max_tokens=192), one) == 192
+    assert tokens_in_flight(replace(LOAD, window=2, max_tokens=64), one) == 2 * 64  # it is never divided
+    assert tokens_in_flight(replace(LOAD, critic=True), one) == 2 * 2 * 64  # in the same forward
+    assert tokens_in_flight(replace(LOAD, window=2), Local.of(LOAD, Split(processes=2))) == 2 * 64
+
+
 def test_checkpointing_takes_less_memory() -> None:
-    whole, again = (memory(SHAPE, replace(LOAD, checkpointing=c))["training"] for c in (False, True))
+    whole, again = (memory(SHAPE, replace(LOAD, checkpointing=c))["training_activations"] for c in (False, True))
     assert again < whole
 
 
 def test_vllm_holds_a_base_of_its_own_and_takes_turns() -> None:
     split = Split(vllm=True)
     parts = memory(SHAPE, LOAD, split)
-    assert (parts["decoding"], parts["vllm"]) == (0, 800 + 6 * 64 * 32)
-    assert peak(parts, split) == parts["adapters"] + max(parts["vllm"], parts["base"] + parts["training"])
-    together = replace(split, takes_turns=False)
-    assert peak(parts, together) == sum(parts.values())
+    assert "decode_cache" not in parts
+    assert parts["vllm_alone"] == 800 + 6 * 64 * 32
+    assert peak(parts) == parts["adapters"] + max(parts["vllm_alone"], parts["base"] + parts["training_activations"])
+    together = memory(SHAPE, LOAD, replace(split, takes_turns=False))
+    assert peak(together) == sum(together.values()) == sum(parts.values())
 
 
 GROWS = {"agents": 4, "prompts": 2, "group": 4, "prompt": 64, "rank": 10, "epochs": 2, "critic": True}

@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 
 from agilerl.errors import ConfigError
-from agilerl.training.capacity import SHARE, forecast, named, proposed
-from agilerl.training.machines import GPU_COSTS, gpu
-from agilerl.training.roofline import ModelShape, Split, Workload
+from agilerl.planning.footprint import SHARE
+from agilerl.planning.layout import forecast, named, proposed
+from agilerl.planning.machines import GPU_COSTS, gpu
+from agilerl.planning.time import ModelShape, Split, Workload
 
 SEVEN = ModelShape(
     name="7B",

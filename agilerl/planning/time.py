@@ -1,4 +1,4 @@
-"""What a run has to compute, read and send: the operations and bytes of each phase, as arithmetic without torch.
+"""What a run has to compute, read and send: the operations and bytes of each phase, and the seconds that these take.
 
 Symbols: P matmul parameters that a token uses (``linear`` in the layers, ``head`` for the vocabulary), D parameters of
 one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row. ``floor`` of a piece of work is the
@@ -8,22 +8,23 @@ least time that a machine's matmul rate F and copy rate BW allow (Williams et al
 from dataclasses import dataclass
 from math import ceil
 
-from agilerl.training.activations import Widths
+from agilerl.planning.activations import Widths
+from agilerl.planning.machines import Costs, Machine
+from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS, padded_length
 
 __all__ = [
     "ADAPTER_WIDTH",
     "GENERATION",
     "ITERATION",
-    "MICRO_TOKENS",
     "Local",
-    "Machine",
     "ModelShape",
     "Split",
     "Work",
     "Workload",
     "adapter_parameters",
-    "padded",
-    "rows_in_flight",
+    "rows_at_once",
+    "seconds",
+    "tokens_at_once",
     "tokens_in_flight",
     "work",
 ]
@@ -31,31 +32,17 @@ __all__ = [
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
 """The phases of an iteration, and those that come once a generation."""
-LENGTH_MULTIPLE = 32
-"""Rows are padded to a multiple of this many tokens, as ``agilerl.data.batch`` does."""
-MICRO_TOKENS = 4096
-"""Tokens of one agent's micro-batch where none is asked for, as ``agilerl.algorithms.update`` has them."""
-UNIT_ROWS = 256
-"""Most rows of one agent in one decode batch, as ``agilerl.rollouts.torch_engine`` has them."""
 DRAWING_BYTES = 40
 """Read and written for each entry of the vocabulary and token: fp32 logits, softmax and its running sum in fp64."""
 ADAPTER_WIDTH = 4
 """Bytes of an adapter's number: fp32, whatever the base has."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(Widths):
     """The sizes of a causal language model that decide time and memory."""
 
     name: str
-    layers: int
-    hidden: int
-    query_width: int
-    """Heads times head size."""
-    kv_width: int
-    """Key-value heads times head size."""
-    feed_forward: int
-    vocabulary: int
     parameters: int
     """All of them, as they lie in memory."""
     linear: int
@@ -67,10 +54,8 @@ class ModelShape:
     adapted_layers: int
     context: int
     """Most tokens of prompt and completion."""
-    width: float = 4.0
-    """w: bytes of a weight, of an activation, and of a key or value."""
     linear_width: float = 4.0
-    """Bytes of a weight of ``linear``; less than ``width`` where these are quantised."""
+    """Bytes of a weight of ``linear``; less than ``width`` if these are quantised."""
 
     @property
     def head(self) -> int:
@@ -91,41 +76,6 @@ class ModelShape:
     def read_bytes(self) -> float:
         """Bytes of weights that a forward pass over many tokens reads: P w. The embedding is a look-up."""
         return self.linear_bytes + self.head * self.width
-
-    @property
-    def widths(self) -> Widths:
-        """The sizes that a token passes through."""
-        return Widths(
-            layers=self.layers,
-            hidden=self.hidden,
-            query=self.query_width,
-            key_value=self.kv_width,
-            feed_forward=self.feed_forward,
-            vocabulary=self.vocabulary,
-            bytes_each=int(self.width),
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Kappa: bytes of keys and values of one token."""
-        return self.widths.kv_bytes
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One device, with rates that large operations reach there."""
-
-    name: str
-    flops: float
-    """F: floating point operations a second of a large matrix product, in the base's data type."""
-    bandwidth: float
-    """BW: bytes a second, read plus written, of a large copy."""
-    memory: float
-    """Bytes."""
-    link: float
-    """Bytes a second to another device, one direction."""
-    disk: float = 1e9
-    """Bytes a second written and synchronised."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +115,10 @@ class Workload:
     """Most tokens of one agent in one forward pass."""
     row_multiple: int = 1
     """Batches of prompts, and of rows that decode, are padded to a multiple of this; 16 on a CPU."""
-    max_tokens: int = 4096
-    """``training.maxtokens_in_flight``."""
-    max_rows: int = 1024
-    """``training.maxrows_in_flight``."""
+    max_tokens: int = MAX_TOKENS
+    """``training.max_tokens_in_flight``."""
+    max_rows: int = MAX_ROWS
+    """``training.max_rows_in_flight``."""
 
     @property
     def rows(self) -> int:
@@ -258,11 +208,6 @@ class Local:
         return cls(ceil(load.agents / split.islands), 1 / split.processes, split)
 
 
-def padded(length: float) -> int:
-    """Return a length rounded up to the next multiple that batches are padded to."""
-    return max(1, ceil(length / LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
-
-
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
     """Return D: the numbers of one adapter."""
     return shape.adapted * rank
@@ -294,12 +239,12 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
     count = local.agents * prompts * local.share
     if not count:
         return Work()
-    calls = max(1, ceil(count * group / rows_in_flight(load, local)))
+    calls = max(1, ceil(count * group / rows_at_once(count * group, local.agents, load.max_rows)))
     # Prompts that are there only to fill a batch have work too.
-    tokens = calls * _filled(count / calls, load.row_multiple) * padded(load.prompt)
+    tokens = calls * _filled(count / calls, load.row_multiple) * padded_length(load.prompt)
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
-    drawn = rows * (2 * padded(load.prompt) * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
+    drawn = rows * (2 * padded_length(load.prompt) * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
     found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
     return found + _gathered(shape, local, calls)
 
@@ -309,7 +254,7 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int)
     rows, d = local.agents * rows_of_agent * local.share, adapter_parameters(shape, load.rank)
     if not rows:
         return Work()
-    batches = max(1, ceil(rows / rows_in_flight(load, local)))
+    batches = max(1, ceil(rows / rows_at_once(rows, local.agents, load.max_rows)))
     steps, seen = batches * load.longest, load.prompt + load.completion / 2
     tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
     parallel = local.split.tensor_parallel
@@ -326,7 +271,7 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int)
 def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
     """Passes without gradient: 2 P_lin T + 2 P_head T_c, the old policy's with its adapter."""
     rows = local.agents * load.rows * local.share
-    tokens, spoken, d = rows * padded(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    tokens, spoken, d = rows * padded_length(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
     calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
     once = Work(
         tokens * 2 * shape.linear + spoken * 2 * shape.head + rows * _attention(shape, load.length),
@@ -341,7 +286,7 @@ def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
 def _train(shape: ModelShape, load: Workload, local: Local) -> Work:
     """4 P_lin T + 4 P_head T_c + 6 D T + 6 L d_q sum s^2: no gradient of the frozen weights is computed."""
     rows = local.agents * load.rows * local.share * (2 if load.critic else 1)
-    tokens, spoken, d = rows * padded(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    tokens, spoken, d = rows * padded_length(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
     calls = max(1, ceil(tokens / tokens_in_flight(load, local)))
     passes = 3 if load.checkpointing else 2
     flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
@@ -381,12 +326,32 @@ def _gathered(shape: ModelShape, local: Local, calls: float) -> Work:
     return Work(link=calls * shape.linear_bytes * (1 - 1 / local.split.shards))
 
 
-def rows_in_flight(load: Workload, local: Local) -> int:
-    """Return the most rows that one process decodes at once."""
-    return max(1, min(load.max_rows, local.agents * UNIT_ROWS))
+def rows_at_once(rows: float, agents: int, most: int) -> int:
+    """Return how many of a process's rows the torch engine decodes at once, ``UNIT_ROWS`` of each agent at most."""
+    return min(max(1, min(most, agents * UNIT_ROWS)), ceil(rows))
+
+
+def tokens_at_once(micro: int, agents: int, most: int) -> int:
+    """Return the most padded tokens of a training forward, which holds a micro-batch of each agent.
+
+    ``micro`` are the tokens of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
+    """
+    return max(micro, min(most, agents * micro))
 
 
 def tokens_in_flight(load: Workload, local: Local) -> int:
-    """Return the most padded tokens of one training forward of one process."""
-    own = min(load.micro_tokens, ceil(load.window * local.share) * padded(load.length))
-    return max(padded(load.length), min(load.max_tokens, local.agents * own))
+    """Return the most padded tokens of one training forward of one process; a critic reads the rows once more."""
+    length = padded_length(load.length)
+    step = ceil(min(load.window, load.rows) * local.share) * length
+    micro = max(length, min(load.micro_tokens, step))
+    return tokens_at_once(micro * (2 if load.critic else 1), local.agents, load.max_tokens)
+
+
+def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
+    """Return the predicted seconds of a phase's work."""
+    cost = costs.phases[phase.removeprefix("exam_")]
+    return (
+        cost.floor * work.floor(machine)
+        + cost.traffic * work.traffic / machine.bandwidth
+        + cost.call * work.layer_calls
+    )

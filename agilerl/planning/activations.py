@@ -3,90 +3,91 @@
 from dataclasses import dataclass
 from typing import Any
 
+from agilerl.sizes import TILE_BYTES
+
 __all__ = ["Widths", "head_bytes", "layer_bytes", "saved_bytes", "working_bytes"]
 
 _NORM_WIDTH = 4
 """Bytes of a number inside a norm, which computes in fp32 whatever the base has."""
-_TILE_BYTES = 256 * 2**20
-"""Most bytes of a tile of logits where ``fused_logprobs_chunk_rows`` says nothing."""
 _TILES = 3
 """Tiles of logits that exist at a time: the product, its log-softmax, the slope."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Widths:
     """Numbers that a token has at the places of a decoder layer."""
 
     layers: int
     hidden: int
-    query: int
+    query_width: int
     """Query heads times head size."""
-    key_value: int
+    kv_width: int
     """Key-value heads times head size."""
     feed_forward: int
+    """Of a mixture: inside the experts that one token passes."""
     vocabulary: int
-    bytes_each: int
-    """Of a number in the base's data type."""
+    width: float = 4.0
+    """w: bytes of a weight, of an activation, and of a key or value."""
 
     @property
-    def kv_bytes(self) -> int:
+    def kv_bytes(self) -> float:
         """Kappa: bytes of keys and values of one token."""
-        return 2 * self.layers * self.key_value * self.bytes_each
+        return 2 * self.layers * self.kv_width * self.width
 
     @classmethod
-    def of(cls, base: Any) -> "Widths":
-        """Return those of a :class:`agilerl.models.base.BaseModel`."""
+    def of(cls, base: Any, width: float | None = None) -> "Widths":
+        """Return those of a :class:`agilerl.models.base.BaseModel`; ``width`` None: its data type's."""
         config = base.model.config.get_text_config()
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or base.hidden_size // heads
-        inner = getattr(config, "intermediate_size", None) or 4 * base.hidden_size
+        heads = int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or base.hidden_size // heads)
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * base.hidden_size
         chosen = getattr(config, "num_experts_per_tok", None)
-        if chosen:  # of a mixture, a token passes some experts
+        if chosen:
             inner = chosen * (getattr(config, "moe_intermediate_size", None) or inner)
         return cls(
             layers=base.num_layers,
             hidden=base.hidden_size,
-            query=heads * size,
-            key_value=(getattr(config, "num_key_value_heads", None) or heads) * size,
-            feed_forward=inner,
+            query_width=heads * size,
+            kv_width=int(getattr(config, "num_key_value_heads", None) or heads) * size,
+            feed_forward=int(inner),
             vocabulary=base.vocabulary_size,
-            bytes_each=base.dtype.itemsize,
+            width=base.dtype.itemsize if width is None else width,
         )
 
 
-def layer_bytes(widths: Widths) -> int:
+def layer_bytes(widths: Widths) -> float:
     """Return the bytes that one decoder layer saves for a token, counted on Llama's and Qwen's with SDPA.
 
     Of the hidden width: the inputs of two norms, in fp32, and what they give, which the adapters save in the base's
     type. Of the query's: the rotated query and the attention's output. Key and value. Of the feed-forward width: gate,
     its activation, up, and their product.
     """
-    base = 2 * widths.hidden + 2 * widths.query + 2 * widths.key_value + 4 * widths.feed_forward
-    return base * widths.bytes_each + 2 * widths.hidden * max(_NORM_WIDTH, widths.bytes_each)
+    base = 2 * widths.hidden + 2 * widths.query_width + 2 * widths.kv_width + 4 * widths.feed_forward
+    return base * widths.width + 2 * widths.hidden * max(_NORM_WIDTH, widths.width)
 
 
-def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> int:
+def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
     """Return the bytes of a token that stay on the device from the forward to the backward pass.
 
     With ``checkpointing`` that is the input of every layer. What is offloaded is not there.
     """
     if offload:
         return 0
-    return widths.layers * (widths.hidden * widths.bytes_each if checkpointing else layer_bytes(widths))
+    return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))
 
 
-def working_bytes(widths: Widths, *, again: bool) -> int:
+def working_bytes(widths: Widths, *, again: bool) -> float:
     """Return the bytes of a token that the backward pass of one layer needs on top.
 
-    Those are gradients at the widest places, the adapters' share in fp32; where a layer is computed ``again``, or
+    Those are gradients at the widest places, the adapters' share in fp32; if a layer is computed ``again``, or
     fetched, also what it had saved.
     """
-    gradients = 4 * (widths.feed_forward + widths.hidden) * max(_NORM_WIDTH, widths.bytes_each)
+    gradients = 4 * (widths.feed_forward + widths.hidden) * max(_NORM_WIDTH, widths.width)
     return gradients + again * layer_bytes(widths)
 
 
-def head_bytes(widths: Widths, spoken: int, chunk_rows: int | None = None) -> int:
+def head_bytes(widths: Widths, spoken: int, chunk_rows: int | None = None) -> float:
     """Return the bytes of the head over this many action tokens: tiles of logits, and a slope for each token."""
     rows = spoken if chunk_rows is None else min(spoken, chunk_rows)
     tile = rows * widths.vocabulary * 4
-    return _TILES * (tile if chunk_rows else min(tile, _TILE_BYTES)) + 3 * spoken * widths.hidden * widths.bytes_each
+    return _TILES * (tile if chunk_rows else min(tile, TILE_BYTES)) + 3 * spoken * widths.hidden * widths.width

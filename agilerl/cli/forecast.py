@@ -1,0 +1,285 @@
+"""What ``agilerl plan`` computes with: the shape of the model, the workload of the manifest, the rates of this machine.
+
+The shape is read off config.json alone: the modules are made on the meta device, without weights.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from agilerl.algorithms.from_data import DataAlgorithm
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.hub import is_out_of_reach
+from agilerl.errors import AgileRLError, ConfigError
+from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
+from agilerl.models.model_config import auto_class
+from agilerl.models.targets import lora_layers
+from agilerl.planning.activations import Widths
+from agilerl.planning.machines import Machine
+from agilerl.planning.time import ModelShape, Workload
+from agilerl.rollouts.sources import EpisodeSource, QuestionSource
+from agilerl.shared_options import quantization_settings
+from agilerl.sizes import MICRO_TOKENS, padded_length
+from agilerl.training.config import RunConfig
+from agilerl.training.memory import adapter_slots, available_bytes
+from agilerl.training.sampling import largest_rank
+from agilerl.training.setup import algorithm_class, hyperparameters
+from agilerl.training.tasks import task
+
+__all__ = ["Lengths", "copy_rate", "lengths", "matmul_rate", "measured_machine", "model_shape", "shape_of", "workload"]
+
+ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
+"""Tokens, where nothing says more."""
+_SECONDS = 0.3
+"""Time that each rate is measured for."""
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+
+def model_shape(config: RunConfig, *, device: str) -> ModelShape:
+    """Return the shape of the base of a run as it would lie on a device, ``cpu`` or ``cuda``.
+
+    Raises ConfigError where there is no such model, and for an architecture that cannot be made from its config.json.
+    """
+    from peft import LoraConfig
+    from transformers import AutoConfig
+
+    name = config.network.pretrained_model_name_or_path
+    path = resolve_model(name)
+    try:
+        offline = name != EMBEDDED and path == name and is_out_of_reach()
+        found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
+        with torch.device("meta"):
+            model = auto_class(found).from_config(found, trust_remote_code=False)
+        lora = LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
+        scope = config.algorithm.get("lora_target_scope")
+        shape = shape_of(model, lora, name=name, width=_width(config, found, device), scope=scope)
+        return replace(shape, linear_width=_quantised(config) or shape.width)
+    except AgileRLError:
+        raise
+    except Exception as error:  # of any library that reads files: no list of their errors is complete
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"cannot read the shape of the model {name!r}: {type(error).__name__}: {reason}; expected a local folder "
+            "with config.json, a name on the Hugging Face hub that is reachable, or 'embedded'"
+        ) from error
+
+
+def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: str | None = None) -> ModelShape:
+    """Return the shape of a causal language model, which may lie on the meta device; ``width`` is bytes a weight.
+
+    ``scope`` is ``lora_target_scope``: the part of a module's path that adapted layers lie under.
+    """
+    base = from_model(model, name)
+    layers = lora_layers(model, lora_config, scope)
+    held, active = _matrices(model, model.config.get_text_config())
+    return ModelShape(
+        **asdict(Widths.of(base, width)),
+        name=name,
+        parameters=base.parameters,
+        linear=active,
+        linear_held=held,
+        adapted=sum(layer.in_features + layer.out_features for layer in layers),
+        adapted_layers=len(layers),
+        context=base.context_length,
+        linear_width=width,
+    )
+
+
+def _matrices(model: Any, config: Any) -> tuple[int, int]:
+    """Return the parameters of the layers' matrix products: all that are held, and those that a token passes."""
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    share = _experts_used(config)
+    held, active = 0, 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or id(parameter) in outside:
+            continue
+        held += parameter.numel()
+        active += parameter.numel() * (share if ".experts." in f".{name}." else 1)
+    return held, int(active)
+
+
+def _experts_used(config: Any) -> float:
+    """Return the share of a mixture's experts that one token passes; 1 in a dense model."""
+    chosen = getattr(config, "num_experts_per_tok", None)
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next((number for number in counts if number), None)
+    return float(chosen) / float(count) if chosen and count else 1.0
+
+
+def _width(config: RunConfig, found: Any, device: str) -> float:
+    """Return the bytes of a weight: ``training.dtype``, of which ``auto`` is fp32 on a CPU and the model's own else."""
+    name = config.training.dtype
+    if name == "auto":
+        own = getattr(found, "dtype", None) or getattr(found.get_text_config(), "dtype", None)
+        name = "float32" if device == "cpu" else str(own or "bfloat16").removeprefix("torch.")  # type: ignore[assignment]
+    return float(getattr(torch, name).itemsize)
+
+
+def _quantised(config: RunConfig) -> float | None:
+    """Return the bytes of a quantised weight with its scales; None where nothing is quantised."""
+    found = config.network.quantization or quantization_settings(config.algorithm.get("quantization_config"))
+    if not found:
+        return None
+    settings = found if isinstance(found, Mapping) else found.model_dump()
+    if settings.get("load_in_8bit"):
+        return 1.0
+    # One fp32 scale for 64 weights; quantised themselves, one byte and a little.
+    return 0.5 + (1.03 if settings.get("bnb_4bit_use_double_quant") else 4.0) / 64
+
+
+# -- the manifest ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a row, and where the numbers come from."""
+
+    prompt: float
+    completion: float
+    longest: int
+    said: tuple[str, ...]
+    """A sentence for each number that was not given."""
+
+
+def lengths(
+    config: RunConfig, shape: ModelShape, prompt: int | None, completion: int | None, *, allow_code: bool = False
+) -> Lengths:
+    """Return the lengths that were given; else those of the exam's prompts, and the longest completion allowed.
+
+    Raises ConfigError where they leave no room in the context.
+    """
+    values = hyperparameters(config).model_dump()
+    limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
+    said = []
+    mean: float = prompt or 0
+    if prompt is None:
+        mean, sentence = _exam_prompts(config, limit, allow_code=allow_code)
+        said.append(sentence)
+    room = limit - int(mean)
+    if room < 1 or (completion or 1) > room:
+        raise ConfigError(
+            f"a prompt of {mean:,.0f} and a completion of {completion or 1:,} tokens do not fit into the context of "
+            f"{limit:,}; lower --prompt-tokens or --completion-tokens, or raise algorithm.max_model_len"
+        )
+    most = min(values.get("max_output_tokens") or room, room)
+    if completion is None:
+        known = values.get("max_output_tokens")
+        completion = int(most if known else min(ASSUMED_COMPLETION, most))
+        said.append(
+            f"completions of {completion:,} tokens, the most that is allowed: shorter ones take less"
+            if known
+            else f"completions of {completion:,} tokens: assumed; give --completion-tokens"
+        )
+    return Lengths(mean, completion, max(completion, 1), tuple(said))
+
+
+def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, str]:
+    """Return the mean length of the exam's prompts, in the tokens of the model where its tokenizer is at hand."""
+    name = config.network.pretrained_model_name_or_path
+    assumed = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {{}}; give --prompt-tokens"
+    try:
+        if resolve_model(name) == name and is_out_of_reach():
+            return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not at hand")
+        tokenizer = load_tokenizer(name, **config.network.padding)
+        made = task(config, allow_code=allow_code)
+        if isinstance(made, EpisodeTask):
+            found = EpisodeSource(made, tokenizer).prompt_lengths("exam", limit)
+            made.close()
+            return sum(found) / len(found), f"prompts of {sum(found) / len(found):,.0f} tokens: the first of an episode"
+        made.fit(tokenizer, limit - 1)
+        found = QuestionSource(made, tokenizer).prompt_lengths("exam", limit)
+    except AgileRLError as error:
+        return ASSUMED_PROMPT, assumed.format(str(error))
+    mean = sum(found) / len(found)
+    return mean, f"prompts of {mean:,.0f} tokens: the mean of the exam's"
+
+
+def workload(config: RunConfig, found: Lengths, *, row_multiple: int = 1) -> Workload:
+    """Return the workload of a run."""
+    algorithm, t = algorithm_class(config), config.training
+    values: Mapping[str, Any] = hyperparameters(config).model_dump()
+    from_data = issubclass(algorithm, DataAlgorithm)
+    group = values.get("group_size", algorithm.rows_per_unit)
+    length = found.prompt + found.completion
+    micro = values.get("micro_batch_size_per_gpu")
+    return Workload(
+        agents=t.pop_size,
+        rank=largest_rank(config),
+        prompts=config.environment.data_batch_size_per_gpu,
+        group=group,
+        prompt=found.prompt,
+        completion=found.completion,
+        longest=found.longest,
+        window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
+        epochs=values["update_epochs"],
+        reference=bool(values.get("beta")) and not from_data,
+        old_pass=not from_data and bool(config.algorithm.get("use_vllm")),
+        critic=algorithm.trained_slots > 1,
+        samples=not from_data,
+        exam_prompts=config.environment.eval_prompts,
+        iterations=t.evo_steps,
+        slots=adapter_slots(config),
+        checkpointing=bool(config.algorithm.get("gradient_checkpointing")),
+        micro_tokens=micro * padded_length(length) if micro else MICRO_TOKENS,
+        row_multiple=row_multiple,
+        max_tokens=t.max_tokens_in_flight,
+        max_rows=t.max_rows_in_flight,
+    )
+
+
+# -- this machine ---------------------------------------------------------------------------------------------------
+
+
+def measured_machine(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
+) -> Machine:
+    """Return a device with its measured rates, as the present number of threads reaches them; takes about a second."""
+    bandwidth = copy_rate(device, clock)
+    return Machine(
+        name=device,
+        flops=matmul_rate(device, dtype, clock),
+        bandwidth=bandwidth,
+        memory=available_bytes(device) or 0,
+        # Processes of one machine hand bytes on through its memory: written by one, read by another.
+        link=bandwidth / 2,
+    )
+
+
+def matmul_rate(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
+) -> float:
+    """Return floating point operations a second, by a clock, of the best of some products of square matrices."""
+    size = 1024 if device == "cpu" else 8192
+    left = torch.ones((size, size), dtype=dtype, device=device)
+    out = torch.empty_like(left)
+    return 2 * size**3 / _best(lambda: torch.mm(left, left, out=out), device, clock)
+
+
+def copy_rate(device: str = "cpu", clock: Callable[[], float] = perf_counter) -> float:
+    """Return bytes a second, read plus written, by a clock, of the best of some copies too large for any cache."""
+    count = 2**26 if device == "cpu" else 2**29
+    source = torch.ones(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * count / _best(lambda: target.copy_(source), device, clock)
+
+
+def _best(call: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+    call()
+    best, end = float("inf"), clock() + _SECONDS
+    while clock() < end:
+        _wait(device)
+        start = clock()
+        call()
+        _wait(device)
+        best = min(best, clock() - start)
+    return best
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)

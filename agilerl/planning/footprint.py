@@ -1,0 +1,153 @@
+"""What a process of a run holds in memory: one estimate for ``agilerl plan``, the dry run and the check at the start.
+
+:func:`footprint` adds up what is :class:`Held`. ``agilerl plan`` fills that from a layout (:func:`memory`), where rows
+are as long as the mean; ``agilerl train`` from the loaded population (:mod:`agilerl.training.memory`), where every row
+is as long as the longest may be.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from agilerl.planning.activations import Widths, head_bytes, saved_bytes, working_bytes
+from agilerl.planning.time import (
+    ADAPTER_WIDTH,
+    Local,
+    ModelShape,
+    Split,
+    Workload,
+    adapter_parameters,
+    rows_at_once,
+    tokens_in_flight,
+)
+from agilerl.sizes import ADAPTER_COPIES, padded_length
+
+__all__ = ["SHARE", "Held", "bank_bytes", "cache_bytes", "footprint", "gib", "is_too_much", "memory", "peak", "turns"]
+
+SHARE = 0.8
+"""Of a device's memory, for what is counted here: the rest is for the system, libraries, fragments, and copies that
+last a moment."""
+_DRAW_BYTES = 28
+"""For each token of the vocabulary and each row that is decoded: logits, and the sorted probabilities of a draw."""
+_TURNS = ("decode_cache", "training_activations", "vllm_awake", "vllm_alone")
+"""Parts that never exist together. While vLLM is ``alone``, the base is on the host."""
+_RESERVED = ("vllm", "vllm_awake", "vllm_alone")
+"""vLLM's part under the name of what else exists meanwhile: all, no training, neither training nor the base."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one process holds: the counts that its memory follows from."""
+
+    widths: Widths
+    base: float
+    """Bytes of the frozen base."""
+    adapter: int
+    """D: numbers of one adapter, at the largest rank that it may get."""
+    agents: int
+    slots: int
+    """Adapter slots of one agent."""
+    decoded: int | None
+    """Rows that the torch engine decodes at once; None: it decodes nothing."""
+    longest: float
+    """Tokens of the longest row."""
+    tokens: int
+    """Padded tokens of a training forward."""
+    spoken: int
+    """Action tokens among them."""
+    checkpointing: bool = False
+    offload: bool = False
+    """Whether activations wait in the host's memory."""
+    chunk_rows: int | None = None
+    """``fused_logprobs_chunk_rows``."""
+    vllm: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of a vLLM in this process: ``vllm``, ``vllm_awake`` if it sleeps during training, or ``vllm_alone`` if the
+    base leaves the device as well while vLLM is awake."""
+
+
+def footprint(held: Held) -> dict[str, float]:
+    """Return the bytes of each part on the device. Some parts take turns: see :func:`peak`.
+
+    Not in it: the interpreter and its libraries, the CUDA context.
+    """
+    widths = held.widths
+    saved = saved_bytes(widths, checkpointing=held.checkpointing, offload=held.offload)
+    working = working_bytes(widths, again=held.checkpointing or held.offload)
+    # The head has gone through its tiles before the layers' backward begins.
+    at_work = max(held.tokens * working, head_bytes(widths, held.spoken, held.chunk_rows))
+    parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
+    if held.decoded is not None:
+        drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
+        parts["decode_cache"] = cache_bytes(widths, held.decoded, held.longest) + drawn
+    return {**parts, **held.vllm, "training_activations": held.tokens * saved + at_work}
+
+
+def bank_bytes(numbers: int, agents: int, slots: int) -> int:
+    """Return the bytes of the adapters of so many agents and of the elite that is kept, ``slots`` each.
+
+    ``numbers`` are those of one adapter, D.
+    """
+    return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
+
+
+def cache_bytes(widths: Widths, rows: int, length: float) -> float:
+    """Return the bytes of keys and values of so many rows of ``length`` tokens."""
+    return rows * padded_length(length) * widths.kv_bytes
+
+
+def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
+    """Return the bytes of each part on the fullest device of a layout.
+
+    Of vLLM, what it needs for the rows in flight; what it is allowed to reserve may be more.
+    """
+    split = split or Split()
+    local = Local.of(load, split)
+    rows = local.agents * load.rows * local.share
+    exam_rows = local.agents * load.exam_prompts * local.share
+    in_flight = rows_at_once(max(rows if load.samples else 0, exam_rows), local.agents, load.max_rows)
+    longest = load.prompt + load.longest
+    tokens = tokens_in_flight(load, local)
+    vllm = (shape.weight_bytes + cache_bytes(shape, in_flight, longest)) / split.tensor_parallel
+    held = Held(
+        widths=shape,
+        base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
+        adapter=adapter_parameters(shape, load.rank),
+        agents=local.agents,
+        slots=load.slots,
+        decoded=None if split.vllm else in_flight,
+        longest=longest,
+        tokens=tokens,
+        spoken=ceil(tokens * load.completion / load.length),
+        checkpointing=load.checkpointing,
+        vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
+    )
+    return {name: float(size) for name, size in footprint(held).items()}
+
+
+def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
+    lasting = {name: size for name, size in parts.items() if name not in _TURNS}
+    found = [lasting | {name: parts[name]} for name in _TURNS if name in parts]
+    for sizes in found:
+        if "vllm_alone" in sizes:
+            sizes.pop("base", None)
+    return found or [lasting]
+
+
+def peak(parts: Mapping[str, float]) -> float:
+    """Return the most bytes that exist at a time."""
+    return max(sum(sizes.values()) for sizes in turns(parts))
+
+
+def is_too_much(parts: Mapping[str, float], there: float) -> bool:
+    """Tell whether any turn leaves too little of ``there`` bytes. vLLM keeps to its part: no margin is for it."""
+    for sizes in turns(parts):
+        reserved = sum(sizes.get(name, 0) for name in _RESERVED)
+        if sum(sizes.values()) - reserved > SHARE * (there - reserved):
+            return True
+    return False
+
+
+def gib(size: float) -> str:
+    """Return bytes as people read them."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
