@@ -2,19 +2,6 @@
 
 from math import ceil
 
-__all__ = [
-    "ADAPTER_COPIES",
-    "CPU_ROWS",
-    "LENGTH_MULTIPLE",
-    "MAX_ROWS",
-    "MAX_TOKENS",
-    "MICRO_TOKENS",
-    "TILE_BYTES",
-    "UNIT_ROWS",
-    "VLLM_CPU_CACHE",
-    "padded_length",
-]
-
 LENGTH_MULTIPLE = 32
 """Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
 CPU_ROWS = 16

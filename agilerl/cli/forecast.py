@@ -29,8 +29,6 @@ from agilerl.training.sampling import largest_rank
 from agilerl.training.setup import algorithm_class, hyperparameters
 from agilerl.training.tasks import task
 
-__all__ = ["Lengths", "copy_rate", "lengths", "matmul_rate", "measured_machine", "model_shape", "shape_of", "workload"]
-
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
 """Tokens, where nothing says more."""
 _SECONDS = 0.3
@@ -225,7 +223,7 @@ def workload(config: RunConfig, found: Lengths, *, row_multiple: int = 1) -> Wor
         iterations=t.evo_steps,
         slots=adapter_slots(config),
         checkpointing=bool(config.algorithm.get("gradient_checkpointing")),
-        micro_tokens=micro * padded_length(length) if micro else MICRO_TOKENS,
+        micro_tokens=micro * algorithm.rows_per_unit * padded_length(length) if micro else MICRO_TOKENS,
         row_multiple=row_multiple,
         max_tokens=t.max_tokens_in_flight,
         max_rows=t.max_rows_in_flight,

@@ -30,8 +30,6 @@ from agilerl.training.config import RunConfig
 if TYPE_CHECKING:
     from agilerl.cli.forecast import Lengths
 
-__all__ = ["run_plan"]
-
 
 def run_plan(
     arguments: Sequence[str],
@@ -111,13 +109,18 @@ def _facts(forecast: Forecast) -> dict[str, Any]:
 
 def overrides(config: RunConfig, best: Forecast) -> list[str]:
     """Return the settings of the manifest that the proposal asks for."""
+    from agilerl.training.setup import algorithm_class
+
     load, split = best.load, best.split
+    length, unit = padded_length(load.length), algorithm_class(config).rows_per_unit
     found = [
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]
-    if load.micro_tokens != MICRO_TOKENS or config.algorithm.get("micro_batch_size_per_gpu"):
-        found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // padded_length(load.length))}")
+    # What agents take by themselves, or were told to take, may be more than fits, or less than pays.
+    usual = min(MICRO_TOKENS, load.window * length)
+    if not usual <= load.micro_tokens <= MICRO_TOKENS or config.algorithm.get("micro_batch_size_per_gpu"):
+        found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
     if load.checkpointing and not config.algorithm.get("gradient_checkpointing"):
         found.append("algorithm.gradient_checkpointing=true")
     if split.processes > 1:

@@ -14,8 +14,6 @@ from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
 from agilerl.training.setup import Session
 
-__all__ = ["plan_document", "print_plan"]
-
 SPLITS: tuple[Split, ...] = ("exam", "test")
 
 

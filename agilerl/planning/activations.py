@@ -5,8 +5,6 @@ from typing import Any
 
 from agilerl.sizes import TILE_BYTES
 
-__all__ = ["Widths", "head_bytes", "layer_bytes", "saved_bytes", "working_bytes"]
-
 _NORM_WIDTH = 4
 """Bytes of a number inside a norm, which computes in fp32 whatever the base has."""
 _TILES = 3

@@ -22,8 +22,6 @@ from agilerl.planning.time import (
 )
 from agilerl.sizes import ADAPTER_COPIES, padded_length
 
-__all__ = ["SHARE", "Held", "bank_bytes", "cache_bytes", "footprint", "gib", "is_too_much", "memory", "peak", "turns"]
-
 SHARE = 0.8
 """Of a device's memory, for what is counted here: the rest is for the system, libraries, fragments, and copies that
 last a moment."""

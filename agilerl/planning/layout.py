@@ -10,8 +10,6 @@ from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, C
 from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Workload, seconds, work
 from agilerl.sizes import MICRO_TOKENS, padded_length
 
-__all__ = ["Capacity", "Forecast", "forecast", "named", "proposed"]
-
 _GAIN = 0.03
 """A larger batch must save this share of the time to be proposed: it costs memory."""
 _MOST_TOKENS, _MOST_ROWS = 2**17, 2**13

@@ -6,21 +6,6 @@ from dataclasses import dataclass
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest
 
-__all__ = [
-    "COPY_SHARE",
-    "CPU_COSTS",
-    "GPUS",
-    "GPU_COSTS",
-    "MATMUL_SHARE",
-    "NETWORK",
-    "PER_MACHINE",
-    "VLLM_DECODE",
-    "Costs",
-    "Machine",
-    "PhaseCost",
-    "gpu",
-]
-
 _GB, _TB, _TERA = 1e9, 1e12, 1e12
 
 

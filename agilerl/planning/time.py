@@ -12,23 +12,6 @@ from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Costs, Machine
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS, padded_length
 
-__all__ = [
-    "ADAPTER_WIDTH",
-    "GENERATION",
-    "ITERATION",
-    "Local",
-    "ModelShape",
-    "Split",
-    "Work",
-    "Workload",
-    "adapter_parameters",
-    "rows_at_once",
-    "seconds",
-    "tokens_at_once",
-    "tokens_in_flight",
-    "work",
-]
-
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
 """The phases of an iteration, and those that come once a generation."""

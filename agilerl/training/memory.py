@@ -23,16 +23,6 @@ from agilerl.training.config import RunConfig
 from agilerl.training.sampling import largest_rank
 from agilerl.vllm_config import VLLMConfig
 
-__all__ = [
-    "adapter_bytes",
-    "adapter_slots",
-    "available_bytes",
-    "check_memory",
-    "check_weights",
-    "estimate",
-    "vllm_part",
-]
-
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""
 _PANELS: tuple[Split, ...] = ("exam", "test")
