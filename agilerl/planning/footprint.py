@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from agilerl.planning.activations import Widths, head_bytes, saved_bytes, working_bytes
+from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.planning.time import (
     ADAPTER_WIDTH,
     Local,
@@ -18,6 +18,7 @@ from agilerl.planning.time import (
     Workload,
     adapter_parameters,
     rows_at_once,
+    scored_at_once,
     tokens_in_flight,
 )
 from agilerl.sizes import ADAPTER_COPIES, padded_length
@@ -53,6 +54,8 @@ class Held:
     """Padded tokens of a training forward."""
     spoken: int
     """Action tokens among them."""
+    scored: int
+    """Padded tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
     checkpointing: bool = False
     offload: bool = False
     """Whether activations wait in the host's memory."""
@@ -73,11 +76,15 @@ def footprint(held: Held) -> dict[str, float]:
     working = working_bytes(widths, again=held.checkpointing or held.offload)
     # The head has gone through its tiles before the layers' backward begins.
     at_work = max(held.tokens * working, head_bytes(widths, held.spoken, held.chunk_rows))
+    training = held.tokens * saved + at_work
+    # Without a gradient a forward holds one layer's tensors at a time. It has an agent's whole batch at its disposal,
+    # not a step's rows, so it can be the larger one.
+    scoring = held.scored * layer_bytes(widths) + head_bytes(widths, held.scored, held.chunk_rows)
     parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
     if held.decoded is not None:
         drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
         parts["decode_cache"] = cache_bytes(widths, held.decoded, held.longest) + drawn
-    return {**parts, **held.vllm, "training_activations": held.tokens * saved + at_work}
+    return {**parts, **held.vllm, "training_activations": max(training, scoring)}
 
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
@@ -116,6 +123,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
         longest=longest,
         tokens=tokens,
         spoken=ceil(tokens * load.completion / load.length),
+        scored=scored_at_once(load, local),
         checkpointing=load.checkpointing,
         vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
     )

@@ -330,6 +330,12 @@ def tokens_in_flight(load: Workload, local: Local) -> int:
     return tokens_at_once(micro * (2 if load.critic else 1), local.agents, load.max_tokens)
 
 
+def scored_at_once(load: Workload, local: Local) -> int:
+    """Return the most padded tokens of one forward without gradient of one process: rows of one agent."""
+    length = padded_length(load.length)
+    return max(length, min(load.micro_tokens, ceil(load.rows * local.share) * length))
+
+
 def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
     """Return the predicted seconds of a phase's work."""
     cost = costs.phases[phase.removeprefix("exam_")]

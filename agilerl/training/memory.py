@@ -72,8 +72,8 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     )
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     at_once = max(sum(rows), len(agents) * config.environment.eval_prompts) / workers
-    micro = max(_micro_tokens(agent, count, padded_length(longest)) for agent, count in zip(agents, rows))
-    tokens = tokens_at_once(micro, len(agents), runtime.max_tokens)
+    passes = [_passes(agent, count, padded_length(longest)) for agent, count in zip(agents, rows)]
+    tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
     held = Held(
@@ -86,6 +86,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         longest=longest,
         tokens=tokens,
         spoken=tokens,
+        scored=max(scored for _, scored in passes),
         checkpointing=options.gradient_checkpointing,
         offload=options.activation_offload and runtime.base.device.type == "cuda",
         chunk_rows=options.fused_logprobs_chunk_rows,
@@ -94,12 +95,12 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     return footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
 
 
-def _micro_tokens(agent: LLMAlgorithm, rows: int, length: int) -> int:
-    """Return the padded tokens of the largest micro-batch of an agent with so many rows, all of the same length."""
+def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
+    """Return the padded tokens of the largest forward with and without gradient of an agent with rows of one length."""
     empty = torch.empty((rows, length), device="meta")
-    batch = RolloutBatch(empty, empty, empty, empty, empty, empty)
-    most = min(agent.micro_rows(batch), agent.window_rows, rows)
-    return most * length * (1 if agent.critic_slot is None else 2)  # a critic reads the rows in the same forward
+    scored = min(agent.micro_rows(RolloutBatch(empty, empty, empty, empty, empty, empty)), rows)
+    trained = min(scored, agent.window_rows) * (1 if agent.critic_slot is None else 2)  # a critic reads them as well
+    return trained * length, scored * length
 
 
 def _vllm(runtime: Runtime) -> dict[str, float]:

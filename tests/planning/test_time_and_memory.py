@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agilerl.planning.activations import head_bytes, saved_bytes, working_bytes
+from agilerl.planning.activations import head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.planning.footprint import memory, peak
 from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
 from agilerl.planning.time import (
@@ -172,6 +172,13 @@ def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
     assert tokens_in_flight(replace(LOAD, window=2, max_tokens=64), one) == 2 * 64  # it is never divided
     assert tokens_in_flight(replace(LOAD, critic=True), one) == 2 * 2 * 64  # in the same forward
     assert tokens_in_flight(replace(LOAD, window=2), Local.of(LOAD, Split(processes=2))) == 2 * 64
+
+
+def test_a_forward_without_gradient_can_be_the_larger_one() -> None:
+    many = replace(LOAD, prompts=512, agents=1)  # a step is one row, but log-probs are those of 4,096 tokens at a time
+    scored = 4096 * layer_bytes(SHAPE) + head_bytes(SHAPE, 4096)
+    assert memory(SHAPE, many)["training_activations"] == scored
+    assert memory(SHAPE, replace(many, window=512))["training_activations"] > scored
 
 
 def test_checkpointing_takes_less_memory() -> None:
