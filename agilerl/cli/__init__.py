@@ -18,6 +18,7 @@ def main() -> None:
     Ctrl-C and SIGTERM; 141: whoever read the output has gone.
     """
     from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
+    from agilerl.validation import shown
 
     output = prepare_streams()
     failure: OSError | None = None
@@ -30,7 +31,10 @@ def main() -> None:
         failure = error
     lost = lost_output(output)
     if failure is not None and lost is None:
-        raise failure  # it was not about the output
+        if failure.filename is None:
+            raise failure  # neither about the output nor about a file that was named
+        # Whatever is wrong with a path, a name too long or a loop of links, the user gets the reason.
+        code = _told(f"{shown(str(failure.filename))} cannot be used: {failure.strerror}", 2)
     if isinstance(lost, BrokenPipeError) and code in (0, 1):  # 1: what rich and typer make of it
         code = READER_GONE
     elif lost is not None and code == 0:
@@ -69,7 +73,7 @@ def _warn(message: Warning | str, *place: object, **more: object) -> None:
     """Print a warning as one line, without the place in the code that it came from."""
     from agilerl.cli.output import say
 
-    say(f"warning: {' '.join(str(message).split())}")
+    say(f"warning: {_line(str(message))}")
 
 
 def _fail(message: str, code: int) -> None:
@@ -81,10 +85,14 @@ def _told(message: str, code: int) -> int:
     """Print one line, whatever the message is made of; return the exit code."""
     from agilerl.cli.output import say
 
+    line = _line(message)
+    say(line if code == 130 else f"error: {line}")
+    return code
+
+
+def _line(message: str) -> str:
+    """Return a message as one line of bounded length that controls no terminal."""
     # The bytes of a name that is no text in this locale are shown as such.
     readable = (f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else c for c in message)
     line = " ".join("".join(c if c.isprintable() else " " for c in readable).split())
-    if len(line) > _LONGEST:
-        line = f"{line[: _LONGEST - 3]}..."
-    say(line if code == 130 else f"error: {line}")
-    return code
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."

@@ -43,8 +43,13 @@ AllowCode = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""
+    if context.invoked_subcommand is None and not version:
+        typer.echo(context.get_help())
     if version:
         from agilerl import __version__
 

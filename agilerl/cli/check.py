@@ -78,7 +78,7 @@ def _made(make: Callable[..., Any], name: str, settings: Mapping[str, Any]) -> "
         return as_text_env(make(**settings))
     except AgileRLError:
         raise
-    except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
+    except (Exception, SystemExit) as error:  # whatever a foreign constructor raises, the user gets its reason
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
         raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}") from error
 
@@ -112,6 +112,6 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"expected key=value as a setting of the environment, found {shown(setting)}")
         try:
             keywords[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a 31st of June
             raise ConfigError(f"expected a YAML value for {key}, found {shown(value)}") from error
     return keywords

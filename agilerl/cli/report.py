@@ -29,9 +29,10 @@ def default_report(runs: Sequence[Path]) -> Path:
     """
     if len(runs) == 1:
         return runs[0] / "report.html"
-    names = [path.resolve().name for path in runs]
+    places = [Path(os.path.abspath(path)) for path in runs]
+    names = [place.name for place in places]
     if len(set(names)) < len(names):
-        names = ["-".join(path.resolve().parts[-2:]) for path in runs]
+        names = ["-".join(place.parts[-2:]) for place in places]
     name = "-".join(names)
     if len(os.fsencode(name)) > _LONGEST_NAME:
         shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")

@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+_LONGEST_NAME = 255
+"""Bytes of a name, on all common file systems; the folders above it would be made before the disk says so."""
+
+
 def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfig:
     """Return the configuration that a command line asks for: a manifest, overrides ``section.key=value``, a seed.
 
@@ -176,6 +180,8 @@ def check_place(root: Path) -> None:
     """Raise CheckpointError where no run can be written, before anything slow is done; writes nothing."""
     from agilerl.runs.directory import check_vacant
 
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in root.parts):
+        raise CheckpointError(f"the directory {shown(str(root))} cannot be used: File name too long")
     try:
         str(root).encode()
     except UnicodeEncodeError:  # the tokenizer's library takes no such name, and says so when the run is over
@@ -183,6 +189,11 @@ def check_place(root: Path) -> None:
             f"the run directory {shown(str(root))} has a name that is no text in this locale; choose another name, or "
             "set LC_ALL=C.UTF-8"
         ) from None
+    for path in (root, *root.absolute().parents):
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"the run directory {shown(str(root))} cannot be made: {shown(str(path))} is a link that leads nowhere"
+            )
     try:
         check_vacant(root)
         above = next(path for path in (root, *root.absolute().parents) if path.exists())

@@ -138,6 +138,8 @@ def _parquet(path: Path) -> Table:
 
     showing = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
         with tempfile.TemporaryDirectory() as cache:
             dataset = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
@@ -145,6 +147,7 @@ def _parquet(path: Path) -> Table:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason[:300]}") from error
     finally:
+        datasets.logging.set_verbosity(level)
         if showing:
             datasets.enable_progress_bars()
     return Table(dataset, list(dataset.column_names))

@@ -64,7 +64,9 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     try:
         with torch_restored():
             found: Any = run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
-    except (Exception, SystemExit) as error:  # whatever foreign code raises, the user gets its reason
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever foreign code raises, the user gets its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if part not in vars(found):
