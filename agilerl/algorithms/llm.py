@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from agilerl.algorithms.state import (
     write_state,
 )
 from agilerl.algorithms.update import Experience, usual_micro_rows
-from agilerl.arguments import Count, Location, Name, Whole, checked
+from agilerl.arguments import Count, Hint, Location, Name, Whole, checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
@@ -91,7 +91,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         device: str | torch.device | None = None,
         accelerator: Any = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
-        loss: LossFunction | None = None,
+        loss: Annotated[LossFunction | None, Hint("pass a function of LossInputs, or a PolicyLoss")] = None,
         **arguments: Any,
     ) -> None:
         own, options = self._split_documented(arguments)

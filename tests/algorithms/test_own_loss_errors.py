@@ -93,7 +93,7 @@ def test_a_wrong_result_is_told_in_a_sentence(loss: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (3, "loss must be a function of LossInputs that returns a scalar tensor, found 3 of type int"),
+        (3, "a function .* for loss, found 3; pass a function of LossInputs"),
         (lambda: None, "must take one argument, the LossInputs; it takes none"),
         (lambda *, inputs: None, "as its first argument, by position"),
         (
@@ -133,9 +133,9 @@ def test_a_kl_part_needs_the_reference_and_fixed_length_its_length() -> None:
 
 @pytest.mark.parametrize(
     ("slopes", "found"),
-    [(torch.zeros(16, 3), r"shape \(16, 3\)"), (torch.zeros(16), r"shape \(16,\)"), ([0.0], "list")],
+    [(torch.zeros(16, 3), r"shape \(16, 3\)"), (torch.zeros(16), r"shape \(16,\)"), ([0.0], r"\[0\.0\] of type list")],
 )
 def test_tangents_of_another_shape_are_refused(slopes: Any, found: str) -> None:
     agent, batch = trained()
-    with pytest.raises(ConfigError, match=rf"one number for each entry of agent.logprobs\(batch\), found {found}"):
+    with pytest.raises(ConfigError, match=f"found {found}"):
         agent.accumulate_tangents(batch, slopes)
