@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.algorithms.policy import record_batch
+from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked

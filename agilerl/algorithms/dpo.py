@@ -8,8 +8,8 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
+from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.reference import ReferenceLogprobs
-from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (

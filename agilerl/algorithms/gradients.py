@@ -5,23 +5,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.losses import LossFunction, compute_loss
-from agilerl.algorithms.policy import record_idle
+from agilerl.algorithms.custom_loss import LossFunction, compute_loss
+from agilerl.algorithms.learner import Experience, Learner
+from agilerl.algorithms.metrics import record_idle
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer
 from agilerl.models.agreement import agreed
 from agilerl.models.memory import attempt
 from agilerl.models.slots import AdapterStore
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
-    from agilerl.algorithms.update import Experience
 
 __all__ = ["Piece", "Share", "accumulate", "accumulate_all"]
 
@@ -33,8 +30,8 @@ _HEADER = 8
 class Piece:
     """One micro-batch of one agent and the window it belongs to."""
 
-    agent: "LLMAlgorithm"
-    experience: "Experience"
+    agent: Learner
+    experience: Experience
     rows: Tensor
     denominator: float
     loss: LossFunction | None = None
@@ -49,8 +46,8 @@ class Piece:
 class Share:
     """Rows of one agent that go into one optimizer step together."""
 
-    agent: "LLMAlgorithm"
-    experience: "Experience"
+    agent: Learner
+    experience: Experience
     rows: Tensor
     denominator: float
     metrics: MetricReducer
@@ -82,7 +79,7 @@ class _Overflow(NamedTuple):
     """Rows of it where it was of one agent alone, else 0."""
 
 
-def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list["LLMAlgorithm"]:
+def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list[Learner]:
     """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
 
     All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
@@ -91,7 +88,7 @@ def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: b
     are what they would be without them. Where several processes share the agents, each computes some of the
     micro-batches, and all of them return with the gradients, metrics and verdicts of the whole.
     """
-    store, unfit, left = runtime.store, list["LLMAlgorithm"](), list(shares)
+    store, unfit, left = runtime.store, list[Learner](), list(shares)
     before = runtime.limits.train_tokens
     slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
     pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}

@@ -8,51 +8,26 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
+from agilerl.algorithms.custom_loss import LossFunction, check_loss
+from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.losses import LossFunction, check_loss
+from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.policy import (
     GroupConfig,
     PolicyConfig,
     behaviour_entropy,
-    behaviour_logprobs,
-    check_turn_rewards,
     check_weight_bounds,
     is_off_policy,
-    per_turn_sums,
-    record_policy,
-    reference_logprobs,
-    reported_logprobs,
+    sampled_logprobs,
 )
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
-from agilerl.algorithms.update import Experience
 from agilerl.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
-from agilerl.functional import (
-    MetricReducer,
-    aggregate,
-    broadcast_rows,
-    broadcast_turns,
-    cispo,
-    clipped_surrogate,
-    fill_masked,
-    group_advantages,
-    importance_ratio,
-    informative_groups,
-    kl_estimate,
-    kl_shaped_advantages,
-    log_ratio,
-    masked_whiten,
-    mismatch_weights,
-    nonzero_advantage_rows,
-    normaliser,
-    overlong_penalty,
-    pool_log_ratio,
-    top_entropy_mask,
-    turn_advantages,
-)
+from agilerl.functional import MetricReducer, fill_masked, nonzero_advantage_rows, normaliser, top_entropy_mask
 from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
 from agilerl.validation import nearest, validated
@@ -134,16 +109,8 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return advantages and the log-probs that the objective compares with."""
         c = self.config
-        graded = batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1)
-        batch = batch.select(graded)  # a row without a grade teaches nothing
-        old = None
-        if is_off_policy(self, batch) or c.kl_when_sampled:
-            old = behaviour_logprobs(self, batch)
-        reported = reported_logprobs(self, batch)
-        ref = reference_logprobs(self, batch) if c.beta > 0 else None
-        kl = None
-        if c.kl_when_sampled and old is not None and ref is not None:
-            kl = self.sampled_kl(old, ref, batch.action_mask)
+        batch = batch.select(batch.graded)  # a row without a grade teaches nothing
+        old, reported, ref, kl = sampled_logprobs(self, batch)
         advantages = self.credit(batch, kl)
         kept = self._kept_rows(batch, advantages)
         if not kept.all():
@@ -161,61 +128,25 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
 
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""
-        c, mask = self.config, batch.action_mask
-        heads, places = batch.heads()
-        rewards = self._episode_rewards(batch, kl, heads, places)
-        groups = batch.groups[heads]
-        if c.advantage_level == "turn":
-            check_turn_rewards(batch)
-            by_turn = turn_advantages(
-                rewards,
-                groups,
-                torch.arange(rewards.shape[1], device=rewards.device).expand(rewards.shape),
-                norm=c.adv_norm,
-                adv_eps=c.adv_eps,
-                trajectory_fallback=c.turn_advantage_trajectory_fallback,
-            )
-            advantages = broadcast_turns(by_turn[places], batch.turn_ids)
-            telling = broadcast_turns(informative_groups(by_turn, groups)[places], batch.turn_ids)
-        else:
-            by_episode = group_advantages(rewards.nansum(dim=1), groups, norm=c.adv_norm, adv_eps=c.adv_eps)
-            advantages = broadcast_rows(by_episode[places], mask)
-            telling = broadcast_rows(informative_groups(by_episode[:, None], groups)[places, 0], mask)
-        return self.shaped_advantages(advantages, mask, kl, whiten=telling if c.whiten_advantages else None)
+        advantages, telling = group_credit(self.config, batch, self.shaped_rewards(batch, kl))
+        return self.shaped_advantages(
+            advantages, batch.action_mask, kl, whiten=telling if self.config.whiten_advantages else None
+        )
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""
-        c, mask = self.config, inputs.mask
-        ratios = log_ratio(inputs.logp, inputs.old_logp, mask)
-        pooled = pool_log_ratio(ratios, mask, c.ratio_level, turn_ids=inputs.turn_ids, reduction=c.pooling)
-        ratio = importance_ratio(pooled)
-        if c.loss_type == "cispo":
-            low, high = c.weight_range
-            loss = cispo(ratio, inputs.advantages, inputs.logp, clip_max=high, clip_min=low)
-        else:
-            low, high = c.clip_range
-            loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta)
-        if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
-            loss = loss * mismatch_weights(
-                inputs.old_logp,
-                inputs.sampling_logp,
-                mask,
-                c.vllm_importance_sampling_mode,
-                cap=c.vllm_importance_sampling_cap,
-            )
-        metrics.add("policy_loss", loss, mask)
-        if inputs.ref_logp is not None:
-            kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
-            metrics.add("kl", kl, mask)
-            if c.kl_in_loss:
-                limit = c.kl_clamp_value
-                loss = loss + self.kl_coef * (kl if limit is None else kl.clamp(-limit, limit))
-        if c.entropy_coef > 0 and inputs.entropy is not None:
-            loss = loss - c.entropy_coef * inputs.entropy
-        record_policy(inputs, ratio, low, high, metrics)
-        total = aggregate(loss, mask, c.loss_norm, inputs.denominator)
-        metrics.add("loss", total, reduction="sum")
-        return total
+        c = self.config
+        surrogate: Surrogate = "cispo" if c.loss_type == "cispo" else "clipped"
+        parts = PolicyParts.of(
+            c,
+            self.kl_coef,
+            ratio=c.ratio_level,
+            pooling=c.pooling,
+            surrogate=surrogate,
+            bounds=c.weight_range if surrogate == "cispo" else c.clip_range,
+            aggregation=c.loss_norm,
+        )
+        return policy_objective(inputs, parts, metrics)
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return what ``loss_norm`` divides by."""
@@ -225,42 +156,13 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
 
     def shaped_rewards(self, batch: RolloutBatch, kl: Tensor | None) -> Tensor:
         """Return the turn rewards ``[B, K]`` less the punishment of length and, if placed here, less the KL."""
-        c, rewards, turns = self.config, batch.rewards, batch.rewards.shape[1]
-        if c.overlong_cache_tokens is not None and c.max_output_tokens is not None:
-            played = int(batch.turn_ids.max()) + 1 if len(batch) else 1
-            lengths = per_turn_sums(batch.action_mask.float(), batch.turn_ids, played)
-            punishment = overlong_penalty(lengths, c.max_output_tokens, c.overlong_cache_tokens)
-            for k in range(played):
-                column = min(k, turns - 1)
-                rewards = rewards.index_add(1, torch.tensor([column]), punishment[:, k : k + 1])
-        if kl is not None and c.kl_placement == "reward":
-            rewards = rewards - self.kl_coef * per_turn_sums(kl, batch.turn_ids, turns)
-        return rewards
-
-    def _episode_rewards(self, batch: RolloutBatch, kl: Tensor | None, heads: Tensor, places: Tensor) -> Tensor:
-        """Return the shaped turn rewards of each episode ``[E, K]``: what its rows add or take off, put together."""
-        shaped = self.shaped_rewards(batch, kl)
-        if batch.episodes is None:
-            return shaped
-        change = (shaped - batch.rewards).nan_to_num(nan=0.0)
-        return batch.rewards[heads] + torch.zeros_like(batch.rewards[heads]).index_add(0, places, change)
+        return shaped_rewards(self.config, batch, kl, self.kl_coef)
 
     def shaped_advantages(
         self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: Tensor | None = None
     ) -> Tensor:
-        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for.
-
-        ``whiten`` ``[B, L]`` marks the tokens that are whitened; None: none.
-        """
-        c = self.config
-        if kl is not None and c.kl_placement == "advantage":
-            advantages = fill_masked(advantages - self.kl_coef * kl, mask)
-        if kl is not None and c.use_kl_advantage_shaping:
-            advantages = kl_shaped_advantages(advantages, kl, mask, self.kl_coef)
-        if whiten is not None:
-            # The mean of the others is no reason to move a group whose completions all earned the same.
-            advantages = masked_whiten(advantages, mask, over=whiten)
-        return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
+        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for."""
+        return shaped_advantages(self.config, advantages, mask, kl, self.kl_coef, whiten=whiten)
 
     def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         c = self.config

@@ -15,12 +15,13 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.agent_json import read_agent_json
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
+from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import Environment, examine, of_all
 from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests, prompt_ids
 from agilerl.algorithms.health import Health
+from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
-from agilerl.algorithms.losses import LossFunction, check_loss, check_restored
 from agilerl.algorithms.primitives import TrainingPrimitives
 from agilerl.algorithms.reference import ReferencePolicy
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
@@ -37,7 +38,7 @@ from agilerl.algorithms.state import (
     save_folder,
     write_state,
 )
-from agilerl.algorithms.update import Experience, usual_micro_rows
+from agilerl.algorithms.update import usual_micro_rows
 from agilerl.arguments import Count, Hint, Location, Name, Whole, checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError

@@ -1,48 +1,29 @@
-"""What all policy-gradient algorithms share: their hyperparameters, whose log-probs count as old, and the metrics."""
+"""What all policy-gradient algorithms share: their hyperparameters, and whose log-probs count as old."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
+from agilerl.algorithms.learner import Learner, PolicyLearner
 from agilerl.algorithms.llm_config import LLMConfig
 from agilerl.algorithms.reference import ReferenceLogprobs
 from agilerl.algorithms.surrogate import SurrogateConfig
-from agilerl.data import LossInputs, RolloutBatch
-from agilerl.errors import ConfigError
-from agilerl.functional import (
-    LOSS_NORM_ALIASES,
-    AdvantageNorm,
-    LossNorm,
-    MetricReducer,
-    PoolingLevel,
-    Reduction,
-    clip_regions,
-    masked_sum,
-    zero_variance_groups,
-)
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.data import RolloutBatch
+from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, LossNorm, PoolingLevel
 
 __all__ = [
     "GroupConfig",
     "PolicyConfig",
     "behaviour_entropy",
     "behaviour_logprobs",
-    "check_turn_rewards",
+    "Sampled",
     "check_weight_bounds",
-    "check_whole_episodes",
     "is_off_policy",
-    "per_turn_sums",
-    "record_batch",
-    "record_idle",
-    "record_policy",
-    "record_tokens",
     "reference_logprobs",
     "reported_logprobs",
     "sampled_as_trained",
+    "sampled_logprobs",
 ]
 
 
@@ -53,6 +34,7 @@ class PolicyConfig(LLMConfig):
         group_size: int
         max_output_tokens: int | None
         clip_coef: Any
+        kl_placement: str
 
         @property
         def clip_range(self) -> tuple[float, float]: ...  # noqa: D102
@@ -207,19 +189,19 @@ def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None
         raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")
 
 
-def is_off_policy(agent: "LLMAlgorithm", batch: RolloutBatch) -> bool:
+def is_off_policy(agent: Learner, batch: RolloutBatch) -> bool:
     """Return whether the ratio leaves 1: the batch takes more than one optimizer step, or has been learned from."""
     several = agent.config.update_epochs > 1 or len(batch) > agent.window_rows
     return several or (agent.learns_again and sampled_as_trained(agent, batch))
 
 
-def sampled_as_trained(agent: "LLMAlgorithm", batch: RolloutBatch) -> bool:
+def sampled_as_trained(agent: Learner, batch: RolloutBatch) -> bool:
     """Return whether the log-probs that came with a batch are what the trainer's own forward would have said."""
     runtime = agent.runtime
     return batch.sampling_logps is not None and runtime.engine.exact and runtime.base.decodes_exactly
 
 
-def behaviour_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
+def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return old log-probs ``[B, L]``: those of the policy at rollout.
 
     Our own engine's log-probs are the policy's, so they serve as old ones without a second forward, unless it rounds in
@@ -230,12 +212,12 @@ def behaviour_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
     return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_rows(batch))
 
 
-def reported_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor | None:
+def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
     """Return the log-probs ``[B, L]`` that a foreign engine reported of its samples; None where it is our own."""
     return None if agent.runtime.engine.exact else batch.sampling_logps
 
 
-def reference_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
+def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
 
     Completions that several agents, or one agent several times, drew for a prompt are computed once.
@@ -244,92 +226,35 @@ def reference_logprobs(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
     return known.logprobs(batch, agent.reference_slot, agent.reference_key, rows, _temperature(agent))
 
 
-def behaviour_entropy(agent: "LLMAlgorithm", batch: RolloutBatch) -> Tensor:
+class Sampled(NamedTuple):
+    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare the policy's with."""
+
+    old: Tensor | None
+    """Of the policy at rollout; None where nothing needs them."""
+    reported: Tensor | None
+    """As a foreign engine reported them; None where it is our own."""
+    ref: Tensor | None
+    """Of the reference; None without a KL."""
+    kl: Tensor | None
+    """Detached KL of each token, where it is needed before the update."""
+
+
+def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
+    """Compute what a batch is compared with, having adapted the weight of the KL to it."""
+    c = agent.config
+    old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
+    reported = reported_logprobs(agent, batch)
+    ref = reference_logprobs(agent, batch) if c.beta > 0 else None
+    kl = None
+    if c.kl_when_sampled and old is not None and ref is not None:
+        kl = agent.sampled_kl(old, ref, batch.action_mask)
+    return Sampled(old, reported, ref, kl)
+
+
+def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
     return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_rows(batch)).cpu()
 
 
-def per_turn_sums(values: Tensor, turn_ids: Tensor, turns: int) -> Tensor:
-    """Return the sums ``[B, turns]`` of token values ``[B, L]`` over each turn; turns beyond the last join it."""
-    last = turn_ids.clamp(max=turns - 1)
-    return torch.stack([masked_sum(values, last == k, -1) for k in range(turns)], dim=1)
-
-
-def check_turn_rewards(batch: RolloutBatch) -> None:
-    """Raise ConfigError unless every turn of the batch has a column of rewards."""
-    turns, played = batch.rewards.shape[1], int(batch.turn_ids.max()) + 1 if len(batch) else 0
-    if played > turns:
-        raise ConfigError(
-            f"credit by turn needs a reward for each turn, found {played} turns and rewards for {turns}; give rewards "
-            "[rows, turns], or advantage_granularity='trajectory'"
-        )
-
-
-def check_whole_episodes(algorithm: str, batch: RolloutBatch) -> None:
-    """Raise ConfigError where an episode is several rows, for credit that runs from token to token."""
-    if batch.episodes is not None:
-        raise ConfigError(
-            f"{algorithm} carries credit from token to token, found episodes whose context was rewritten on the way "
-            "(a sliding window, or a chat template that changes earlier turns), which are several rows each; use GRPO, "
-            "or let transcripts grow only"
-        )
-
-
-def _temperature(agent: "LLMAlgorithm") -> float:
+def _temperature(agent: Learner) -> float:
     return float(getattr(agent.config, "temperature", 1.0))
-
-
-def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
-    """Add what rewards and lengths say before any update; a row without a grade has no reward, not one of 0."""
-    heads, _ = batch.heads()  # an episode of several rows has one return
-    rewards, groups = batch.rewards[heads], batch.groups[heads]
-    graded = rewards.isfinite().any(dim=1) & ~rewards.isinf().any(dim=1)
-    returns = rewards.nansum(dim=1)[graded]
-    lengths = batch.action_mask.sum(dim=1)
-    metrics.add("reward", returns)
-    metrics.add("reward_std", returns, reduction="std")
-    metrics.add("frac_reward_zero_std", zero_variance_groups(returns, groups[graded]))
-    metrics.add("completions/mean_length", lengths)
-    metrics.add("completions/min_length", lengths, reduction="min")
-    metrics.add("completions/max_length", lengths, reduction="max")
-    if batch.truncated is not None:
-        metrics.add("completions/clipped_ratio", batch.truncated)
-
-
-_ADVANTAGES: dict[str, Reduction] = {"advantages/mean": "mean", "advantages/std": "std", "advantages/abs_mean": "mean"}
-
-
-def record_idle(tokens: int, metrics: MetricReducer) -> None:
-    """Count action tokens that were not computed because their advantages, and so all of these metrics, are 0."""
-    if tokens:
-        zeros = torch.zeros(tokens)
-        for name in ("policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
-            metrics.add(name, zeros)
-        for name, reduction in _ADVANTAGES.items():
-            metrics.add(name, zeros, reduction=reduction)
-
-
-@torch.no_grad()
-def record_policy(inputs: LossInputs, ratio: Tensor, low: float, high: float, metrics: MetricReducer) -> None:
-    """Add the metrics of a policy update; ``low`` and ``high`` bound the ratio."""
-    below, above = clip_regions(ratio, inputs.advantages, 1 - low, high - 1)
-    metrics.add("clip_ratio/low_mean", below, inputs.mask)
-    metrics.add("clip_ratio/high_mean", above, inputs.mask)
-    metrics.add("clip_ratio/region_mean", below | above, inputs.mask)
-    record_tokens(inputs, ratio, metrics)
-
-
-@torch.no_grad()
-def record_tokens(inputs: LossInputs, ratio: Tensor, metrics: MetricReducer) -> None:
-    """Add the metrics of a policy update that no clip bound enters."""
-    mask, advantages = inputs.mask, inputs.advantages
-    for reduction in ("mean", "min", "max"):
-        metrics.add(f"is_ratio/{reduction}", ratio, mask, reduction=reduction)
-    for name, reduction in _ADVANTAGES.items():
-        metrics.add(name, advantages.abs() if name.endswith("abs_mean") else advantages, mask, reduction=reduction)
-    if inputs.entropy is not None:
-        metrics.add("entropy", inputs.entropy, mask)
-    if inputs.sampling_logp is not None:
-        gap = (inputs.old_logp - inputs.sampling_logp).abs()
-        metrics.add("sampling/sampling_logp_difference/mean", gap, mask)
-        metrics.add("sampling/sampling_logp_difference/max", gap, mask, reduction="max")

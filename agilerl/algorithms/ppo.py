@@ -9,40 +9,26 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
+from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import (
-    behaviour_logprobs,
-    check_whole_episodes,
-    is_off_policy,
-    per_turn_sums,
-    record_policy,
-    reference_logprobs,
-    reported_logprobs,
-)
+from agilerl.algorithms.objective import PolicyParts, policy_objective
+from agilerl.algorithms.policy import is_off_policy, sampled_logprobs
 from agilerl.algorithms.schedules import lr_factor
 from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
-from agilerl.algorithms.update import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
     LossNorm,
     MetricReducer,
-    aggregate,
     broadcast_turns,
-    clipped_surrogate,
     explained_variance,
-    fill_masked,
     gae,
-    importance_ratio,
     kl_estimate,
-    kl_shaped_advantages,
-    log_ratio,
     masked_whiten,
-    mismatch_weights,
     normaliser,
     place_rewards,
-    pool_log_ratio,
     pool_turn_values,
     value_clip_region,
     value_loss,
@@ -154,17 +140,9 @@ class PPO(AdaptiveKL, LLMAlgorithm):
         """Return advantages, the critic's targets, and the log-probs and values that the objective compares with."""
         c = self.config
         check_whole_episodes("PPO", batch)
-        # A row without a grade teaches nothing; an infinite reward is no grade either.
-        batch = batch.select(batch.rewards.isfinite().any(dim=1) & ~batch.rewards.isinf().any(dim=1))
+        batch = batch.select(batch.graded)  # a row without a grade teaches nothing
         batch = replace(batch, rewards=_turn_rewards(batch))
-        old = None
-        if is_off_policy(self, batch) or c.kl_when_sampled:
-            old = behaviour_logprobs(self, batch)
-        reported = reported_logprobs(self, batch)
-        ref = reference_logprobs(self, batch) if c.beta > 0 else None
-        kl = None
-        if c.kl_when_sampled and old is not None and ref is not None:
-            kl = self.sampled_kl(old, ref, batch.action_mask)
+        old, reported, ref, kl = sampled_logprobs(self, batch)
         values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_rows(batch)).to(batch.ids.device)
         advantages, values, returns = self.credit(batch, values, kl)
         metrics = {"explained_variance": float(explained_variance(values, returns, batch.action_mask))}
@@ -197,16 +175,7 @@ class PPO(AdaptiveKL, LLMAlgorithm):
             advantages = masked_whiten(advantages, mask)
         if by_turn:
             advantages, values, returns = (broadcast_turns(x, turn_ids) for x in (advantages, values, returns))
-        return self._shaped(advantages, batch.action_mask, kl), values, returns
-
-    def _shaped(self, advantages: Tensor, mask: Tensor, kl: Tensor | None) -> Tensor:
-        """Return advantages ``[B, L]`` with the KL where it is placed here, clamped as asked for."""
-        c = self.config
-        if kl is not None and c.kl_placement == "advantage":
-            advantages = fill_masked(advantages - self.kl_coef * kl.to(advantages.device), mask)
-        if kl is not None and c.use_kl_advantage_shaping:
-            advantages = kl_shaped_advantages(advantages, kl.to(advantages.device), mask, self.kl_coef)
-        return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
+        return shaped_advantages(c, advantages, batch.action_mask, kl, self.kl_coef), values, returns
 
     def has_turns(self, batch: RolloutBatch) -> bool:
         """Return whether turns are units of this batch: somebody took a second one, or the user insists on turns."""
@@ -215,31 +184,19 @@ class PPO(AdaptiveKL, LLMAlgorithm):
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""
-        c, mask = self.config, inputs.mask
+        c = self.config
         turns = inputs.turn_ids if inputs.turn_ids is not None and bool((inputs.turn_ids >= 0).any()) else None
-        ratios = log_ratio(inputs.logp, inputs.old_logp, mask)
-        level: Literal["token", "turn"] = "turn" if c.turn_level_clip and turns is not None else "token"
-        ratio = importance_ratio(pool_log_ratio(ratios, mask, level, turn_ids=turns, reduction=c.turn_ratio_pooling))
-        low, high = c.clip_range
-        loss = clipped_surrogate(ratio, inputs.advantages, 1 - low, high - 1, dual_clip=c.dual_clip, delta=c.delta)
-        if inputs.sampling_logp is not None and c.vllm_importance_sampling_correction:
-            mode, cap = c.vllm_importance_sampling_mode, c.vllm_importance_sampling_cap
-            loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, mode, cap=cap)
-        metrics.add("policy_loss", loss, mask)
-        if inputs.ref_logp is not None:
-            kl = kl_estimate(inputs.logp, inputs.ref_logp, c.kl_estimator)
-            metrics.add("kl", kl, mask)
-            if c.kl_in_loss:
-                limit = c.kl_clamp_value
-                loss = loss + self.kl_coef * (kl if limit is None else kl.clamp(-limit, limit))
-        if c.entropy_coef > 0 and inputs.entropy is not None:
-            loss = loss - c.entropy_coef * inputs.entropy
-        metrics.add("approx_kl", kl_estimate(inputs.old_logp, inputs.logp), mask)
-        record_policy(inputs, ratio, low, high, metrics)
-        loss = loss + c.vf_coef * self._value_error(inputs, turns, metrics)
-        total = aggregate(loss, mask, c.loss_norm, inputs.denominator)
-        metrics.add("loss", total, reduction="sum")
-        return total
+        parts = PolicyParts.of(
+            c,
+            self.kl_coef,
+            ratio="turn" if c.turn_level_clip and turns is not None else "token",
+            pooling=c.turn_ratio_pooling,
+            surrogate="clipped",
+            bounds=c.clip_range,
+            aggregation=c.loss_norm,
+        )
+        metrics.add("approx_kl", kl_estimate(inputs.old_logp, inputs.logp), inputs.mask)
+        return policy_objective(inputs, parts, metrics, c.vf_coef * self._value_error(inputs, turns, metrics))
 
     def _value_error(self, inputs: LossInputs, turns: Tensor | None, metrics: MetricReducer) -> Tensor:
         """Return half the clipped squared error of each token's value ``[b, L]``; a turn's is on each of its tokens."""

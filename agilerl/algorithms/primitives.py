@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from agilerl.algorithms.custom_loss import LossFunction, tangent_loss
 from agilerl.algorithms.experiences import check_fits, to_batch
-from agilerl.algorithms.losses import LossFunction, tangent_loss
-from agilerl.algorithms.update import Experience, accumulate_batch, learn_together, optim_step
+from agilerl.algorithms.learner import Experience
+from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.arguments import Positive, checked
 from agilerl.data import RolloutBatch
 from agilerl.data.union import union

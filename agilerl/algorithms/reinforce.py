@@ -7,9 +7,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.credit import check_turn_rewards, check_whole_episodes, per_turn_sums
 from agilerl.algorithms.grpo import GRPO
 from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import PolicyConfig, check_turn_rewards, check_whole_episodes, per_turn_sums
+from agilerl.algorithms.policy import PolicyConfig
 from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.data import RolloutBatch
 from agilerl.functional import (

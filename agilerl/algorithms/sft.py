@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
-from agilerl.algorithms.update import Experience
+from agilerl.algorithms.learner import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.agent_json import like, read_agent_json
-from agilerl.algorithms.losses import loss_name
+from agilerl.algorithms.custom_loss import loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, WriteError

@@ -5,16 +5,17 @@ is nothing but a sequence of the two, and so is whatever a user builds of ``agen
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from agilerl.algorithms.custom_loss import LossFunction, loss_denominator
 from agilerl.algorithms.gradients import Piece, Share, accumulate, accumulate_all
-from agilerl.algorithms.losses import LossFunction, loss_denominator
-from agilerl.algorithms.policy import record_batch, sampled_as_trained
+from agilerl.algorithms.learner import Experience, Learner
+from agilerl.algorithms.metrics import record_batch
+from agilerl.algorithms.policy import sampled_as_trained
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
@@ -23,9 +24,6 @@ from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
 from agilerl.sizes import MICRO_TOKENS
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
 
 __all__ = [
     "Experience",
@@ -39,43 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Experience:
-    """A whole batch of one agent, ready to be cut into optimizer windows."""
-
-    batch: RolloutBatch
-    advantages: Tensor
-    """[B, L] advantage of each token, detached."""
-    old_logp: Tensor | None = None
-    """[B, L] log-probs of the sampling policy; None: the update is on-policy, so they are the current ones."""
-    ref_logp: Tensor | None = None
-    """[B, L] log-probs of the reference; None when no term needs them."""
-    sampling_logp: Tensor | None = None
-    """[B, L] log-probs reported by a foreign sampler."""
-    old_values: Tensor | None = None
-    """[B, L] the critic's values before the update; None without a critic."""
-    returns: Tensor | None = None
-    """[B, L] targets of the critic."""
-    idle: Tensor | None = None
-    """[B] bool, True for rows whose gradient is exactly zero: counted in every normaliser, never computed."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What only the whole batch can tell, reported with the metrics of the update."""
-
-    def __len__(self) -> int:
-        return len(self.batch)
-
-    def select(self, rows: Tensor | slice) -> "Experience":
-        """Return the experience of some rows, cut to the shortest padded length that holds them."""
-        batch = self.batch.select(rows)
-        width = batch.action_mask.shape[1]
-        picked: dict[str, Any] = {"batch": batch, "metrics": self.metrics}
-        for name in (f.name for f in fields(self) if f.name not in picked):
-            value = getattr(self, name)
-            picked[name] = value if value is None else value[rows] if value.dim() == 1 else value[rows][:, :width]
-        return Experience(**picked)
-
-
-def usual_micro_rows(agent: "LLMAlgorithm", batch: RolloutBatch) -> int:
+def usual_micro_rows(agent: Learner, batch: RolloutBatch) -> int:
     """Return the rows of a micro-batch when the user gives no size: what ``MICRO_TOKENS`` padded tokens hold.
 
     Where processes share the agent, at most so many that each of them gets some of an optimizer step.
@@ -90,7 +52,7 @@ def usual_micro_rows(agent: "LLMAlgorithm", batch: RolloutBatch) -> int:
 class _Update:
     """What one agent does in this call of learn."""
 
-    agent: "LLMAlgorithm"
+    agent: Learner
     experience: Experience
     metrics: MetricReducer = field(default_factory=MetricReducer)
     outcome: Outcome = "ok"
@@ -112,7 +74,7 @@ class _Update:
                 self.windows.append(Share(agent, experience, rows, denominator, self.metrics))
 
 
-def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
+def _order(agent: Learner, rows: int, epoch: int) -> Tensor:
     """Return the rows of one epoch in random order; rows that belong together (a pair) stay side by side."""
     unit = agent.rows_per_unit
     units = agent.shuffle(rows // unit, epoch)
@@ -120,7 +82,7 @@ def _order(agent: "LLMAlgorithm", rows: int, epoch: int) -> Tensor:
 
 
 def learn_together(
-    agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch], sampled: Sequence[Outcome] | None = None
+    agents: Sequence[Learner], batches: Sequence[RolloutBatch], sampled: Sequence[Outcome] | None = None
 ) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
@@ -150,7 +112,7 @@ def learn_together(
     return [_finish(u) for u in updates]
 
 
-def _check_equal(runtime: Runtime, agents: Sequence["LLMAlgorithm"], batches: Sequence[RolloutBatch]) -> None:
+def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[RolloutBatch]) -> None:
     """Raise ConfigError unless all processes that share the agents are about to do the same with the same weights."""
     if runtime.processes.size == 1:
         return
@@ -169,7 +131,7 @@ def _check_equal(runtime: Runtime, agents: Sequence["LLMAlgorithm"], batches: Se
         )
 
 
-def _begin(agent: "LLMAlgorithm", batch: RolloutBatch, outcome: Outcome) -> _Update:
+def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome) -> _Update:
     nothing = batch.select(slice(0, 0))
     if outcome == "nonfinite":
         agent.skipped_steps += 1
@@ -183,7 +145,7 @@ def _begin(agent: "LLMAlgorithm", batch: RolloutBatch, outcome: Outcome) -> _Upd
 
 
 def accumulate_batch(
-    agent: "LLMAlgorithm", experience: Experience, loss: LossFunction | None, denominator: float | None
+    agent: Learner, experience: Experience, loss: LossFunction | None, denominator: float | None
 ) -> MetricReducer:
     """Add the gradient of one agent's rows, as a part of an optimizer step; returns the metrics of these rows.
 
@@ -202,7 +164,7 @@ def accumulate_batch(
     return metrics
 
 
-def clear_gradients(agents: Sequence["LLMAlgorithm"]) -> None:
+def clear_gradients(agents: Sequence[Learner]) -> None:
     """Forget what some agents have accumulated; other agents' gradients stay."""
     for agent in agents:
         for slot in agent.optimizer_settings():
@@ -210,7 +172,7 @@ def clear_gradients(agents: Sequence["LLMAlgorithm"]) -> None:
         agent.gradient_is_finite = True
 
 
-def optim_step(agents: Sequence["LLMAlgorithm"], metrics: Sequence[MetricReducer]) -> list[bool]:
+def optim_step(agents: Sequence[Learner], metrics: Sequence[MetricReducer]) -> list[bool]:
     """Clip, step and clear the accumulated gradients of some agents; returns which of them took the step.
 
     An agent steps as a whole: where a loss since its last step, or the gradient of one of its slots, is not finite, all

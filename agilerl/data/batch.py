@@ -45,6 +45,11 @@ class RolloutBatch:
         """[B] sum of the turn rewards."""
         return self.rewards.nansum(dim=1)
 
+    @property
+    def graded(self) -> Tensor:
+        """[B] bool, True for rows with a grade: some turn has a reward, and none an infinite one, which is no grade."""
+        return self.rewards.isfinite().any(dim=1) & ~self.rewards.isinf().any(dim=1)
+
     def heads(self) -> tuple[Tensor, Tensor]:
         """Return the first row of each episode ``[E]``, and for each row the place of its episode there ``[B]``."""
         if self.episodes is None:

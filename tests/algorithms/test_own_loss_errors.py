@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms.losses import PolicyLoss, loss_denominator
+from agilerl.algorithms.custom_loss import PolicyLoss, loss_denominator
 from agilerl.algorithms.update import learn_together
 from agilerl.data import collate
 from agilerl.errors import ConfigError

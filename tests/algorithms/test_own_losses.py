@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms import ALGORITHMS, GRPO, PPO
-from agilerl.algorithms.losses import PolicyLoss
+from agilerl.algorithms.custom_loss import PolicyLoss
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, collate
 from agilerl.errors import CheckpointError

@@ -4,13 +4,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.algorithms.policy import record_tokens
+from agilerl.algorithms.learner import Learner
+from agilerl.algorithms.metrics import record_tokens
+from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
@@ -21,22 +23,12 @@ from agilerl.functional import (
     MismatchMode,
     PoolingLevel,
     Reduction,
-    aggregate,
-    cispo,
-    clip_regions,
-    clipped_surrogate,
     importance_ratio,
     kl_estimate,
     log_ratio,
-    mismatch_weights,
     normaliser,
-    pool_log_ratio,
-    reinforce,
 )
 from agilerl.validation import nearest
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
 
 __all__ = [
     "LossFunction",
@@ -59,7 +51,6 @@ as ``clip_range``) get its present value, so they evolve. Metrics are tensors ``
 so, any other by the mean.
 """
 
-Surrogate = Literal["clipped", "cispo", "reinforce"]
 _RESERVED = (
     *("loss", "mean_loss", "mean_kl", "grad_norm", "learning_rate", "num_tokens", "skipped_steps"),
     *("reward", "reward_std", "frac_reward_zero_std"),
@@ -114,61 +105,36 @@ class PolicyLoss:
         vllm_importance_sampling_cap: float = 2.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the aggregated loss and its metrics; the keywords are the agent's hyperparameters."""
-        mask, advantages, metrics = inputs.mask, inputs.advantages, {}
-        ratio = self._ratio(inputs, pooling)
-        low, high = weight_range if self.surrogate == "cispo" else clip_range
-        if self.surrogate == "clipped":
-            loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=dual_clip, delta=delta)
-        elif self.surrogate == "cispo":
-            loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
-        elif self.surrogate == "reinforce":
-            loss = reinforce(inputs.logp, advantages)
-        else:
-            loss = _token_loss(self.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
-        if inputs.sampling_logp is not None and vllm_importance_sampling_correction:
-            mode, cap = vllm_importance_sampling_mode, vllm_importance_sampling_cap
-            loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, mode, cap=cap)
-        metrics["policy_loss"] = loss.detach()
-        if self.kl is not None:
-            kl = self._kl(inputs)
-            metrics["kl"] = kl.detach()
-            loss = loss + kl_coef * (kl if kl_clamp_value is None else kl.clamp(-kl_clamp_value, kl_clamp_value))
-        if entropy_coef > 0 and inputs.entropy is not None:
-            loss = loss - entropy_coef * inputs.entropy
-        metrics |= {f"is_ratio/{name}": ratio.detach() for name in ("mean", "min", "max")}
-        if self.surrogate in ("clipped", "cispo"):
-            below, above = clip_regions(ratio, advantages, 1 - low, high - 1)
-            names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-            metrics |= dict(zip(names, (below, above, below | above)))
-        how = self.aggregation or loss_norm
-        if isinstance(how, str):
-            return aggregate(loss, mask, how, inputs.denominator), metrics
-        return how(loss, mask, inputs.denominator), metrics
-
-    def _ratio(self, inputs: LossInputs, pooling: Literal["mean", "sum"]) -> Tensor:
-        if not isinstance(self.ratio, str):
-            return _token_loss(self.ratio(inputs), inputs.mask, "ratio")
-        ratios = log_ratio(inputs.logp, inputs.old_logp, inputs.mask)
-        pooled = pool_log_ratio(ratios, inputs.mask, self.ratio, turn_ids=inputs.turn_ids, reduction=pooling)
-        return importance_ratio(pooled)
-
-    def _kl(self, inputs: LossInputs) -> Tensor:
-        if inputs.ref_logp is None:
+        if self.kl is not None and inputs.ref_logp is None:
             raise ConfigError(
                 f"PolicyLoss(kl={self.kl!r}) needs the reference's log-probs, which an agent computes where its beta "
                 "is above 0; give the agent a beta, or leave kl out"
             )
-        if isinstance(self.kl, str):
-            return kl_estimate(inputs.logp, inputs.ref_logp, self.kl)
-        assert self.kl is not None
-        return _token_loss(self.kl(inputs.logp, inputs.ref_logp), inputs.mask, "kl")
-
-
-def _token_loss(values: Tensor, mask: Tensor, part: str) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != mask.shape:
-        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {found}")
-    return torch.where(mask, values, 0.0)
+        parts = PolicyParts(
+            ratio=self.ratio,
+            pooling=pooling,
+            surrogate=self.surrogate,
+            bounds=weight_range if self.surrogate == "cispo" else clip_range,
+            dual_clip=dual_clip,
+            delta=delta,
+            kl=self.kl,
+            kl_weight=kl_coef,
+            kl_clamp=kl_clamp_value,
+            entropy_coef=entropy_coef,
+            mismatch=vllm_importance_sampling_mode if vllm_importance_sampling_correction else None,
+            mismatch_cap=vllm_importance_sampling_cap,
+            aggregation=self.aggregation or loss_norm,
+        )
+        terms = policy_terms(inputs, parts)
+        metrics = {"policy_loss": terms.policy.detach()}
+        if terms.kl is not None:
+            metrics["kl"] = terms.kl.detach()
+        metrics |= {f"is_ratio/{name}": terms.ratio.detach() for name in ("mean", "min", "max")}
+        if terms.regions is not None:
+            below, above = terms.regions
+            names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+            metrics |= dict(zip(names, (below, above, below | above)))
+        return aggregated(terms.loss, inputs, parts), metrics
 
 
 # -- how an agent uses a loss function --------------------------------------------------------------------------------
@@ -182,7 +148,7 @@ def loss_name(loss: LossFunction) -> str:
     return str(getattr(inner, "__qualname__", type(inner).__name__))
 
 
-def check_loss(loss: LossFunction, agent: "LLMAlgorithm") -> None:
+def check_loss(loss: LossFunction, agent: Learner) -> None:
     """Raise ConfigError unless ``loss`` can be called with LossInputs and hyperparameters of ``agent``."""
     if not callable(loss):
         raise ConfigError(
@@ -203,7 +169,7 @@ def check_restored(name: str | None, loss: LossFunction | None) -> None:
         )
 
 
-def compute_loss(agent: "LLMAlgorithm", own: LossFunction | None, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+def compute_loss(agent: Learner, own: LossFunction | None, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
     """Return the scalar loss of a micro-batch: that of ``own``, else of the agent's loss, else of its algorithm."""
     loss = own if own is not None else agent.loss
     if loss is None:
@@ -223,7 +189,7 @@ def compute_loss(agent: "LLMAlgorithm", own: LossFunction | None, inputs: LossIn
     return value.to(inputs.logp)
 
 
-def loss_denominator(agent: "LLMAlgorithm", own: LossFunction | None, mask: Tensor) -> float:
+def loss_denominator(agent: Learner, own: LossFunction | None, mask: Tensor) -> float:
     """Return the denominator of a window from its mask ``[rows, L]``: that of PolicyLoss's aggregation, or the agent's.
 
     Raises ConfigError when ``fixed-length`` aggregation meets an agent without ``max_output_tokens``.
@@ -242,7 +208,7 @@ def tangent_loss(inputs: LossInputs) -> Tensor:
     return (inputs.logp * torch.where(inputs.mask, inputs.advantages.to(inputs.logp), 0.0)).sum()
 
 
-def _arguments(loss: LossFunction, agent: "LLMAlgorithm") -> dict[str, object]:
+def _arguments(loss: LossFunction, agent: Learner) -> dict[str, object]:
     """Return the parameters that a loss function has besides its inputs, and which object holds the value of each."""
     name = loss_name(loss)
     try:

@@ -1,0 +1,171 @@
+"""The objective of all policy gradients: a surrogate for each token, the KL, the entropy, and one number of them.
+
+    loss_t = surrogate(ratio_t, A_t) * mismatch_t + kl_weight * KL_t - entropy_coef * H_t
+    loss   = sum over rows of aggregate(loss_t) / denominator
+
+What the terms are is in :class:`PolicyParts`, the mathematics of each in ``agilerl.functional``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from agilerl.algorithms.metrics import record_policy
+from agilerl.algorithms.surrogate import SurrogateConfig
+from agilerl.data import LossInputs
+from agilerl.errors import ConfigError
+from agilerl.functional import (
+    KLEstimator,
+    LossNorm,
+    MetricReducer,
+    MismatchMode,
+    PoolingLevel,
+    aggregate,
+    cispo,
+    clip_regions,
+    clipped_surrogate,
+    importance_ratio,
+    kl_estimate,
+    log_ratio,
+    mismatch_weights,
+    pool_log_ratio,
+    reinforce,
+)
+
+__all__ = ["PolicyParts", "PolicyTerms", "Surrogate", "aggregated", "policy_objective", "policy_terms"]
+
+Surrogate = Literal["clipped", "cispo", "reinforce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts:
+    """What a policy objective is made of; a part is a name, or a function of a user that takes its place."""
+
+    ratio: PoolingLevel | Callable[[LossInputs], Tensor]
+    """Unit over which log-ratios are pooled."""
+    surrogate: Surrogate | Callable[[Tensor, Tensor, Tensor], Tensor]
+    bounds: tuple[float, float]
+    """Lower and upper bound of the ratio (clipped), or of the detached weight (cispo)."""
+    aggregation: LossNorm | Callable[[Tensor, Tensor, float], Tensor]
+    """How token losses become one number."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """What pooling takes of a unit's log-ratios."""
+    dual_clip: float | None = None
+    delta: float | None = None
+    kl: KLEstimator | Callable[[Tensor, Tensor], Tensor] | None = None
+    """Estimator of the KL; None: none, not even as a metric."""
+    kl_weight: float | None = None
+    """Weight of the KL in the loss; None: it is measured only."""
+    kl_clamp: float | None = None
+    """Most that the KL of a token counts for, in nats; None: whatever it is."""
+    entropy_coef: float = 0.0
+    mismatch: MismatchMode | None = None
+    """How tokens that a foreign engine sampled are weighted; None: not at all."""
+    mismatch_cap: float = 2.0
+
+    @classmethod
+    def of(cls, config: SurrogateConfig, kl_coef: float, **parts: Any) -> Self:
+        """Return the parts of a configuration; ``parts`` are those that it leaves open, or that take precedence."""
+        c = config
+        usual = {
+            "dual_clip": c.dual_clip,
+            "delta": c.delta,
+            "kl": c.kl_estimator,
+            "kl_weight": kl_coef if c.kl_in_loss else None,
+            "kl_clamp": c.kl_clamp_value,
+            "entropy_coef": c.entropy_coef,
+            "mismatch": c.vllm_importance_sampling_mode if c.vllm_importance_sampling_correction else None,
+            "mismatch_cap": c.vllm_importance_sampling_cap,
+        }
+        return cls(**{**usual, **parts})
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What a policy objective computed of each token, ``[b, L]``."""
+
+    loss: Tensor
+    """All terms together."""
+    policy: Tensor
+    """The surrogate alone, mismatch weights included."""
+    ratio: Tensor
+    regions: tuple[Tensor, Tensor] | None
+    """Tokens that the lower and the upper bound stopped; None for a surrogate without bounds."""
+    kl: Tensor | None
+
+
+def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
+    """Return the terms of the loss, token by token; raises ConfigError where a user's part returns another shape."""
+    mask, advantages = inputs.mask, inputs.advantages
+    ratio = _ratio(inputs, parts)
+    low, high = parts.bounds
+    if parts.surrogate == "clipped":
+        loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=parts.dual_clip, delta=parts.delta)
+    elif parts.surrogate == "cispo":
+        loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
+    elif parts.surrogate == "reinforce":
+        loss = reinforce(inputs.logp, advantages)
+    else:
+        loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
+    bounded = parts.surrogate in ("clipped", "cispo")
+    regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1) if bounded else None
+    if inputs.sampling_logp is not None and parts.mismatch is not None:
+        loss = loss * mismatch_weights(
+            inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, cap=parts.mismatch_cap
+        )
+    policy, kl = loss, None
+    if parts.kl is not None and inputs.ref_logp is not None:
+        kl = _kl(inputs.logp, inputs.ref_logp, mask, parts.kl)
+        if parts.kl_weight is not None:
+            limit = parts.kl_clamp
+            loss = loss + parts.kl_weight * (kl if limit is None else kl.clamp(-limit, limit))
+    if parts.entropy_coef > 0 and inputs.entropy is not None:
+        loss = loss - parts.entropy_coef * inputs.entropy
+    return PolicyTerms(loss, policy, ratio, regions, kl)
+
+
+def policy_objective(
+    inputs: LossInputs, parts: PolicyParts, metrics: MetricReducer, extra: Tensor | None = None
+) -> Tensor:
+    """Return the scalar loss of a micro-batch, divided by ``inputs.denominator``, and add its metrics.
+
+    ``extra`` ``[b, L]`` is a further term of the tokens' loss, such as a critic's error.
+    """
+    terms = policy_terms(inputs, parts)
+    metrics.add("policy_loss", terms.policy, inputs.mask)
+    if terms.kl is not None:
+        metrics.add("kl", terms.kl, inputs.mask)
+    record_policy(inputs, terms.ratio, terms.regions, metrics)
+    total = aggregated(terms.loss if extra is None else terms.loss + extra, inputs, parts)
+    metrics.add("loss", total, reduction="sum")
+    return total
+
+
+def aggregated(loss: Tensor, inputs: LossInputs, parts: PolicyParts) -> Tensor:
+    """Return the scalar that the parts make of token losses ``[b, L]``."""
+    how = parts.aggregation
+    if isinstance(how, str):
+        return aggregate(loss, inputs.mask, how, inputs.denominator)
+    return how(loss, inputs.mask, inputs.denominator)
+
+
+def _ratio(inputs: LossInputs, parts: PolicyParts) -> Tensor:
+    if not isinstance(parts.ratio, str):
+        return _of_user(parts.ratio(inputs), inputs.mask, "ratio")
+    ratios = log_ratio(inputs.logp, inputs.old_logp, inputs.mask)
+    pooled = pool_log_ratio(ratios, inputs.mask, parts.ratio, turn_ids=inputs.turn_ids, reduction=parts.pooling)
+    return importance_ratio(pooled)
+
+
+def _kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, how: KLEstimator | Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return kl_estimate(logp, ref_logp, how) if isinstance(how, str) else _of_user(how(logp, ref_logp), mask, "kl")
+
+
+def _of_user(values: Tensor, mask: Tensor, part: str) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != mask.shape:
+        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {found}")
+    return torch.where(mask, values, 0.0)
