@@ -56,14 +56,20 @@ class Experience:
 class Learner(Protocol):
     """An agent as its update sees it: slots of a shared runtime, counters, and the algorithm's part of learning."""
 
-    slot: int
-    critic_slot: int | None
     index: int
     gradient_is_finite: bool
     """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
     updates: int
     steps: int
     skipped_steps: int
+
+    @property
+    def slot(self) -> int:
+        """Slot of the policy."""
+
+    @property
+    def critic_slot(self) -> int | None:
+        """Slot of the critic; None without one."""
 
     @property
     def config(self) -> LLMConfig:

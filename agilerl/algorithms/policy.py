@@ -34,7 +34,7 @@ class PolicyConfig(LLMConfig):
         group_size: int
         max_output_tokens: int | None
         clip_coef: Any
-        kl_placement: str
+        kl_placement: Any
 
         @property
         def clip_range(self) -> tuple[float, float]: ...  # noqa: D102
