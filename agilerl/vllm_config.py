@@ -8,7 +8,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from agilerl.errors import ConfigError
 from agilerl.validation import check_booleans, sentence
 
-__all__ = ["LORA_RANKS", "VLLMConfig", "lora_capacity"]
+__all__ = ["API_KEY", "LORA_RANKS", "VLLMConfig", "lora_capacity"]
+
+API_KEY = "VLLM_API_KEY"
+"""Environment variable with the key of a server."""
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for."""
@@ -107,7 +110,8 @@ class VLLMConfig(BaseModel):
     """Folder that adapters pass through; None: one in memory (``/dev/shm``) where there is such. A server on another
     machine must see it under the same path."""
     base_url: Annotated[str | None, AfterValidator(_url)] = None
-    """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``."""
+    """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``
+    and sent where you allow it: to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
     server_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Seconds to wait for a server that is still starting."""
     request_timeout: Annotated[float, Field(gt=0)] = 600.0

@@ -10,7 +10,7 @@ FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 80, 6, 4
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "sizes", "streams", "arguments", "validation", "source_files", "custom_code", "run_date"),
-        *("processes", "shared_options", "vllm_config"),
+        *("processes", "shared_options", "vllm_config", "addresses", "templates", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),
     ("models", "envs", "rewards"),

@@ -64,6 +64,11 @@ def _command() -> None:
         _fail("interrupted", 130)
     except usage_error as error:
         _fail(error.format_message(), 2)
+    except BaseException as error:
+        # What Rust libraries raise when a file made them fail (a tokenizer's regular expression) is no Exception.
+        if type(error).__name__ != "PanicException":
+            raise
+        _fail(f"a library gave up on a file that it was given, a tokenizer's most likely: {error}", 2)
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)

@@ -15,7 +15,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
-from agilerl.models.model_config import auto_class
+from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.targets import lora_layers
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
@@ -50,6 +50,7 @@ def model_shape(config: RunConfig, *, device: str) -> ModelShape:
     path = resolve_model(name)
     try:
         offline = name != EMBEDDED and path == name and is_out_of_reach()
+        check_config(path, local_files_only=offline)
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
         with torch.device("meta"):
             model = auto_class(found).from_config(found, trust_remote_code=False)

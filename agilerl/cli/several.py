@@ -134,7 +134,7 @@ def prepare(wish: Wish, topology: Topology, opened: ExitStack) -> Prepared | Non
     if job["done"]:
         return None
     config = RunConfig.from_dict(job["config"]).model_copy(update={"distributed": wish.distributed})
-    config = config.dated(datetime.fromisoformat(job["date"]))
+    config = config.dated(datetime.fromisoformat(job["date"])).typed_with(wish.config)
     checkpoint = found[0].checkpoint if found else None
     session = build(config, checkpoint, allow_code=wish.allow_code, topology=topology)
     topology.world.all(None)  # everybody is ready

@@ -112,7 +112,7 @@ def run_resume(
 
     console = new_console(quiet=quiet or as_json)
     try:
-        session = build(saved.config, saved.checkpoint, allow_code=allow_code)
+        session = build(saved.config.typed_with(expected), saved.checkpoint, allow_code=allow_code)
     except BaseException:
         saved.run.close()
         raise

@@ -19,6 +19,7 @@ from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grades import Grades
 from agilerl.run_date import template_names
+from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 __all__ = [
     "DataGym",
@@ -126,13 +127,18 @@ def _text(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], *, continues: bool = False, prompts: bool = False
 ) -> str:
     try:
-        rendered = tokenizer.apply_chat_template(
+        rendered = apply_chat_template(
+            tokenizer,
             [dict(m) for m in messages],
             tokenize=False,
             add_generation_prompt=prompts,
             continue_final_message=continues,
             **template_names(tokenizer),
         )
+    except TemplateBrokenError as error:
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be used: {error}; take it from its first source"
+        ) from error
     except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
         roles = ", ".join(m["role"] for m in messages)
         raise ConfigError(

@@ -7,6 +7,7 @@ that is too long other columns, and does not say in which line a file is torn.
 import csv
 import io
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import EnvError
 from agilerl.validation import shown
 
@@ -46,9 +48,22 @@ def read_file(path: Path) -> Table:
             raise EnvError(f"expected a file of rows, found {found} at {shown(str(path))}")
         if kind not in FORMATS:
             raise EnvError(f"{path.name}: expected a file that ends with {', '.join(FORMATS)}, found {shown(kind)}")
+        _check_size(path)
         return FORMATS[kind](path)
     except OSError as error:
         raise EnvError(f"{shown(str(path))} cannot be read: {error.strerror or error}") from error
+    except MemoryError as error:
+        raise EnvError(f"{path.name} does not fit into the memory; take fewer rows") from error
+
+
+def _check_size(path: Path) -> None:
+    """Raise EnvError for what is no plain file, and for one whose rows would not fit into the memory."""
+    memory = memory_bytes()
+    try:
+        # The bytes, the text, and the rows as Python objects exist together for a moment.
+        check_file(path, None if memory is None else memory // 8, error=EnvError)
+    except EnvError as error:
+        raise EnvError(f"{error} (rows are held in memory; take a part of them)") from None
 
 
 def _json_lines(path: Path) -> Table:
@@ -136,6 +151,7 @@ def _long_fields() -> Iterator[None]:
 def _parquet(path: Path) -> Table:
     import datasets
 
+    _check_unfolded(path)
     showing = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     level = datasets.logging.get_verbosity()
@@ -151,6 +167,53 @@ def _parquet(path: Path) -> Table:
         if showing:
             datasets.enable_progress_bars()
     return Table(dataset, list(dataset.column_names))
+
+
+_UNFOLD = """
+import resource, sys
+limit = int(sys.argv[2])
+import pyarrow as pa, pyarrow.parquet as pq
+pa.set_cpu_count(1)
+with open("/proc/self/statm") as file:
+    now = int(file.read().split()[0]) * resource.getpagesize()
+for what, most in ((resource.RLIMIT_AS, now + limit), (resource.RLIMIT_CPU, 300), (resource.RLIMIT_CORE, 0)):
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+try:
+    size, file = 0, pq.ParquetFile(sys.argv[1])
+    for field in file.schema_arrow:
+        if "dictionary<" in str(field.type) and not pa.types.is_dictionary(field.type):
+            sys.exit(3)
+    for batch in file.iter_batches(batch_size=256, use_threads=False):
+        for column in batch.columns:
+            size += (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
+        if size > limit:
+            sys.exit(3)
+except MemoryError:
+    sys.exit(3)
+"""
+"""Reads a Parquet file with less memory than it may fill: a few kilobytes of it can stand for terabytes."""
+
+
+def _check_unfolded(path: Path) -> None:
+    """Raise EnvError for a file whose rows are more than the memory holds, or that crashes what reads it.
+
+    It is read once by a process with limits; other damage is left to the reading that follows.
+    """
+    limit = (memory_bytes() or _UNKNOWN) // 3
+    try:
+        command = [sys.executable, "-I", "-c", _UNFOLD, str(path.absolute()), str(limit)]
+        ended = subprocess.run(command, capture_output=True, timeout=600, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise EnvError(f"{path.name} took more than ten minutes to read; take fewer rows") from error
+    if ended.returncode == 3 or ended.returncode < 0:
+        raise EnvError(
+            f"{path.name} unfolds to more than {limit >> 20:,} MiB of rows, which are held in memory, or is made to "
+            "crash what reads it; take a part of it"
+        )
+
+
+_UNKNOWN = 2**34
 
 
 def _text(path: Path) -> str:

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from agilerl.arguments import Having, Tokenizer, Whole, checked, described, taken
 from agilerl.errors import ConfigError, EnvError
 from agilerl.run_date import template_names
+from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 __all__ = [
     "Accelerator",
@@ -232,7 +233,8 @@ def _apply_template(
     tokenize: bool = True,
 ) -> Any:
     try:
-        return tokenizer.apply_chat_template(
+        return apply_chat_template(
+            tokenizer,
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             tokenize=tokenize,
@@ -240,6 +242,10 @@ def _apply_template(
             continue_final_message=prefill,
             **template_names(tokenizer),
         )
+    except TemplateBrokenError as error:
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be used: {error}; take it from its first source"
+        ) from error
     except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
         roles = [message["role"] for message in messages]
         cure = "move its text into the user message" if "system" in roles else "check the roles and their order"

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.slots import LinearShape
 from agilerl.validation import shown
@@ -33,6 +34,7 @@ __all__ = [
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
+_CONFIG_BYTES = 10_000_000
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -145,6 +147,7 @@ def read_config(folder: Path) -> Any:
     from peft import LoraConfig
 
     try:
+        check_file(folder / CONFIG_FILE, _CONFIG_BYTES, error=CheckpointError)
         fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         known = {f.name for f in dataclasses.fields(LoraConfig)}
         given = {name: value for name, value in fields.items() if name in known}
@@ -191,6 +194,7 @@ def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str,
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file; raises CheckpointError unless they are there and of floating point."""
+    check_file(path, memory_bytes(), error=CheckpointError)
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except FileNotFoundError as error:

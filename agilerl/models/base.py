@@ -17,7 +17,14 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
 from agilerl.models.kernels import apply_liger_kernels, choose_attention, decoding_attention
 from agilerl.models.layers import configure_layers, offloaded
-from agilerl.models.model_config import auto_class, model_config, overridden_dtype
+from agilerl.models.model_config import (
+    auto_class,
+    check_config,
+    check_model_folder,
+    check_size,
+    model_config,
+    overridden_dtype,
+)
 from agilerl.models.packing import pack
 from agilerl.models.quantised import (
     loading_arguments,
@@ -28,6 +35,7 @@ from agilerl.models.quantised import (
 )
 from agilerl.models.slots import AdapterStore
 from agilerl.models.targets import lora_layers
+from agilerl.models.tokenizer_parts import check_tokenizer_parts
 from agilerl.shared_options import QuantizationConfig, SharedOptions
 from agilerl.validation import shown
 
@@ -100,6 +108,7 @@ class BaseModel:
             self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
+        self.eos_token_ids  # noqa: B018  (raises for what is no token)
         self.hidden_size = int(head.weight.shape[1])
 
     @property
@@ -145,7 +154,13 @@ class BaseModel:
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
         if eos is None:
             return ()
-        return tuple(eos) if isinstance(eos, Sequence) else (int(eos),)
+        found = tuple(eos) if isinstance(eos, Sequence) and not isinstance(eos, str) else (eos,)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+            raise ConfigError(
+                f"the model {self.name!r}: expected whole numbers as eos_token_id, found {eos!r}; put the number of "
+                "the token into its config.json and generation_config.json"
+            )
+        return found
 
     def configure(self, options: SharedOptions) -> None:
         """Compute as the options say from here on.
@@ -291,6 +306,8 @@ def load_base(
         config = model_config(path, overrides)
         own = str(config.dtype or "float32").removeprefix("torch.")
         quantised = loading_arguments(options.quantization_config, device, own if chosen == "auto" else chosen)
+        on_host = torch.device(device).type == "cpu" and not quantised and chosen != "auto"
+        check_size(config, name, getattr(torch, chosen).itemsize if on_host else 0.125)
         model, found = auto_class(config).from_pretrained(
             path,
             config=config,
@@ -398,6 +415,7 @@ def resolve_model(name: str) -> str:
                 f"no model folder at {name!r}; expected a folder with config.json and *.safetensors "
                 "(network.pretrained_model_name_or_path), a hub name, or 'embedded'"
             )
+        check_model_folder(path)
         if not (path / "config.json").is_file():
             raise ConfigError(f"the folder {name!r} holds no config.json, so it is no Hugging Face model")
     return str(path) if looks_local else name
@@ -412,7 +430,9 @@ def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int
 
     path = resolve_model(name)
     with _loading("a tokenizer from", name, "a local folder with tokenizer.json and tokenizer_config.json"):
+        check_config(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        check_tokenizer_parts(tokenizer, name)
     return with_padding(tokenizer, name, pad_token=pad_token, pad_token_id=pad_token_id)
 
 

@@ -1,12 +1,15 @@
 """The configuration that a base model is loaded with: read, changed where the user wants it changed."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest
 
-__all__ = ["auto_class", "model_config", "overridden_dtype"]
+__all__ = ["auto_class", "check_config", "check_model_folder", "check_size", "model_config", "overridden_dtype"]
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
@@ -23,10 +26,79 @@ def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
     return dtype
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raise ConfigError for a folder of a model that holds something to wait for, or a file that is far too large.
+
+    transformers would wait for a pipe for ever.
+    """
+    for path in folder.iterdir():
+        if path.suffix in _READ and not path.is_dir():
+            check_file(path, None if path.suffix == ".safetensors" else _TEXT_BYTES)
+
+
+def check_config(path: str, **known: Any) -> None:
+    """Raise ConfigError for a config.json with numbers that no model has; what cannot be read is left to its reader.
+
+    It is read before transformers makes an object of it, which may already make a list as long as there are layers.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        numbers = list(_numbers("config.json", "", PretrainedConfig.get_config_dict(path, **known)[0]))
+    except Exception:  # whatever it is, loading it says so, in a sentence
+        return
+    for where, key, number in numbers:
+        if (_COUNTED.search(key) and number > _COUNT) or (_SIZED.search(key) and number > _SIZE):
+            raise ConfigError(
+                f"the model {path!r}: {where}={number} is more than any model has; take the config.json that belongs "
+                "to these weights"
+            )
+
+
+_READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".tiktoken")
+_TEXT_BYTES = 500_000_000
+_COUNTED, _COUNT = re.compile(r"layers?$|layers?_|n_layer|blocks?$|depths?$|stages?$|experts?$|heads?$"), 4096
+_SIZED, _SIZE = re.compile(r"size|dim|vocab|hidden|width|channels|rank|embd|inner|positions|state|d_"), 50_000_000
+
+
+def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]:
+    """Yield the whole numbers of a configuration with where they are and the last key above them."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield where, key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(f"{where}: {name}", str(name), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(where, key, inner)
+
+
+def check_size(config: Any, name: str, width: float) -> None:
+    """Raise ConfigError where the model that a configuration describes is larger than the memory of the machine.
+
+    Its files may be small: weights that do not fit would be made anew, at the size that the configuration says.
+    ``width`` is the least bytes of a parameter.
+    """
+    import torch
+
+    limit = memory_bytes()
+    if limit is None:
+        return
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count * width > limit:
+        raise ConfigError(
+            f"the model {name!r} has {count:,} parameters by its config.json, more than the memory of this "
+            "machine holds; take the config.json that belongs to the weights, or a smaller model"
+        )
+
+
 def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
     """Read a model's configuration and change settings that it has; raises ConfigError for one that it has not."""
     from transformers import AutoConfig
 
+    check_config(path)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     for name, value in overrides.items():

@@ -1,11 +1,12 @@
 """Which linear layers of a base carry adapters."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from agilerl.bounds import full_matches
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
 
@@ -30,6 +31,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
         )
     named = config.target_modules != "all-linear"
     config = _maybe_include_all_linear_layers(config, model)
+    _without_patterns(config, [name for name, _ in model.named_modules()])
     tower = _body_path(model)
     shapes = []
     for name, module in model.named_modules():
@@ -49,6 +51,25 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     if not shapes:
         raise ConfigError(_nothing(model, lora_config, scope))
     return shapes
+
+
+def _without_patterns(config: Any, names: Sequence[str]) -> None:
+    """Replace regular expressions by the names that they match: PEFT would give them all the time that they want."""
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(config, key, None)
+        if isinstance(pattern, str):
+            setattr(config, key, _Exactly(full_matches(pattern, names, f"lora_config.{key}")))
+    others = [getattr(config, "layers_pattern", None) or [], getattr(config, "modules_to_save", None) or []]
+    for part in (part for other in others for part in ([other] if isinstance(other, str) else other)):
+        if not str(part).replace("_", "").replace(".", "").isalnum():
+            raise ConfigError(f"lora_config: expected names of modules in layers_pattern, found {str(part)[:80]!r}")
+
+
+class _Exactly(frozenset[str]):
+    """Whole names of modules; PEFT would take the members of a list for endings of names as well."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
 
 
 _WHY_NOT = {

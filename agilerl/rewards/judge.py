@@ -6,18 +6,22 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import httpx2
+import regex
 from jinja2 import StrictUndefined, Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from agilerl.addresses import request
 from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
+from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
+from agilerl.templates import BoundedEnvironment, rendered
 
 __all__ = ["JudgeGrader"]
 
@@ -42,6 +46,7 @@ Reply with JSON and nothing else: {"score": <number from {{ low }} to {{ high }}
 JSON_OBJECT = re.compile(r"\{[^{}]*\}")
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 60.0
+_CACHE_BYTES = 2**30
 
 
 class JudgeGrader(BaseGrader):
@@ -162,8 +167,8 @@ class JudgeGrader(BaseGrader):
     def _body(self, prompt: str, completion: str, row: Mapping[str, Any]) -> dict[str, Any]:
         known = {"answer": "", **row, "prompt": prompt, "completion": completion, "low": self.low, "high": self.high}
         try:
-            question = self._template.render({key: "" if value is None else value for key, value in known.items()})
-        except TemplateError as error:
+            question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
+        except (TemplateError, ValueError, TypeError, LookupError) as error:
             raise RewardError(f"the template of the judge does not fit the row: {error}") from error
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": question}]
@@ -198,7 +203,7 @@ class JudgeGrader(BaseGrader):
             late = isinstance(error, httpx2.TimeoutException)
             what = f"{self.base_url}: {type(error).__name__} {self._without_key(str(error))}"
             raise (RewardTimeoutError if late else RewardError)(what) from None
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             found = _short(self._without_key(response.text))
             raise RewardError(f"expected a chat completion from {self.base_url}, found {found}") from None
         if not isinstance(reply, str):
@@ -206,7 +211,8 @@ class JudgeGrader(BaseGrader):
         return reply
 
     def _post(self, body: Mapping[str, Any]) -> httpx2.Response:
-        return self._client.post(f"{self.base_url}/chat/completions", json=dict(body)).raise_for_status()
+        url = f"{self.base_url}/chat/completions"
+        return request(self._client, "POST", url, seconds=4 * self.timeout, json=dict(body)).raise_for_status()
 
     def _wait(self, state: RetryCallState) -> float:
         error = None if state.outcome is None else state.outcome.exception()
@@ -259,18 +265,15 @@ def _checked_variable(name: str | None) -> str | None:
 
 def _compiled(template: str) -> Template:
     try:
-        return ImmutableSandboxedEnvironment(undefined=StrictUndefined).from_string(template)
-    except TemplateError as error:
+        return BoundedEnvironment(undefined=StrictUndefined).from_string(template)
+    except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
         raise ConfigError(f"JudgeGrader: the template is not Jinja: {error}") from error
 
 
-def _checked_pattern(pattern: str | None) -> re.Pattern[str] | None:
+def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
     if pattern is None:
         return None
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"JudgeGrader: {pattern!r} is no regular expression: {error}") from error
+    compiled = compiled_pattern(pattern, "JudgeGrader")
     if not compiled.groups:
         raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
     return compiled
@@ -283,20 +286,24 @@ def _json_score(reply: str) -> float | None:
         except ValueError:
             continue
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            with suppress(OverflowError):
+                return float(value)
     return None
 
 
-def _pattern_score(pattern: re.Pattern[str], reply: str) -> float | None:
-    found = list(pattern.finditer(reply))
+def _pattern_score(pattern: "regex.Pattern[str]", reply: str) -> float | None:
     try:
+        found = list(pattern.finditer(reply, timeout=PATTERN_SECONDS))
         return float(found[-1][1]) if found else None
+    except TimeoutError as error:
+        raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
     except (ValueError, TypeError):
         return None
 
 
 def _read_cache(path: Path) -> dict[str, str]:
     """Return the replies of a cache; a line that was cut off in writing is left out, and ended."""
+    check_file(path, _CACHE_BYTES)
     replies = {}
     text = path.read_text(encoding="utf-8", errors="replace")
     if text and not text.endswith("\n"):

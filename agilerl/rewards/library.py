@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import regex
 
 from agilerl.arguments import Count, Positive, check_fields, checked
+from agilerl.bounds import compiled_pattern
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader
@@ -33,6 +34,10 @@ __all__ = [
     "TokenLength",
     "library_grader",
 ]
+
+
+_LONGEST = 60.0
+"""Seconds that a pattern may ask for."""
 
 
 class Accuracy(IsolatedGrader):
@@ -163,10 +168,9 @@ class Regex:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        try:
-            regex.compile(self.pattern)
-        except regex.error as error:
-            raise ConfigError(f"regex: {self.pattern!r} is no regular expression: {error}") from error
+        compiled_pattern(self.pattern, "regex")
+        if not 0 < self.timeout <= _LONGEST:
+            raise ConfigError(f"regex: expected a timeout above 0 and of at most {_LONGEST:g} s, found {self.timeout}")
 
     def __call__(self, completion: str) -> float:
         """Return whether the pattern is found; raises RewardTimeoutError when that takes too long."""

@@ -1,12 +1,19 @@
 """A reward model as the grader: a transformer with one number at its end."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from agilerl.arguments import Count, Name, Whole, checked
+from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import ConfigError, RewardError
+from agilerl.models.model_config import check_config, check_model_folder
+from agilerl.models.tokenizer_parts import check_tokenizer_parts
 from agilerl.rewards.base import BaseGrader
 from agilerl.run_date import template_names
+from agilerl.templates import apply_chat_template
 
 __all__ = ["RewardModelGrader"]
 
@@ -49,6 +56,8 @@ class RewardModelGrader(BaseGrader):
         """
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"RewardModelGrader: expected dtype float32, bfloat16 or float16, found {dtype!r}")
+        if not isinstance(model, str) or not model.strip():
+            raise ConfigError(f"RewardModelGrader: expected a folder or a name on the hub as model, found {model!r}")
         if batch_size < 1:
             raise ConfigError(f"RewardModelGrader: expected a batch_size of 1 or more, found {batch_size}")
         self.model, self.revision, self.label, self.batch_size = model, revision, label, batch_size
@@ -66,13 +75,22 @@ class RewardModelGrader(BaseGrader):
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer  # takes seconds to import
 
-        known = {"revision": self.revision, "trust_remote_code": False}
+        known: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
+        folder = Path(self.model).expanduser()
+        if folder.is_dir():
+            check_model_folder(folder)
+        else:  # the hub's client would try again for half a minute
+            known["local_files_only"] = is_out_of_reach()
+        check_config(self.model, **known)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.model, **known)
+            check_tokenizer_parts(self._tokenizer, self.model)
             self._model = AutoModelForSequenceClassification.from_pretrained(
                 self.model, dtype=getattr(torch, self.dtype), use_safetensors=True, **known
             )
-        except (OSError, ValueError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # of any library that reads files: no list of their errors is complete
             raise ConfigError(f"cannot load the reward model {self.model}: {error}") from error
         outputs = self._model.config.num_labels
         if not (outputs == 1 if self.label is None else 0 <= self.label < outputs):
@@ -108,7 +126,10 @@ class RewardModelGrader(BaseGrader):
         text, templated = prompt + completion, self._tokenizer.chat_template is not None
         if templated:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **template_names(self._tokenizer))
+            try:
+                text = apply_chat_template(self._tokenizer, messages, tokenize=False, **template_names(self._tokenizer))
+            except (TemplateError, ValueError, TypeError, LookupError) as error:
+                raise ConfigError(f"the chat template of {self.model} does not accept an answer: {error}") from error
         # A template writes the special tokens itself.
         ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids

@@ -15,11 +15,12 @@ import httpx2
 import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
+from agilerl.addresses import request
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
 from agilerl.rollouts.vllm_colocated import SUPPORTED
-from agilerl.vllm_config import LORA_RANKS, VLLMConfig, lora_capacity
+from agilerl.vllm_config import API_KEY, LORA_RANKS, VLLMConfig, lora_capacity
 
 __all__ = ["COMMAND", "VLLMServer"]
 
@@ -51,7 +52,7 @@ class VLLMServer:
         self.max_lora_rank = LORA_RANKS[-1]
         self.model = ""
         self._names: set[str] = set()
-        self._key = os.environ.get("VLLM_API_KEY", "")
+        self._key = os.environ.get(API_KEY, "")
         self._client = httpx2.Client(
             timeout=httpx2.Timeout(config.request_timeout, connect=_PATIENCE),
             limits=httpx2.Limits(max_connections=_CONNECTIONS),
@@ -85,7 +86,7 @@ class VLLMServer:
         deadline, said = time.monotonic() + self.config.server_timeout, False
         while True:
             try:
-                response = self._client.get(f"{self.url}/health", timeout=_PATIENCE)
+                response = request(self._client, "GET", f"{self.url}/health", seconds=_PATIENCE, timeout=_PATIENCE)
             except httpx2.TransportError as error:
                 if time.monotonic() + _POLL > deadline:
                     raise EngineError(
@@ -180,10 +181,13 @@ class VLLMServer:
     # -- HTTP -----------------------------------------------------------------------------------------------------
 
     def _get(self, path: str) -> dict[str, Any]:
-        return self._answered(path, lambda: self._client.get(f"{self.url}{path}"))
+        return self._answered(path, lambda: self._sent("GET", path))
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return self._answered(path, lambda: self._client.post(f"{self.url}{path}", json=dict(body)))
+        return self._answered(path, lambda: self._sent("POST", path, json=dict(body)))
+
+    def _sent(self, method: str, path: str, **body: Any) -> httpx2.Response:
+        return request(self._client, method, f"{self.url}{path}", seconds=self.config.request_timeout, **body)
 
     def _answered(self, path: str, send: Any) -> dict[str, Any]:
         """Send until an answer comes that is not a passing failure; a seed makes another try the same sample."""
@@ -209,7 +213,7 @@ class VLLMServer:
             ) from None
         try:
             found = response.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         return found if isinstance(found, dict) else {}
 
@@ -239,7 +243,8 @@ class VLLMServer:
 def _leave(client: httpx2.Client, url: str, names: set[str]) -> None:
     for name in sorted(names):
         try:
-            client.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=_PATIENCE)
+            body = {"lora_name": name}
+            request(client, "POST", f"{url}/v1/unload_lora_adapter", seconds=_PATIENCE, json=body, timeout=_PATIENCE)
         except httpx2.HTTPError:
             break
     client.close()

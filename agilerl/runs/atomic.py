@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
@@ -191,6 +192,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _compare(path: Path, entry: Mapping[str, Any]) -> None:
+    check_file(path, memory_bytes(), error=CheckpointError)  # it has to be read, and then it has to be held
     size = path.stat().st_size
     if size != entry["size"]:
         raise CheckpointError(f"{path} should have {entry['size']} bytes, found {size}; the file is damaged.")

@@ -6,11 +6,13 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from agilerl.arguments import Location, checked
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
@@ -19,6 +21,9 @@ __all__ = ["Journal", "JsonLines", "damaged_lines", "missing_bytes", "missing_re
 _BLOCK = 1 << 20
 _LONGEST_LINE = 1 << 26
 """Bytes of a line, which one thousand agents with a hundred genes do not reach."""
+
+
+_JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 
 
 class JsonLines:
@@ -192,9 +197,12 @@ def read_lines(path: Location) -> Iterator[dict[str, Any]]:
     """
     path = Path(path)
     try:
+        check_file(path, memory_bytes(), error=CheckpointError)
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(partial(file.readline, _LINE_BYTES), b""), start=1):
                 if not line.endswith(b"\n"):
+                    if len(line) == _LINE_BYTES:
+                        raise CheckpointError(f"line {number} of {path} has more than {_LINE_BYTES:,} bytes.")
                     return
                 yield _parse_line(path, number, line)
     except FileNotFoundError:
@@ -246,6 +254,7 @@ def _unseal(line: bytes) -> tuple[int, dict[str, Any]] | None:
 
 def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records up to the first damaged line, and the bytes they take."""
+    check_file(path, _JOURNAL_BYTES, error=CheckpointError)
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n")]
     lines[-1] = lines[-1][:-1]  # What follows the last newline was never finished.
     records: list[dict[str, Any]] = []
@@ -345,7 +354,10 @@ def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
     """Return the number of bytes up to and including the last newline, reading backwards."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
+        first = end - _LINE_BYTES
         while end > 0:
+            if end < first:
+                raise CheckpointError(f"the last line of {path} has more than {_LINE_BYTES:,} bytes.")
             start = max(0, end - block)
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")

@@ -8,6 +8,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
 
@@ -33,6 +34,7 @@ def load_tensors(
     infinity. Raises CheckpointError that names the file and the tensor.
     """
     try:
+        check_file(path, memory_bytes(), error=CheckpointError)
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"expected tensors in {path}, but the file does not exist.") from error

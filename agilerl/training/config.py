@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, PrivateAttr, model_validator
 
+from agilerl.addresses import addresses_in
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS
@@ -180,6 +181,18 @@ class RunConfig(Section):
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Processes; what a run computes does not depend on them."""
 
+    _typed: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def typed_addresses(self) -> tuple[str, ...]:
+        """The addresses that the user gave on the command line; never written down, so no file can claim them."""
+        return self._typed
+
+    def typed_with(self, other: "RunConfig | None") -> Self:
+        """Return this configuration, with the addresses that were typed for another one."""
+        self._typed = self._typed if other is None else other.typed_addresses
+        return self
+
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         size, tournament = self.training.pop_size, self.tournament_size
@@ -241,6 +254,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
         _put(values, keys, value)
     locate(values.get("environment"))
     config = RunConfig.from_dict(values)
+    config._typed = tuple(address for _, value in changed for address in addresses_in(value))
     _refuse_meaningless(config)
     return config
 

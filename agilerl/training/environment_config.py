@@ -161,9 +161,9 @@ class EnvironmentConfig(Section):
     their sum, as in training."""
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
-    eval_prompts: Annotated[int, Field(ge=2)] = 128
+    eval_prompts: Annotated[int, Field(ge=2, le=100_000)] = 128
     """Size of the exam that selection uses; where there are too few questions or rows it is smaller, with a warning."""
-    test_prompts: Annotated[int, Field(ge=2)] = 400
+    test_prompts: Annotated[int, Field(ge=2, le=100_000)] = 400
     """Size of the test set that only the final numbers use; smaller as the exam is."""
     holdout: Literal["reserved", "any"] = "reserved"
     """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few

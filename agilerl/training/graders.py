@@ -1,10 +1,12 @@
 """The keys ``graders`` and ``fitness_grader`` of a manifest as the graders of a task."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agilerl.addresses import OPENAI, check_key
 from agilerl.custom_code import contained
 from agilerl.envs.core import Task
 from agilerl.envs.graded import GradedTask, TaskGrader
@@ -23,10 +25,13 @@ OWN = "task"
 """What manifests call the task's own reward."""
 
 
-def graded(config: EnvironmentConfig, task: Task, *, allow_code: bool = False) -> Task:
+def graded(
+    config: EnvironmentConfig, task: Task, *, allow_code: bool = False, typed_addresses: Iterable[str] = ()
+) -> Task:
     """Return ``task`` with the graders of the manifest, set up, or as it is where there are none.
 
-    ``allow_code`` lets graders be functions and classes that the manifest names.
+    ``allow_code`` lets graders be functions and classes that the manifest names; ``typed_addresses`` are those that a
+    judge's key may be sent to because the user has given them on the command line.
 
     Raises:
         ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; two of one name; a
@@ -39,6 +44,8 @@ def graded(config: EnvironmentConfig, task: Task, *, allow_code: bool = False) -
         where, name = f"environment.graders.{number}", entry.called
         if name in named:
             raise ConfigError(f"{where}: two graders are called {name!r}; give one of them another label")
+        if entry.name == "judge":
+            _check_judge(where, entry, typed_addresses)
         named[name] = (_grader(where, entry, task, allow_code), entry.weight)
     # Weights that evolve may start at 0; they need a fitness grader.
     if not any(weight for _, weight in named.values()) and config.fitness_grader is None:
@@ -99,8 +106,6 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
         raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(entry.name)}; leave it out")
     if entry.name not in LIBRARY:
         raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
-    if entry.name == "judge":
-        _check_judge(where, entry)
     try:
         return library_grader(entry.name, entry.params)
     except ConfigError as error:
@@ -128,14 +133,13 @@ def _own(where: str, entry: GraderConfig, found: Any) -> Grader:
         raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _check_judge(where: str, entry: GraderConfig) -> None:
+def _check_judge(where: str, entry: GraderConfig, typed: Iterable[str]) -> None:
     """Raise ConfigError where somebody else's manifest would send a secret away, or write outside."""
     params = entry.params
-    if "base_url" in params and params.get("api_key_env", "OPENAI_API_KEY") is not None:
-        raise ConfigError(
-            f"{where}: a manifest cannot send the API key of an environment variable to an address that it names "
-            "itself; set api_key_env to null, or make the JudgeGrader in Python"
-        )
+    variable, address = params.get("api_key_env", "OPENAI_API_KEY"), params.get("base_url", OPENAI)
+    # Without an address of its own a manifest could still choose a key that OpenAI has no business to see.
+    if isinstance(variable, str) and ("base_url" in params or os.environ.get(variable)):
+        check_key(f"{where}.params.base_url", variable, str(address), typed, without="set api_key_env to null")
     cache = params.get("cache")
     if cache is None:
         return

@@ -8,6 +8,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.bounds import memory_bytes
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
@@ -176,18 +177,4 @@ def available_bytes(device: str) -> int | None:
     """Return the memory of a device, for the CPU what the machine or its container allows; None where unknown."""
     if device != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [_container_limit()]
-    try:
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        limits.append(None)
-    return min((limit for limit in limits if limit), default=None)
-
-
-def _container_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(file).read_text())
-        except (OSError, ValueError):
-            continue
-    return None
+    return memory_bytes()

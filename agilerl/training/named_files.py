@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.envs.sources import names_a_file
 from agilerl.envs.upstream import is_packaged
 from agilerl.errors import CheckpointError
@@ -27,6 +28,7 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
         if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
             continue
         try:
+            check_file(path, memory_bytes(), error=CheckpointError)
             with open(path, "rb") as file:
                 found[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:

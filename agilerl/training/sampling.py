@@ -1,5 +1,8 @@
 """The engine that samples in a run: what can be refused before anything is loaded, and its start."""
 
+import os
+
+from agilerl.addresses import check_key
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.population import Population
@@ -8,7 +11,7 @@ from agilerl.rollouts.vllm_colocated import check_installed
 from agilerl.rollouts.vllm_engine import VLLMEngine
 from agilerl.shared_options import SharedOptions
 from agilerl.training.config import RunConfig
-from agilerl.vllm_config import VLLMConfig, lora_capacity
+from agilerl.vllm_config import API_KEY, VLLMConfig, lora_capacity
 
 __all__ = ["TRIED_PROMPTS", "check_room", "check_sampling", "largest_rank", "start_sampling"]
 
@@ -18,10 +21,13 @@ TRIED_PROMPTS = 256
 
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
-    """Raise ConfigError for a vLLM that is missing or does not fit, and for adapters that it would not hold."""
+    """Raise ConfigError for a vLLM that is missing or does not fit, adapters that it would not hold, a key's leak."""
     if not options.use_vllm:
         return
     settings = options.vllm_config or VLLMConfig()
+    if settings.base_url is not None and os.environ.get(API_KEY):
+        where, typed = "algorithm.vllm_config.base_url", config.typed_addresses
+        check_key(where, API_KEY, settings.base_url, typed, without=f"unset {API_KEY}")
     if settings.base_url is None:
         check_installed(settings, config.training.device.partition(":")[0])
     rank, most = largest_rank(config), settings.max_lora_rank

@@ -1,6 +1,5 @@
 """From a checked configuration to the objects of a run: base, task, agents, operators."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -12,6 +11,7 @@ import torch
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
+from agilerl.bounds import compiled_pattern
 from agilerl.distributed.islands import IslandPopulation, founders
 from agilerl.distributed.resumed import received
 from agilerl.distributed.topology import SOLITARY, Topology, local_share
@@ -169,13 +169,8 @@ def check(config: RunConfig) -> None:
             f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
             "move the start"
         )
-    try:
-        re.compile(pattern if isinstance(pattern, str) else "")
-    except re.error as error:
-        raise ConfigError(
-            f"network.lora_config.target_modules={shown(pattern)} is no regular expression: {error}; expected "
-            "all-linear, a list of names, or a pattern"
-        ) from None
+    if isinstance(pattern, str):
+        compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
     check_device(config.training.device, "training.device")
 
 

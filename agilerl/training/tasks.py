@@ -49,7 +49,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
     if e.env_type == "multiturn":
         return _episodes(e, seed, allow_code)
     if e.dataset is not None:
-        return _wrapped(e, _from_data(e, e.dataset, e.env_type, seed), None, seed, allow_code)
+        return _wrapped(config, _from_data(e, e.dataset, e.env_type, seed), None, allow_code)
     known = e.task or ""
     family, _, name = known.partition(":")
     if family != "reasoning_gym" or not name:
@@ -68,16 +68,17 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
     )
     made.template = _template(e)
     made.prepare()
-    return _wrapped(e, made, _careless() if e.env_type == "preference" else None, seed, allow_code)
+    return _wrapped(config, made, _careless() if e.env_type == "preference" else None, allow_code)
 
 
-def _wrapped(config: EnvironmentConfig, made: Task, mistake: Mistake | None, seed: int, allow_code: bool) -> Task:
+def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code: bool) -> Task:
     """Return a task as what the algorithm learns from."""
-    if config.env_type == "sft":
-        return SFTTask(made, loss_on=config.loss_on)
-    if config.env_type == "preference":
-        return PreferenceTask(made, mistake=mistake, seed=seed)
-    return graded(config, made, allow_code=allow_code)
+    e = config.environment
+    if e.env_type == "sft":
+        return SFTTask(made, loss_on=e.loss_on)
+    if e.env_type == "preference":
+        return PreferenceTask(made, mistake=mistake, seed=config.training.seed)
+    return graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
 
 
 def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int) -> CuratedTask:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 
+from agilerl.addresses import request
 from agilerl.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, EnvError
 from agilerl.validation import shown
@@ -104,7 +105,8 @@ class SearchTool:
         """Ask the server; raises EnvError with what went wrong."""
         url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
         try:
-            answer = self._client.get(httpx2.URL(url).copy_merge_params({"q": query, "format": "json"}))
+            asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
+            answer = request(self._client, "GET", asked, seconds=4 * self.timeout)
             answer.raise_for_status()
             found: Any = answer.json()
         except httpx2.HTTPStatusError as error:

@@ -1,0 +1,108 @@
+"""Which addresses get a key, and how much of an answer is read: files name addresses, users trust them."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from agilerl.errors import ConfigError
+
+__all__ = ["ALLOWED", "OPENAI", "AnswerTooLarge", "addresses_in", "check_key", "may_have_key", "request"]
+
+ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
+"""Environment variable with the addresses that keys may be sent to, separated by white space or commas."""
+
+_ANSWER_BYTES = 64 * 2**20
+_ENCODINGS = ("", "identity", "gzip", "deflate")
+"""Compressions of which a piece of an answer unfolds into at most a thousand times its size."""
+OPENAI = "https://api.openai.com/v1"
+_OWN = {"OPENAI_API_KEY": OPENAI}
+"""Keys that have an address that they are for."""
+
+
+class AnswerTooLarge(httpx2.HTTPError):
+    """An answer that is longer than any that makes sense, or that does not come to its end."""
+
+
+def check_key(where: str, variable: str, address: str, typed: Iterable[str] = (), *, without: str) -> None:
+    """Raise ConfigError where a file would send the key of an environment variable to an address that it names.
+
+    ``typed`` are the addresses that the user has given on the command line; ``without`` says how to send no key.
+    """
+    if may_have_key(variable, address, typed):
+        return
+    raise ConfigError(
+        f"{where}: a manifest or run directory cannot send the API key of an environment variable ({variable}) to an "
+        f"address that it names itself ({_shown(address)}); if you trust that address, allow it: "
+        f"{ALLOWED}={_shown(address)}, or name it on the command line; if it needs no key, {without}"
+    )
+
+
+def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool:
+    """Return whether the user allows a key at an address: in the environment or on the command line.
+
+    An allowed address stands for itself and what is below it, at the same scheme, host and port.
+    """
+    allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
+    own = [_OWN[variable]] if variable in _OWN else []
+    target = _parts(address)
+    return target is not None and any(_covers(_parts(one), target) for one in (*allowed, *typed, *own))
+
+
+def addresses_in(value: Any) -> Iterator[str]:
+    """Yield the addresses among the values of a setting, whatever it is made of."""
+    if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from addresses_in(item)
+
+
+Address = tuple[str, str, int, str]
+
+
+def _parts(address: str) -> Address | None:
+    """Return scheme, host, port and path, None for what is no plain address."""
+    try:
+        found = urlsplit(address)
+        port = found.port or {"http": 80, "https": 443}[found.scheme]
+    except (ValueError, KeyError):
+        return None
+    # What parsers of addresses disagree about is no plain address.
+    if not found.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in found.path:
+        return None
+    return found.scheme, found.hostname.rstrip("."), port, found.path.rstrip("/").removesuffix("/v1")
+
+
+def _covers(allowed: Address | None, target: Address) -> bool:
+    return allowed is not None and allowed[:3] == target[:3] and f"{target[3]}/".startswith(f"{allowed[3]}/")
+
+
+def _shown(address: str) -> str:
+    return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
+
+
+def request(client: httpx2.Client, method: str, url: Any, *, seconds: float, **arguments: Any) -> httpx2.Response:
+    """Send a request and return the whole answer, of at most 64 MiB, unpacked.
+
+    The time-outs of a client are for one wait each, and a server that sends a byte a minute never exceeds them:
+    ``seconds`` are for all of the answer. Raises AnswerTooLarge, and what the client raises.
+    """
+    deadline, content = time.monotonic() + seconds, bytearray()
+    headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
+    with client.stream(method, url, headers=headers, **arguments) as answer:
+        if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
+            raise AnswerTooLarge("the answer is packed in a way that was not asked for")
+        for piece in answer.iter_bytes():
+            content += piece
+            if len(content) > _ANSWER_BYTES:
+                raise AnswerTooLarge(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
+            if time.monotonic() > deadline:
+                raise httpx2.ReadTimeout(f"the answer did not end within {seconds:g} s")
+    kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
+    return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
+
+
+_OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")

@@ -1,0 +1,104 @@
+"""Bounds on what is read from files that others wrote: sizes, kinds of files, regular expressions."""
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+import regex
+
+from agilerl.errors import AgileRLError, ConfigError
+
+__all__ = ["PATTERN_SECONDS", "check_file", "compiled_pattern", "full_matches", "memory_bytes"]
+
+PATTERN_SECONDS = 2.0
+"""Time for all matches of one pattern."""
+_PATTERN = 10_000
+_REPEATS = 100_000
+
+
+def memory_bytes() -> int | None:
+    """Return the memory that the machine or its container allows; None where unknown."""
+    limits = [_container_limit()]
+    try:
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (ValueError, OSError):
+        limits.append(None)
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _container_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(file).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def check_file(path: Path, most: int | None = None, *, error: type[AgileRLError] = ConfigError) -> None:
+    """Raise ``error`` for what is no plain file, and for one of more than ``most`` bytes, before it is opened.
+
+    A pipe would be waited for, a device never ends, and a sparse file of terabytes costs a stranger nothing. Links are
+    followed. A file that is missing is left to what reads it.
+    """
+    try:
+        found = os.stat(path)
+    except OSError:
+        return
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+        raise error(f"expected a plain file at {path}, found {kind}")
+    if most is not None and found.st_size > most:
+        raise error(f"{path} has {found.st_size:,} bytes, expected at most {most:,}")
+
+
+def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
+    """Return a regular expression that can be compiled in no time; raises ConfigError for another one."""
+    if len(pattern) > _PATTERN or _repeats(pattern) > _REPEATS:
+        raise ConfigError(
+            f"{where}: the regular expression is too large: expected at most {_PATTERN:,} characters and repeats of "
+            f"at most {_REPEATS:,} parts, found {pattern[:80]!r}"
+        )
+    try:
+        return regex.compile(pattern)
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
+        raise ConfigError(f"{where}: {pattern[:80]!r} is no regular expression: {error}") from error
+
+
+def _repeats(pattern: str) -> int:
+    """Return how many parts a pattern has with each ``{n}`` written out: the compiler does that."""
+    stack, parts, last, place = [], 0, 0, 0
+    while place < len(pattern):
+        character = pattern[place]
+        if character == "(":
+            stack.append(parts)
+            parts = last = 0
+        elif character == ")" and stack:
+            last, parts = parts, parts + stack.pop()
+        elif character == "{":
+            count = max((int(n) for n in pattern[place + 1 :].partition("}")[0].split(",") if n.isdecimal()), default=1)
+            parts, last = parts + last * max(count - 1, 0), last * max(count, 1)
+        elif character == "[":
+            end = pattern.find("]", place + 2)
+            parts, last, place = parts + 1, 1, end if end > 0 else place
+        else:
+            place += character == "\\"
+            parts, last = parts + 1, 1
+        place += 1
+    return parts + sum(stack)
+
+
+def full_matches(pattern: str, names: Iterable[str], where: str) -> set[str]:
+    """Return the names that a pattern matches as a whole.
+
+    Raises ConfigError for a pattern that is none, or that takes too long: one that tries every way to cut a name into
+    pieces (``(\\w+\\.?)+x``) would go on for years.
+    """
+    compiled, left = compiled_pattern(pattern, where), PATTERN_SECONDS
+    try:
+        return {name for name in names if compiled.fullmatch(name, timeout=left) is not None}
+    except TimeoutError:
+        raise ConfigError(
+            f"{where}: matching {pattern[:80]!r} takes more than {left:g} s; write it without repeats inside of repeats"
+        ) from None

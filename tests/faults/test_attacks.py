@@ -1,0 +1,472 @@
+"""Attacks: what a model folder, a manifest, a run directory or a file of rows can do to who uses it.
+
+Each is made and executed, in a process with limits. It must end in a sentence (or do no harm), soon, with little
+memory; the canary stays where it is; and no request with a key reaches the listener.
+"""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import yaml
+
+from agilerl.models.tiny import tiny_model_path
+from tests.faults.evidence import SHORT
+from tests.faults.unfinished import Unfinished, change_config, change_json, newest
+from tests.training.small_runs import ROOT, environment
+
+pytestmark = [pytest.mark.model, pytest.mark.skipif(sys.platform != "linux", reason="limits of processes")]
+
+KEY = "sk-SeCrEt-0123456789"
+KEYS = dict.fromkeys(("VLLM_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), KEY)
+SECONDS, MEBIBYTES = 30, 1500
+
+
+# -- what is attacked --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Listener:
+    """A server that writes down what it is sent, and answers with a redirection or a nuisance."""
+
+    url: str = ""
+    headers: list[dict[str, str]] = field(default_factory=list)
+    answer: tuple[int, dict[str, str], bytes] = (200, {}, b"{}")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    state = Listener()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            state.headers.append(dict(self.headers))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, headers, body = state.answer
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def attacked() -> Iterator[Callable[..., dict[str, Any]]]:
+    command = [sys.executable, "-m", "tests.faults.attacked"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+    def ask(arguments: list[str], folder: Path, variables: dict[str, str]) -> dict[str, Any]:
+        request = {"arguments": arguments, "folder": str(folder), "environment": variables, "seconds": SECONDS}
+        process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        found: dict[str, Any] = json.loads(process.stdout.readline())  # type: ignore[union-attr]
+        return found
+
+    yield ask
+    process.stdin.close()
+    process.stdout.close()
+    assert process.wait(timeout=30) == 0
+
+
+# -- what attacks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where an attack is made."""
+
+    folder: Path
+    url: str
+    run: Unfinished
+
+    def model(self) -> Path:
+        """Return a copy of the tiny model."""
+        return Path(shutil.copytree(tiny_model_path(), self.folder / "model"))
+
+    def manifest(self, **sections: Any) -> list[str]:
+        """Write a manifest; return the command that checks it with all that is there."""
+        (self.folder / "it.yaml").write_text(yaml.safe_dump(sections))
+        return ["train", "it.yaml", *SHORT, "--dry-run"]
+
+    def copied_run(self) -> Path:
+        return self.run.copy(self.folder / "run")
+
+
+Attack = Callable[[Scene], list[str]]
+MODEL = {"network": {"pretrained_model_name_or_path": "model"}}
+
+
+def template(source: str) -> Attack:
+    def make(scene: Scene) -> list[str]:
+        (scene.model() / "chat_template.jinja").write_text(source)
+        return scene.manifest(**MODEL)
+
+    return make
+
+
+def model_json(name: str, **values: Any) -> Attack:
+    def make(scene: Scene) -> list[str]:
+        path = scene.model() / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        return scene.manifest(**MODEL)
+
+    return make
+
+
+def model_file(name: str, make_file: Callable[[Path], None]) -> Attack:
+    def make(scene: Scene) -> list[str]:
+        path = scene.model() / name
+        path.unlink(missing_ok=True)
+        make_file(path)
+        return scene.manifest(**MODEL)
+
+    return make
+
+
+def rows(name: str, make_file: Callable[[Path], None]) -> Attack:
+    def make(scene: Scene) -> list[str]:
+        make_file(scene.folder / name)
+        return scene.manifest(environment={"dataset": name})
+
+    return make
+
+
+def sparse(size: int, start: bytes = b"") -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        with open(path, "wb") as file:
+            file.write(start)
+            file.truncate(size)
+
+    return make
+
+
+def parquet_bomb(path: Path, *, store_schema: bool) -> None:
+    """A megabyte, a hundred thousand times: a dictionary of one entry."""
+    text = pa.array(["x" * 2**20])
+    indices = pa.array([0] * 100_000, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, text)
+    parquet.write_table(
+        pa.table({"question": column, "answer": indices.cast(pa.string())}), path, store_schema=store_schema
+    )
+
+
+def in_run(change: Callable[[Path], None], command: str = "resume") -> Attack:
+    def make(scene: Scene) -> list[str]:
+        change(scene.copied_run())
+        return [command, "run"]
+
+    return make
+
+
+def replaced(name: str, make_file: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        (root / name).unlink()
+        make_file(root / name)
+
+    return change
+
+
+def lora(**values: Any) -> Attack:
+    return lambda scene: scene.manifest(network={"lora_config": values})
+
+
+def grader(name: str, **params: Any) -> Attack:
+    return lambda scene: scene.manifest(environment={"graders": [{"name": name, "params": params}]})
+
+
+def judge(scene: Scene, **params: Any) -> list[str]:
+    return scene.manifest(environment={"graders": [{"name": "judge", "params": {"model": "m", **params}}]})
+
+
+def vllm(scene: Scene, **settings: Any) -> dict[str, Any]:
+    return {"use_vllm": True, "vllm_config": {"base_url": scene.url, "server_timeout": 2, **settings}}
+
+
+def resumed_with_vllm(scene: Scene) -> list[str]:
+    change_config(scene.copied_run(), lambda config: config["algorithm"].update(vllm(scene)))
+    return ["resume", "run"]
+
+
+def tokenizer(**parts: Any) -> Attack:
+    return model_json("tokenizer.json", **parts)
+
+
+def huge_checkpoint(root: Path) -> None:
+    """A file of a checkpoint that is a terabyte of nothing, with a manifest that says so."""
+    folder = newest(root)
+    name = "clock.json"
+    sparse(2**40)(folder / name)
+    change_json(folder / "MANIFEST.json", lambda files: {**files, name: {**files[name], "size": 2**40}})
+    text = json.dumps(json.loads((folder / "MANIFEST.json").read_text()), indent=2, sort_keys=True)
+    (folder / "MANIFEST.json").write_text(text + "\n")
+
+
+def replacing(count: int) -> dict[str, Any]:
+    one = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    return {"type": "Sequence", "normalizers": [one] * count}
+
+
+def split(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+def deep(key: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text('{"' + key + '": ' + "[" * 100_000)  # type: ignore[return-value]
+
+
+HUNDRED = "range(100000)"
+BACKTRACKING = r"(\w+\.?)+\d\d\d"
+
+REFUSED: dict[str, Attack] = {
+    # Chat templates; tests/test_templates.py has many more.
+    "template: nested loops": template(
+        f"{{% for a in {HUNDRED} %}}{{% for b in {HUNDRED} %}}{{% endfor %}}{{% endfor %}}{{{{ messages[0].content }}}}"
+    ),
+    "template: three billion letters": template("{{ 'a' * 3000000000 }}"),
+    "template: a division by zero": template("{{ 1 / 0 }}"),
+    "template: recursion": template("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
+    "template: a range of a million million": template("{% for a in range(10 ** 12) %}{% endfor %}"),
+    "template: python": template("{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    "template: a megabyte of source": template("{# " + "x" * 2**20 + " #}"),
+    # Models.
+    "config: a billion layers": model_json("config.json", num_hidden_layers=10**9),
+    "config: thousands of wide layers": model_json("config.json", num_hidden_layers=1000, hidden_size=3 * 2**16),
+    "config: a wide model": model_json("config.json", hidden_size=3 * 2**18, intermediate_size=2**22),
+    "config: a vocabulary of a billion": model_json("config.json", vocab_size=10**9),
+    "config: a vocabulary that would be made anew": model_json("config.json", vocab_size=40_000_000, hidden_size=3072),
+    "config: an end token that is text": model_json("generation_config.json", eos_token_id="abc"),
+    "config: an end token that is text there": model_json("config.json", eos_token_id="abc"),
+    "config: deep": model_file("config.json", deep("a")),
+    "config: code": model_json("config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil"),
+    "model: a pipe as config.json": model_file("config.json", os.mkfifo),
+    "model: a pipe as tokenizer.json": model_file("tokenizer.json", os.mkfifo),
+    "model: a pipe as the template": model_file("chat_template.jinja", os.mkfifo),
+    "model: a pipe as the weights": model_file("model.safetensors", os.mkfifo),
+    "model: a device as the weights": model_file("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "model: a sparse tokenizer": model_file("tokenizer.json", sparse(20 * 2**30)),
+    "model: sparse weights": model_file("model.safetensors", sparse(2**40)),
+    "tokenizer: backtracking": tokenizer(pre_tokenizer=split("(a+)+c")),
+    "tokenizer: a million million": tokenizer(normalizer=replacing(6)),
+    # Patterns.
+    "pattern: layers that backtrack": lora(target_modules=BACKTRACKING),
+    "pattern: layers that backtrack in any engine": lora(target_modules=r"((?:(?:\w\w)+|\w|\.)+)\W"),
+    "pattern: layers of a million parts": lora(target_modules="((((a{100}){100}){100}){100}){100}"),
+    "pattern: layers without end": lora(target_modules="(" * 9000),
+    "pattern: a grader of a million parts": grader("regex", pattern="((((a{100}){100}){100}){100}){100}"),
+    "pattern: a grader with a day of time": grader("regex", pattern="(a+)+b", timeout=86400),
+    "pattern: a judge of a million parts": lambda scene: judge(
+        scene, base_url=scene.url, api_key_env=None, pattern="(((((a{100}){100}){100}){100}){100})"
+    ),
+    "reward model: a number": grader("reward_model", model=5),
+    "reward model: a name of nothing": grader("reward_model", model="no/such-model"),
+    # Rows.
+    "rows: a pipe": rows("rows.jsonl", os.mkfifo),
+    "rows: a device": rows("rows.jsonl", lambda path: path.symlink_to("/dev/zero")),
+    "rows: thirty sparse gigabytes": rows("rows.jsonl", sparse(30 * 2**30)),
+    "rows: thirty sparse gigabytes of CSV": rows("rows.csv", sparse(30 * 2**30, b"question,answer\n")),
+    "rows: deep": rows("rows.jsonl", lambda path: path.write_text("[" * 1_000_000) and None),
+    "rows: many digits": rows("rows.jsonl", lambda path: path.write_text('{"a": ' + "9" * 1_000_000 + "}") and None),
+    "rows: packed": rows("rows.jsonl", lambda path: path.write_bytes(gzip.compress(bytes(10**7))) and None),
+    "rows: a bomb of Parquet": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=False)),
+    "rows: a bomb of dictionaries": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=True)),
+    "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
+    "exam: a hundred million prompts": lambda scene: [*scene.manifest(), "environment.eval_prompts=100000000"],
+    # Run directories.
+    "run: a sparse journal": in_run(replaced("journal.jsonl", sparse(20 * 2**30))),
+    "run: sparse metrics": in_run(replaced("metrics.jsonl", sparse(20 * 2**30)), "report"),
+    "run: a sparse lineage": in_run(replaced("lineage.jsonl", sparse(2**40)), "report"),
+    "run: a pipe as lineage": in_run(replaced("lineage.jsonl", os.mkfifo), "report"),
+    "run: a line of 100 MB": in_run(replaced("metrics.jsonl", sparse(100 * 2**20)), "report"),
+    # Keys.
+    "key: to the server of a manifest": lambda scene: scene.manifest(algorithm=vllm(scene)),
+    "key: to the server of a run": resumed_with_vllm,
+    "key: to the judge of a manifest": lambda scene: judge(scene, base_url=scene.url),
+    "key: another one, to OpenAI": lambda scene: judge(scene, api_key_env="AWS_SECRET_ACCESS_KEY"),
+    "key: by a name that looks like OpenAI's": lambda scene: judge(
+        scene, base_url="https://api.openai.com@127.0.0.1:1/v1"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_attack_ends_in_a_sentence(
+    name: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
+) -> None:
+    found = executed(REFUSED[name], attacked, listener, unfinished, tmp_path)
+    assert found["code"] == 2, found["output"]
+    said = [line for line in found["output"].splitlines() if not line.startswith("warning: ")]
+    assert len(said) == 1, found["output"]
+    assert said[0].startswith("error: ")
+    assert listener.headers == []
+
+
+HARMLESS: dict[str, Attack] = {
+    "tokenizer: padding to a billion": tokenizer(
+        padding={
+            "strategy": {"Fixed": 10**9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<pad>",
+        }
+    ),
+    "run: a checkpoint of a terabyte": lambda scene: (huge_checkpoint(scene.copied_run()), ["resume", "run"])[1],
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_an_attack_does_no_harm(
+    name: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
+) -> None:
+    found = executed(HARMLESS[name], attacked, listener, unfinished, tmp_path)
+    assert found["code"] == 0, found["output"]
+
+
+def executed(
+    attack: Attack,
+    attacked: Callable[..., dict[str, Any]],
+    listener: Listener,
+    unfinished: Unfinished,
+    tmp_path: Path,
+    **variables: str,
+) -> dict[str, Any]:
+    """Execute an attack and check what holds for all of them."""
+    folder, canary = tmp_path / "here", tmp_path / "canary"
+    folder.mkdir()
+    canary.write_text("alive")
+    arguments = attack(Scene(folder, listener.url, unfinished))
+    found = attacked(arguments, folder, {**KEYS, "CANARY": str(canary), **variables})
+    assert found["code"] is not None, "it had to be killed"
+    assert found["seconds"] < SECONDS
+    assert found["mebibytes"] < MEBIBYTES
+    assert "Traceback" not in found["output"]
+    assert KEY not in found["output"]
+    assert canary.read_text() == "alive"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["canary", "here"]
+    return found
+
+
+# -- a key goes where the user allows it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["environment", "command line", "above", "manifest", "beside", "another port"])
+def test_a_key_goes_to_an_address_that_the_user_allows(
+    way: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
+) -> None:
+    allowed = {
+        "environment": f"http://other:1, {listener.url}/v1",
+        "above": listener.url,
+        "beside": f"{listener.url}/other",
+        "another port": "http://127.0.0.1:1",
+    }
+    expected = way in ("environment", "command line", "above")
+
+    def attack(scene: Scene) -> list[str]:
+        command = scene.manifest(algorithm=vllm(scene))
+        return [*command, *([f"algorithm.vllm_config.base_url={scene.url}"] if way == "command line" else [])]
+
+    listener.answer = 404, {}, b""
+    found = executed(attack, attacked, listener, unfinished, tmp_path, AGILERL_ALLOWED_ADDRESSES=allowed.get(way, ""))
+    assert found["code"] == 2
+    sent = [headers.get("Authorization") for headers in listener.headers]
+    assert sent == ([f"Bearer {KEY}"] if expected else [])
+
+
+def test_a_key_does_not_follow_a_redirection(
+    attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
+) -> None:
+    stolen: list[dict[str, str]] = []
+
+    class Thief(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            stolen.append(dict(self.headers))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Thief) as thief:
+        thread = threading.Thread(target=thief.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        listener.answer = 307, {"Location": f"http://127.0.0.1:{thief.server_port}/health"}, b""
+        found = executed(
+            lambda scene: scene.manifest(algorithm=vllm(scene)),
+            attacked,
+            listener,
+            unfinished,
+            tmp_path,
+            AGILERL_ALLOWED_ADDRESSES=listener.url,
+        )
+        thief.shutdown()
+        thread.join()
+    assert found["code"] == 2
+    assert stolen == []
+    assert len(listener.headers) == 1
+
+
+ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {
+    "too long": (200, {}, b" " * (80 * 2**20)),
+    "packed": (200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(2**31), 1)),
+    "packed in another way": (200, {"Content-Encoding": "zstd"}, b"x" * 1000),
+    "deep": (200, {}, b"[" * 200_000),
+    "too large a number": (200, {}, b'{"choices": [{"message": {"content": "{\\"score\\": 1' + b"0" * 400 + b'}"}}]}'),
+    "no header at all": (200, {}, b"\0" * 1000),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_address_cannot_answer_without_end(name: str, listener: Listener) -> None:
+    """A judge is whoever the manifest says."""
+    from agilerl.errors import RewardError
+    from agilerl.rewards.judge import JudgeGrader
+
+    listener.answer = ANSWERS[name]
+    with JudgeGrader("m", base_url=listener.url, api_key_env=None, attempts=1, timeout=5) as grader:
+        (found,) = grader(["q"], ["a"])
+    assert isinstance(found, RewardError)
+    assert len(str(found)) < 1000
+
+
+def test_the_pattern_of_a_judge_is_given_up(listener: Listener) -> None:
+    from agilerl.errors import RewardTimeoutError
+    from agilerl.rewards.judge import JudgeGrader
+
+    reply = {"choices": [{"message": {"content": "ab" * 40 + "!"}}]}
+    listener.answer = 200, {}, json.dumps(reply).encode()
+    pattern = r"((?:(?:ab)+|a|b)+)$"
+    with JudgeGrader("m", base_url=listener.url, api_key_env=None, attempts=1, pattern=pattern) as grader:
+        (found,) = grader(["q"], ["a"])
+    assert isinstance(found, RewardTimeoutError)
