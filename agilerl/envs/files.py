@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import EnvError
 from agilerl.validation import shown
 
-__all__ = ["FORMATS", "Table", "read_file"]
+__all__ = ["FORMATS", "Table", "read_file", "without_decoding"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,10 @@ def _parquet(path: Path) -> Table:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
         with tempfile.TemporaryDirectory() as cache:
-            dataset = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+            read = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+            dataset = without_decoding(read)
+    except EnvError:
+        raise
     except Exception as error:  # whatever a damaged file makes foreign code raise, the user gets its reason
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason[:300]}") from error
@@ -167,6 +170,19 @@ def _parquet(path: Path) -> Table:
         if showing:
             datasets.enable_progress_bars()
     return Table(dataset, list(dataset.column_names))
+
+
+def without_decoding(dataset: Any) -> Any:
+    """Return a dataset whose images, sounds and the like stay bytes and paths.
+
+    Decoding one opens the path, or asks the address, that a row names. Raises EnvError for those inside of others.
+    """
+    for column, feature in dict(dataset.features).items():
+        if getattr(feature, "decode", None) is True:
+            dataset = dataset.cast_column(column, replace(feature, decode=False))
+        elif "decode=True" in repr(feature):
+            raise EnvError(f"the column {shown(column)} holds lists of images or sounds; leave it out of the file")
+    return dataset
 
 
 _UNFOLD = """

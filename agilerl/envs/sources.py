@@ -11,7 +11,7 @@ from typing import Any
 
 from agilerl.arguments import checked, described
 from agilerl.envs.core import Row
-from agilerl.envs.files import FORMATS, Table, read_file
+from agilerl.envs.files import FORMATS, Table, read_file, without_decoding
 from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import EnvError
 from agilerl.validation import nearest, shown
@@ -222,7 +222,13 @@ def _load_from_hub(name: str, split: str, config: str | None) -> Any:
     reachable = not is_out_of_reach()
     was_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, not reachable
     try:
-        return datasets.load_dataset(name, config, split=split)
+        builder = datasets.load_dataset_builder(name, config)
+        _check_files(builder, name)
+        builder.download_and_prepare()
+        small = (builder.info.dataset_size or 0) < datasets.config.IN_MEMORY_MAX_SIZE
+        return without_decoding(builder.as_dataset(split=split, in_memory=small))
+    except EnvError:
+        raise
     except Exception as error:  # whatever a foreign download raises, the user gets its reason in a sentence
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         cure = "check its name, split and configuration" if reachable else "the hub cannot be reached from here"
@@ -232,6 +238,25 @@ def _load_from_hub(name: str, split: str, config: str | None) -> Any:
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+def _check_files(builder: Any, name: str) -> None:
+    """Raise EnvError for a dataset of the hub that reads other files than its repository's.
+
+    Its README may name any address and any path of this machine; ``datasets`` would read that and call it rows.
+    """
+    base = os.path.abspath(builder.base_path) if os.path.isdir(builder.base_path or "") else None
+    starts = [f"hf://datasets/{repository}@" for repository in (name, builder.repo_id) if repository]
+    starts += [] if base is None else [f"{base}{os.sep}"]
+    for files in (builder.config.data_files or {}).values():
+        for file in map(str, files):
+            place = file.rpartition("::")[2]
+            place = place if "://" in place else os.path.realpath(place)
+            if ".." in place.split("/") or not place.startswith(tuple(starts)):
+                raise EnvError(
+                    f"the dataset {shown(name)} of the hub names a file outside of its repository, {shown(file)}; "
+                    "take another dataset"
+                )
 
 
 def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
 
 __all__ = ["CompletionRecord", "completion_steps", "discard_completions", "read_completions", "write_completions"]
+
+_TEXTS = ["prompt", "completion", "answer"]
+_MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,9 @@ def completion_steps(folder: Path) -> list[int]:
 def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows of one step; raises CheckpointError where the file is missing, damaged or lacks columns."""
     path = _file(folder, step)
+    check_file(path, _MOST_BYTES, error=CheckpointError)
     try:
-        rows: list[dict[str, Any]] = pq.read_table(BytesIO(path.read_bytes()), columns=_SCHEMA.names).to_pylist()
+        rows: list[dict[str, Any]] = _bounded_table(path).to_pylist()
     except FileNotFoundError as error:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
     except (OSError, pa.ArrowException) as error:
@@ -84,6 +90,25 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
         missing = sorted(set(_SCHEMA.names) - set(rows[0]))
         raise CheckpointError(f"{path} should be a Parquet file of completions, but it lacks {', '.join(missing)}.")
     return rows
+
+
+def _bounded_table(path: Path) -> pa.Table:
+    """Read a file, of which a few bytes may stand for many: equal texts stay one until their lengths are added up."""
+    there = set(pq.read_schema(path).names)
+    texts = [name for name in _TEXTS if name in there]
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
+        unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.metadata.num_row_groups))
+        if file.metadata.num_rows > _MOST_ROWS or unpacked > _MOST_BYTES:
+            raise CheckpointError(f"{path} has more than {_MOST_ROWS:,} rows or {_MOST_BYTES:,} bytes.")
+        table = file.read(columns=[name for name in _SCHEMA.names if name in there])
+    size = 0
+    for name in texts:
+        for chunk in table[name].chunks:
+            if pa.types.is_dictionary(chunk.type):
+                size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
+    if size > _MOST_BYTES:
+        raise CheckpointError(f"{path} has more than {_MOST_BYTES:,} bytes of texts.")
+    return table
 
 
 def discard_completions(folder: Path, *, after: int) -> None:

@@ -203,6 +203,27 @@ def test_what_the_hub_gives_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sources._load_from_hub("numbers", "test", None)
 
 
+@pytest.mark.parametrize("place", ["{outside}", "https://example.invalid/rows.txt", "../outside.txt"])
+def test_a_dataset_of_the_hub_names_no_file_but_its_own(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its README may: ``data_files: /home/me/diary.txt`` would be read, here, as rows of somebody else's dataset."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "outside.txt").write_text("my secret\n" * 40)
+    (tmp_path / "numbers").mkdir()
+    named = place.format(outside=tmp_path / "outside.txt")
+    (tmp_path / "numbers" / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files: {named}\n---\n"
+    )
+    with pytest.raises(EnvError) as caught:
+        sources._load_from_hub("numbers", "train", None)
+    assert "my secret" not in str(caught.value)
+    assert not list((tmp_path / "cache").glob("**/*.arrow"))
+    if "://" not in place:
+        assert "outside of its repository" in str(caught.value)
+
+
 # -- mixtures ----------------------------------------------------------------------------------------------------------
 
 

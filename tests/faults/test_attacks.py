@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -171,13 +172,13 @@ def sparse(size: int, start: bytes = b"") -> Callable[[Path], None]:
     return make
 
 
-def parquet_bomb(path: Path, *, store_schema: bool) -> None:
+def parquet_bomb(path: Path, *, store_schema: bool, names: tuple[str, str] = ("question", "answer")) -> None:
     """A megabyte, a hundred thousand times: a dictionary of one entry."""
     text = pa.array(["x" * 2**20])
     indices = pa.array([0] * 100_000, pa.int32())
     column = pa.DictionaryArray.from_arrays(indices, text)
     parquet.write_table(
-        pa.table({"question": column, "answer": indices.cast(pa.string())}), path, store_schema=store_schema
+        pa.table(dict(zip(names, (column, indices.cast(pa.string()))))), path, store_schema=store_schema
     )
 
 
@@ -230,6 +231,17 @@ def huge_checkpoint(root: Path) -> None:
     change_json(folder / "MANIFEST.json", lambda files: {**files, name: {**files[name], "size": 2**40}})
     text = json.dumps(json.loads((folder / "MANIFEST.json").read_text()), indent=2, sort_keys=True)
     (folder / "MANIFEST.json").write_text(text + "\n")
+
+
+def bomb_of_completions(root: Path) -> None:
+    parquet_bomb(min((root / "completions").glob("*.parquet")), store_schema=False, names=("completion", "prompt"))
+
+
+def image(path: Path) -> None:
+    """Rows whose question is an image at a path, which would be opened."""
+    os.mkfifo(path.parent / "pipe.png")
+    made = datasets.Dataset.from_list([{"question": {"path": str(path.parent / "pipe.png"), "bytes": None}}] * 40)
+    made.cast_column("question", datasets.Image()).add_column("answer", ["1"] * 40).to_parquet(path)
 
 
 def replacing(count: int) -> dict[str, Any]:
@@ -300,6 +312,7 @@ REFUSED: dict[str, Attack] = {
     "rows: packed": rows("rows.jsonl", lambda path: path.write_bytes(gzip.compress(bytes(10**7))) and None),
     "rows: a bomb of Parquet": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=False)),
     "rows: a bomb of dictionaries": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=True)),
+    "rows: a pipe as an image": rows("rows.parquet", image),
     "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
     "exam: a hundred million prompts": lambda scene: [*scene.manifest(), "environment.eval_prompts=100000000"],
     # Run directories.
@@ -342,6 +355,7 @@ HARMLESS: dict[str, Attack] = {
             "pad_token": "<pad>",
         }
     ),
+    "run: a bomb of completions": in_run(bomb_of_completions, "report"),
     "run: a checkpoint of a terabyte": lambda scene: (huge_checkpoint(scene.copied_run()), ["resume", "run"])[1],
 }
 
