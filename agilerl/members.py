@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.from_data import DataAlgorithm
-from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask

@@ -7,8 +7,8 @@ from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Literal
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.from_data import DataAlgorithm
-from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together

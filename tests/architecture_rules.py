@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 700, 80, 6, 4
+FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 800, 80, 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
@@ -262,10 +262,18 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
 }
 
 
-def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
-    """Groups of modules that import one another when they run, functions' own imports included."""
+def cycles(modules: Mapping[str, Module], typed: str = "") -> list[list[str]]:
+    """Groups of modules that import one another when they run, functions' own imports included.
+
+    Inside the package ``typed``, what is imported for types alone counts as well.
+    """
     graph = {
-        name: {i.target for i in module.imports if i.runtime and i.target != name} & set(modules)
+        name: {
+            i.target
+            for i in module.imports
+            if i.target != name and (i.runtime or (typed and part_of(name, typed) and part_of(i.target, typed)))
+        }
+        & set(modules)
         for name, module in modules.items()
     }
 

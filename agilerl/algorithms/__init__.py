@@ -1,12 +1,12 @@
 """Algorithms: one a file, all on the shared base."""
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import EvolvableAlgorithm
 from agilerl.algorithms.cispo import CISPO, CISPOConfig
 from agilerl.algorithms.custom_loss import PolicyLoss
 from agilerl.algorithms.dpo import DPO, DPOConfig
 from agilerl.algorithms.grpo import GRPO, GRPOConfig
 from agilerl.algorithms.gspo import GSPO, GSPOConfig
-from agilerl.algorithms.llm import LLMAlgorithm
 from agilerl.algorithms.ppo import PPO, PPOConfig
 from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
 from agilerl.algorithms.rloo import RLOO, RLOOConfig

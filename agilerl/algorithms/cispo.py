@@ -5,10 +5,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.grpo import GRPO
-from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import GroupConfig, PolicyConfig, check_weight_bounds
-from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 

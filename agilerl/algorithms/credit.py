@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.policy import GroupConfig, PolicyConfig
-from agilerl.algorithms.surrogate import SurrogateConfig
+from agilerl.algorithms.config import GroupConfig, PolicyConfig, SurrogateConfig
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (

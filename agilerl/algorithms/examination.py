@@ -1,16 +1,14 @@
 """Greedy examination of one agent on an environment that is stepped by hand."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 
+from agilerl.algorithms.experiences import ActionResult
 from agilerl.arguments import Having, described
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
 
 __all__ = ["Environment", "examine", "of_all"]
 
@@ -23,7 +21,16 @@ _EXAM_SEED = 2**31
 """Seed of the first exam episode; training, which counts from 0, does not reach it."""
 
 
-def examine(agent: "LLMAlgorithm", env: Any, loop: int) -> np.ndarray:
+class _Player(Protocol):
+    """An agent as an exam sees it."""
+
+    tokens: dict[str, int]
+
+    def get_action(self, obs: Any, training: bool = True) -> ActionResult:
+        """Return completions of prompts."""
+
+
+def examine(agent: _Player, env: Any, loop: int) -> np.ndarray:
     """Return rewards (returns of episodes) of greedy play, ``loop`` batches or episodes of it, as one flat array."""
     if isinstance(env, TokenObservationWrapper):
         return np.array([_play(agent, env, number) for number in range(loop)])
@@ -52,7 +59,7 @@ def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])
 
 
-def _play(agent: "LLMAlgorithm", env: TokenObservationWrapper, number: int) -> float:
+def _play(agent: _Player, env: TokenObservationWrapper, number: int) -> float:
     prompt, _ = env.reset(_EXAM_SEED + number)
     total, done = 0.0, False
     while not done:
@@ -63,7 +70,7 @@ def _play(agent: "LLMAlgorithm", env: TokenObservationWrapper, number: int) -> f
     return total
 
 
-def _play_all(agent: "LLMAlgorithm", env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
+def _play_all(agent: _Player, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
     prompts: list[Any] | None = env.reset(_EXAM_SEED + number * env.batch_size)
     while prompts is not None:
         action = agent.get_action(prompts, training=False)

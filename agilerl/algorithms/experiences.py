@@ -1,22 +1,18 @@
 """Between the documented tuples of tensors and the typed batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from agilerl.arguments import described
 from agilerl.data import Completion, RolloutBatch
-from agilerl.data.checks import check_context, check_vocabulary, mask_rows, number_rows, one_row, token_rows
+from agilerl.data.checks import check_vocabulary, mask_rows, number_rows, one_row, token_rows
 from agilerl.errors import ConfigError
-from agilerl.rollouts import GenerationRequest
 from agilerl.sizes import padded_length
 
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
-
-__all__ = ["ActionResult", "action_result", "check_fits", "generation_requests", "prompt_ids", "to_batch"]
+__all__ = ["ActionResult", "action_result", "prompt_ids", "to_batch"]
 
 
 class ActionResult(NamedTuple):
@@ -66,31 +62,6 @@ def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
         raise ConfigError(f"{where}: expected a prompt of one token or more, found an attention_mask that is all 0")
     check_vocabulary(ids, vocabulary, f"{where}: input_ids")
     return ids
-
-
-def check_fits(agent: "LLMAlgorithm", batch: RolloutBatch) -> None:
-    """Raise ConfigError where a batch that a user brings has token ids, or rows, that the agent's base cannot take."""
-    if len(batch):
-        check_vocabulary(batch.ids, agent.runtime.base.vocabulary_size, "completion_ids")
-        wanted = agent.config.max_model_len
-        check_context(batch.lengths, agent.context_length, wanted, "completion_ids")
-
-
-def generation_requests(
-    agent: "LLMAlgorithm", prompts: Sequence[Sequence[int]], samples: int, *, training: bool
-) -> list[GenerationRequest]:
-    """Return what to ask the engine for, for each prompt; the prompts of several processes are numbered on."""
-    return [
-        GenerationRequest(
-            agent.slot,
-            prompt,
-            samples,
-            agent.sampling(len(prompt), greedy=not training),
-            purpose="rollout" if training else "act",
-            key=(agent.index, agent.rollouts, number),
-        )
-        for number, prompt in enumerate(prompts, agent.runtime.first_number(len(prompts)))
-    ]
 
 
 def action_result(

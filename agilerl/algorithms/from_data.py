@@ -7,11 +7,11 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import LLMConfig
 from agilerl.algorithms.examination import Environment, of_all
 from agilerl.algorithms.experiences import ActionResult
-from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.algorithms.llm_config import LLMConfig
 from agilerl.arguments import Count, checked
 from agilerl.data import RolloutBatch
 from agilerl.envs.examples import DataGym

@@ -7,23 +7,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.logprobs import behaviour_entropy, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
-from agilerl.algorithms.policy import (
-    GroupConfig,
-    PolicyConfig,
-    behaviour_entropy,
-    check_weight_bounds,
-    is_off_policy,
-    sampled_logprobs,
-)
 from agilerl.algorithms.state import AgentState
-from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
 from agilerl.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -62,7 +54,7 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
         return self.clip_min or 0.0, self.clip_max
 
 
-class GRPO(AdaptiveKL, LLMAlgorithm):
+class GRPO(LLMAlgorithm):
     """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
     Its relatives (GSPO, CISPO, RLOO, REINFORCE) are subclasses with another ``Config`` or another ``credit``, so agents
@@ -71,6 +63,8 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
 
     Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
     config: GRPOConfig
+    kl_scale: float = 1.0
+    """Factor on ``beta`` that ``kl_target`` has found so far."""
 
     # -- presets --------------------------------------------------------------------------------------------------
 
@@ -132,6 +126,11 @@ class GRPO(AdaptiveKL, LLMAlgorithm):
         return self.shaped_advantages(
             advantages, batch.action_mask, kl, whiten=telling if self.config.whiten_advantages else None
         )
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
+        return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from agilerl.algorithms.llm_config import LLMConfig
-from agilerl.algorithms.surrogate import SurrogateConfig
+from agilerl.algorithms.config import LLMConfig, SurrogateConfig
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer
 from agilerl.models.optim import AdamWSettings
@@ -135,9 +134,9 @@ class Learner(Protocol):
 class PolicyLearner(Learner, Protocol):
     """A learner whose policy is held near a reference by a KL."""
 
+    kl_scale: float
+    """Factor on ``beta`` that ``kl_target`` has found so far."""
+
     @property
     def config(self) -> SurrogateConfig:
         """Hyperparameters."""
-
-    def sampled_kl(self, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-        """Return the detached KL ``[B, L]`` of what was sampled, having adapted its weight to it."""

@@ -13,8 +13,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from agilerl.algorithms.config import SurrogateConfig
 from agilerl.algorithms.metrics import record_policy
-from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.data import LossInputs
 from agilerl.errors import ConfigError
 from agilerl.functional import (

@@ -8,15 +8,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.llm import LLMAlgorithm
-from agilerl.algorithms.llm_config import RolloutLLMConfig
+from agilerl.algorithms.logprobs import is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
-from agilerl.algorithms.policy import is_off_policy, sampled_logprobs
 from agilerl.algorithms.schedules import lr_factor
-from agilerl.algorithms.surrogate import AdaptiveKL, SurrogateConfig
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
@@ -119,12 +118,14 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
         return "turn" if self.turn_level_clip else "token"
 
 
-class PPO(AdaptiveKL, LLMAlgorithm):
+class PPO(LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
     Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
     config: PPOConfig
     trained_slots: ClassVar[int] = 2
+    kl_scale: float = 1.0
+    """Factor on ``beta`` that ``kl_target`` has found so far."""
     critic_slot: int
     _critic_lease: Callable[[], object]
 
@@ -181,6 +182,11 @@ class PPO(AdaptiveKL, LLMAlgorithm):
         """Return whether turns are units of this batch: somebody took a second one, or the user insists on turns."""
         several = batch.turn_ids.numel() > 0 and int(batch.turn_ids.max()) > 0
         return several or self.config.advantage_granularity == "turn"
+
+    @property
+    def kl_coef(self) -> float:
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
+        return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""

@@ -1,23 +1,17 @@
-"""The reference policy of an agent, and log-probs under it: computed once for all agents that share it."""
+"""Log-probs under a reference policy: computed once for all agents that share it."""
 
 import hashlib
-import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from agilerl.arguments import checked
 from agilerl.data import RolloutBatch
 from agilerl.runtime import Runtime
 
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
-
-__all__ = ["ReferenceLogprobs", "ReferencePolicy", "fingerprint"]
+__all__ = ["ReferenceLogprobs", "fingerprint"]
 
 _ROW_TOKENS = 128
 """What a row costs beside its tokens (key, tensor object), in tokens."""
@@ -74,58 +68,6 @@ class ReferenceLogprobs:
         self._tokens += len(values) + _ROW_TOKENS
         while self._tokens > self.max_tokens and len(self._known) > 1:
             self._tokens -= len(self._known.popitem(last=False)[1]) + _ROW_TOKENS
-
-
-class ReferencePolicy:
-    """The fixed policy that an agent is compared with: the base model, or an adapter in a slot of its own."""
-
-    reference_slot: int | None = None
-    """Slot of the frozen reference policy; None: the base model with adapters off."""
-    reference_key: bytes = b"base"
-    """Fingerprint of the reference; agents with equal ones share its log-probs."""
-    reference_tracker: int = 0
-    """How often the reference has been told to move."""
-    _reference_lease: Callable[[], object]
-    _told_fixed: bool = False
-
-    @checked
-    def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference when the tracker advances past its stored value.
-
-        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, and a warning
-        says so, once an agent.
-        """
-        if reference_update_tracker <= self.reference_tracker:
-            return
-        agent = cast("LLMAlgorithm", self)
-        self.reference_tracker = reference_update_tracker
-        if getattr(agent.config, "use_separate_reference_adapter", True):
-            self.set_reference(agent.runtime.store.adapter(agent.slot))
-        elif not self._told_fixed:
-            self._told_fixed = True
-            warnings.warn(
-                "set_reference_policy leaves the reference as it is, the base model: use_separate_reference_adapter is "
-                "False; set it to True to let the reference move",
-                stacklevel=2,
-            )
-
-    def forget_reference(self) -> None:
-        """Make the base model the reference, and give the slot of another one back."""
-        if self.reference_slot is not None:
-            self._reference_lease()
-        self.reference_slot, self.reference_key = None, b"base"
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
-        agent = cast("LLMAlgorithm", self)
-        store = agent.runtime.store
-        rank, scaling = len(factors[0][0]), float(store.scaling[agent.slot])
-        if self.reference_slot is None:
-            self.reference_slot = store.allocate(rank, scaling)
-            self._reference_lease = agent._lease_of(self.reference_slot)
-        store.set_rank(self.reference_slot, rank, scaling)
-        store.load_adapter(self.reference_slot, factors)
-        self.reference_key = fingerprint(factors, scaling)
 
 
 def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> bytes:

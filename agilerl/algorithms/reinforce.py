@@ -7,11 +7,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_turn_rewards, check_whole_episodes, per_turn_sums
 from agilerl.algorithms.grpo import GRPO
-from agilerl.algorithms.llm_config import RolloutLLMConfig
-from agilerl.algorithms.policy import PolicyConfig
-from agilerl.algorithms.surrogate import SurrogateConfig
 from agilerl.data import RolloutBatch
 from agilerl.functional import (
     broadcast_rows,

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from agilerl.algorithms.agent_json import like, read_agent_json
-from agilerl.algorithms.custom_loss import loss_name
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.custom_loss import LossFunction, loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, WriteError
@@ -26,9 +27,6 @@ from agilerl.runs import strict_json
 from agilerl.runs.atomic import commit_folder
 from agilerl.runtime import Runtime
 from agilerl.validation import shown
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.llm import LLMAlgorithm
 
 __all__ = [
     "AgentState",
@@ -116,7 +114,54 @@ class AgentState:
     """What the user's loss function is called; the function itself is no data."""
 
 
-def capture(agent: "LLMAlgorithm") -> AgentState:
+class Stateful(Protocol):
+    """An agent as its state sees it; the counters of ``_COUNTERS`` aside."""
+
+    pad_token: str | None
+    pad_token_id: int
+    lora_config: Any
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None
+
+    @property
+    def slot(self) -> int:
+        """Slot of the policy."""
+
+    @property
+    def reference_slot(self) -> int | None:
+        """Slot of the reference policy; None: the base model."""
+
+    @property
+    def critic_slot(self) -> int | None:
+        """Slot of the critic; None without one."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """The base and the slots."""
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        """Hyperparameters."""
+
+    @property
+    def genes(self) -> dict[str, Gene]:
+        """The hyperparameters that may mutate."""
+
+    @property
+    def loss(self) -> LossFunction | None:
+        """The user's loss function."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter."""
+
+    def forget_reference(self) -> None:
+        """Make the base model the reference."""
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the reference."""
+
+
+def capture(agent: Stateful) -> AgentState:
     """Copy an agent into a state."""
     store, lora, schedule = agent.runtime.store, agent.lora_config, agent.cosine_lr_schedule_config
     read = store.read(agent.slot)
@@ -179,7 +224,7 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         raise CheckpointError(f"the checkpoint of a {name} agent sets {shown(unknown[0])}, no hyperparameter of {name}")
 
 
-def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -> None:
+def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
     for name in _COUNTERS:
         if name in state.counters:
@@ -189,7 +234,7 @@ def restore(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool) -
 
 
 def adopt(
-    agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
+    agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
 ) -> None:
     """Give an agent the policy of a state of equal rank, its scale and its reference included.
 
@@ -218,7 +263,7 @@ def adopt(
         )
 
 
-def load_weights(agent: "LLMAlgorithm", state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
+def load_weights(agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
     """Give an agent the adapter (and the reference, where there is one) of a state of equal rank and scale.
 
     With ``with_critic`` an agent that has a critic takes the state's; without one there, its critic starts from the

@@ -14,8 +14,8 @@ from torch import Tensor
 from agilerl.algorithms.custom_loss import LossFunction, loss_denominator
 from agilerl.algorithms.gradients import Piece, Share, accumulate, accumulate_all
 from agilerl.algorithms.learner import Experience, Learner
+from agilerl.algorithms.logprobs import sampled_as_trained
 from agilerl.algorithms.metrics import record_batch
-from agilerl.algorithms.policy import sampled_as_trained
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer

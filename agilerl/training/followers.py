@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.hpo.fitness import Fitness
 from agilerl.members import Evolution, Known
 from agilerl.population import Population

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from agilerl.algorithms import ALGORITHMS
-from agilerl.algorithms.llm import LLMAlgorithm
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.bounds import memory_bytes
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Split

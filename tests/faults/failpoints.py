@@ -13,8 +13,8 @@ from typing import Any
 
 import safetensors.torch
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import EvolvableAlgorithm
-from agilerl.algorithms.llm import LLMAlgorithm
 
 Visit = Callable[[str, str], None]
 """Told the operation that comes next and the path it is about."""

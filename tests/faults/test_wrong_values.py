@@ -19,7 +19,7 @@ from agilerl.algorithms import (
     CosineLRScheduleConfig,
     PolicyLoss,
 )
-from agilerl.algorithms.llm import _say_that_the_context_ends_it
+from agilerl.algorithms.agent import _say_that_the_context_ends_it
 from agilerl.envs import (
     ConditionalTarget,
     ConstantTarget,

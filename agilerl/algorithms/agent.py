@@ -1,12 +1,14 @@
 """LLMAlgorithm: an agent that is one adapter slot on a shared base, with get_action, learn and test."""
 
 import copy
+import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -15,15 +17,13 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.agent_json import read_agent_json
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
-from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored
+from agilerl.algorithms.config import LLMConfig, RolloutLLMConfig
+from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import Environment, examine, of_all
-from agilerl.algorithms.experiences import ActionResult, action_result, generation_requests, prompt_ids
-from agilerl.algorithms.health import Health
+from agilerl.algorithms.experiences import ActionResult, action_result, prompt_ids, to_batch
 from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.llm_config import LLMConfig, RolloutLLMConfig
-from agilerl.algorithms.primitives import TrainingPrimitives
-from agilerl.algorithms.reference import ReferencePolicy
+from agilerl.algorithms.reference import fingerprint
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
@@ -38,25 +38,35 @@ from agilerl.algorithms.state import (
     save_folder,
     write_state,
 )
-from agilerl.algorithms.update import usual_micro_rows
-from agilerl.arguments import Count, Hint, Location, Name, Whole, checked
+from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step, usual_micro_rows
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked
 from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data.checks import check_context, check_vocabulary
+from agilerl.data.union import union
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
+from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.base import padding_id
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.optim import AdamWSettings
-from agilerl.rollouts import SamplingSettings
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
 from agilerl.validation import shown
 
-__all__ = ["LLMAlgorithm"]
+__all__ = ["BAD_STEPS", "LLMAlgorithm"]
+
+BAD_STEPS = 2
+"""Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
+
+_MEASURES = {"entropy": "entropy", "completions/mean_length": "length", "reward": "reward"}
+"""Metrics of an update that the collapse guard looks at, and what it calls them."""
 
 
-class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -76,8 +86,27 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
     slot: int = while_open()
     """Slot of the policy."""
     reference_slot: int | None = while_open()
+    """Slot of the frozen reference policy; None: the base model with adapters off."""
     critic_slot: int | None = while_open()
     """Slot of the critic, for algorithms that have one."""
+    learns_again: bool = False
+    """True while ``learn`` trains on tensors that its last call trained on."""
+    _learned: "weakref.ref[Tensor] | None" = None
+    """Token ids of the last batch that ``learn`` trained on."""
+    gradient_is_finite: bool = True
+    """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
+    reference_key: bytes = b"base"
+    """Fingerprint of the reference; agents with equal ones share its log-probs."""
+    reference_tracker: int = 0
+    """How often the reference has been told to move."""
+    _reference_lease: Callable[[], object]
+    _told_fixed: bool = False
+    outcome: Outcome = "ok"
+    """What the last iteration came to."""
+    bad_steps: int = 0
+    """Optimizer steps in a row, up to the last one, that were skipped because something was not finite."""
+    sick: str = ""
+    """Why the agent is no elite and no parent, and is replaced at the next selection; empty where it is sound."""
 
     @checked
     def __init__(
@@ -124,7 +153,10 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         """Tokens spent by this agent and its ancestors."""
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
-        self.begin_health()
+        self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
+        """Iterations by outcome, ancestors' included."""
+        self.vitals: dict[str, list[float]] = {name: [] for name in (*_MEASURES.values(), "reward_before")}
+        """Entropy, length and reward of each iteration since the last selection, and the rewards before that."""
         longest = getattr(self.config, "max_output_tokens", None)
         if longest is not None and longest > self.context_length:
             _say_that_the_context_ends_it(longest, self.context_length)
@@ -226,7 +258,17 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         """
         ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
         samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
-        requests = generation_requests(self, ids, samples, training=training)
+        requests = [
+            GenerationRequest(
+                self.slot,
+                prompt,
+                samples,
+                self.sampling(len(prompt), greedy=not training),
+                purpose="rollout" if training else "act",
+                key=(self.index, self.rollouts, number),
+            )
+            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))  # of all processes together
+        ]
         self.rollouts += 1
         groups = self.runtime.generate(requests)
         self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
@@ -249,7 +291,7 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         """Add the mean of an exam's scores to ``fitness``, or NaN if the agent is ``sick``."""
         self.fitness.append(float("nan") if self.sick else float(scores.mean()))
 
-    # -- learning -------------------------------------------------------------------------------------------------
+    # -- learning: what the algorithm says ------------------------------------------------------------------------
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
@@ -301,6 +343,204 @@ class LLMAlgorithm(TrainingPrimitives, ReferencePolicy, Health, DocumentedSurfac
         """Return the order of the rows in one epoch: a function of seed, index, update and epoch alone."""
         rng = streams.stream(self.config.seed, "minibatch", self.index, self.updates, epoch)
         return torch.from_numpy(rng.permutation(rows))
+
+    # -- learning: gradients are accumulated, then an optimizer step spends them ----------------------------------
+
+    def learn(
+        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> dict[str, float]:
+        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
+        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
+        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Where several processes train the agent,
+        each gives what it has sampled, and the update is that of all rows together. Raises ConfigError where the parts
+        do not fit each other, or something goes by turn and there are no ``turn_ids``.
+
+        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old ones of the
+        importance ratio in an update of several optimizer steps (``update_epochs``, or more rows than ``batch_size``),
+        and where the same tensors are learned from a second time in a row. The only step of a first update takes the
+        current policy as the one that sampled, whatever they are: the ratio is 1. So does the first step of any update
+        without them, or where sampling is not exact (a base in 16 bits, quantised or compiled; vLLM), and for further
+        steps it computes the old ones itself. Several calls of ``accumulate`` do not count as learning again.
+        """
+        if isinstance(experiences, RolloutBatch):
+            self._check_fits(experiences)
+            with self._noting(experiences.ids):
+                return learn_together([self], [self._whole(experiences)])[0]
+        if turn_ids is None and getattr(self.config, "uses_turns", False):
+            raise ConfigError(
+                "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
+                "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
+            )
+        group_size = getattr(self.config, "group_size", 1)
+        batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+        self._check_fits(batch)
+        ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
+        with self._noting(ids):
+            return learn_together([self], [self._whole(batch)])[0]
+
+    @checked
+    def accumulate(
+        self,
+        batch: RolloutBatch | Experience,
+        loss_fn: LossFunction | None = None,
+        *,
+        denominator: Positive | None = None,
+    ) -> dict[str, float]:
+        """Add the gradient of a loss on a batch to what is pending; returns the metrics of this batch.
+
+        ``loss_fn`` is a function of LossInputs, by default the agent's own loss. A :class:`RolloutBatch` is prepared
+        first (advantages, old and reference log-probs); to split one optimizer step over several calls, prepare the
+        whole of it and pass the parts together with the denominator of the whole::
+
+            experience = agent.prepare(batch)
+            whole = agent.window_denominator(experience.batch.action_mask)
+            for rows in torch.arange(len(experience)).split(16):
+                agent.accumulate(experience.select(rows), my_loss, denominator=whole)
+            agent.optim_step()
+
+        Without ``denominator`` the batch is the whole step. Raises ConfigError for what is no loss function, and
+        MemoryExhaustedError, nothing having been added, where memory does not hold the least part of the batch.
+        """
+        self._check_fits(batch if isinstance(batch, RolloutBatch) else batch.batch)
+        experience = batch if isinstance(batch, Experience) else self.prepare(batch)
+        metrics = accumulate_batch(self, experience, loss_fn, denominator)
+        self._count(experience.batch)
+        return metrics.result()
+
+    @checked
+    def accumulate_tangents(self, batch: RolloutBatch | Experience, dloss_dlogp: Tensor) -> None:
+        """Add the gradient of a loss that is known by its derivative with respect to each log-prob, ``[B, L]``.
+
+        Row b, position t belongs to the log-prob of token t + 1, as in :meth:`logprobs`; what stands off the action
+        mask is ignored. Nothing is divided: denominators are the caller's. A number that is not finite makes the next
+        ``optim_step`` skip. Raises ConfigError for another shape.
+        """
+        rows = batch.batch if isinstance(batch, Experience) else batch
+        self._check_fits(rows)
+        expected = tuple(rows.action_mask.shape)
+        if not isinstance(dloss_dlogp, Tensor) or tuple(dloss_dlogp.shape) != expected:
+            found = (
+                f"shape {tuple(dloss_dlogp.shape)}" if isinstance(dloss_dlogp, Tensor) else type(dloss_dlogp).__name__
+            )
+            raise ConfigError(
+                f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
+                f"agent.logprobs(batch), found {found}"
+            )
+        accumulate_batch(self, Experience(rows, dloss_dlogp.detach()), tangent_loss, 1.0)
+        self._count(rows)
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the pending gradient, take one AdamW step and clear it; returns gradient norm and learning rate.
+
+        The step is skipped, and counted in ``skipped_steps``, when a loss or the gradient was not finite.
+        """
+        metrics = MetricReducer()
+        optim_step([self], [metrics])
+        self.updates += 1
+        values = metrics.result()
+        values["skipped_steps"] = float(self.skipped_steps)
+        values["num_tokens"] = float(self.tokens["trained"])
+        return values
+
+    @checked
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask."""
+        self._check_fits(batch)
+        temperature = getattr(self.config, "temperature", 1.0)
+        return self.runtime.fixed_logprobs(self.slot, batch, temperature, self.micro_rows(batch))
+
+    @contextmanager
+    def _noting(self, ids: Any) -> Iterator[None]:
+        """Remember what is learned from, so that the next call can tell whether it is the same again."""
+        self.learns_again = self._learned is not None and self._learned() is ids
+        self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
+        try:
+            yield
+        finally:
+            self.learns_again = False
+
+    def _whole(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return what all processes that train this agent have brought along."""
+        return union(self.runtime.processes, batch, self.pad_token_id)
+
+    def _count(self, batch: RolloutBatch) -> None:
+        self.tokens["trained"] += int(batch.lengths.sum())
+        self.steps += len(batch)
+
+    def _check_fits(self, batch: RolloutBatch) -> None:
+        """Raise ConfigError where a batch that a user brings has token ids, or rows, that the base cannot take."""
+        if len(batch):
+            check_vocabulary(batch.ids, self.runtime.base.vocabulary_size, "completion_ids")
+            check_context(batch.lengths, self.context_length, self.config.max_model_len, "completion_ids")
+
+    # -- reference policy -----------------------------------------------------------------------------------------
+
+    @checked
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference when the tracker advances past its stored value.
+
+        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, and a warning
+        says so, once an agent.
+        """
+        if reference_update_tracker <= self.reference_tracker:
+            return
+        self.reference_tracker = reference_update_tracker
+        if getattr(self.config, "use_separate_reference_adapter", True):
+            self.set_reference(self.runtime.store.adapter(self.slot))
+        elif not self._told_fixed:
+            self._told_fixed = True
+            warnings.warn(
+                "set_reference_policy leaves the reference as it is, the base model: use_separate_reference_adapter is "
+                "False; set it to True to let the reference move",
+                stacklevel=2,
+            )
+
+    def forget_reference(self) -> None:
+        """Make the base model the reference, and give the slot of another one back."""
+        if self.reference_slot is not None:
+            self._reference_lease()
+        self.reference_slot, self.reference_key = None, b"base"
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
+        store = self.runtime.store
+        rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
+        if self.reference_slot is None:
+            self.reference_slot = store.allocate(rank, scaling)
+            self._reference_lease = self._lease_of(self.reference_slot)
+        store.set_rank(self.reference_slot, rank, scaling)
+        store.load_adapter(self.reference_slot, factors)
+        self.reference_key = fingerprint(factors, scaling)
+
+    # -- health: what iterations came to, and whether the agent may still be a parent -----------------------------
+
+    def note_step(self, *, taken: bool) -> None:
+        """Count an optimizer step that was taken, or skipped because something was not finite."""
+        self.bad_steps = 0 if taken else self.bad_steps + 1
+        if self.bad_steps >= BAD_STEPS:
+            self.sick = f"loss, gradient or samples were not finite in {self.bad_steps} optimizer steps in a row"
+
+    def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
+        """Count an iteration, and keep what the collapse guard looks at."""
+        self.outcome = outcome
+        self.outcomes[outcome] += 1
+        for metric, name in _MEASURES.items():
+            self.vitals[name].append(metrics.get(metric, math.nan))
+
+    def after_selection(self) -> None:
+        """Begin a generation: what was found so far has been acted on, as far as that was possible."""
+        self.sick = ""
+        self.vitals = {
+            **{name: [] for name in self.vitals},
+            "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
+        }
+
+    def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
+        """Return the numbers of this generation; rewards are left out where they are no measure for other agents."""
+        own = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
+        return Vitals(**{name: tuple(values) for name, values in own.items()})
 
     # -- mutation -------------------------------------------------------------------------------------------------
 

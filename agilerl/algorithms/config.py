@@ -1,0 +1,365 @@
+"""Hyperparameters that algorithms share, each declared once with its bounds and evolution range.
+
+An algorithm's own ``Config`` stands in its file and puts these together: what all have (:class:`LLMConfig`), what
+sampling needs (:class:`RolloutLLMConfig`), a clipped policy gradient (:class:`SurrogateConfig`), one without a critic
+(:class:`PolicyConfig`), and advantages that compare the completions of a prompt (:class:`GroupConfig`).
+"""
+
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
+from agilerl.hpo.parameters import Evolve
+from agilerl.rollouts import SamplingSettings
+
+__all__ = ["GroupConfig", "LLMConfig", "PolicyConfig", "RolloutLLMConfig", "SurrogateConfig", "check_weight_bounds"]
+
+
+class LLMConfig(AlgorithmConfig):
+    """Hyperparameters of every algorithm that trains an adapter."""
+
+    lr: Annotated[float, Field(gt=0), Evolve(1e-6, 1e-2)] = 1e-5
+    """Learning rate of AdamW."""
+    batch_size: Annotated[int, Field(ge=1), Evolve(8, 512)] = 16
+    """Trajectories of one optimizer step."""
+    mini_batch_size: Annotated[int | None, Field(ge=1)] = None
+    """Overrides ``batch_size`` as the number of trajectories of one optimizer step."""
+    update_epochs: Annotated[int, Field(ge=1), Evolve(1, 4)] = 1
+    """Passes over the same trajectories."""
+    max_grad_norm: Annotated[float | None, Field(gt=0), Evolve(0.05, 5.0)] = 1.0
+    """Gradients are scaled down to this L2 norm over the whole adapter; None leaves them."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Decay of AdamW's second moment."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Term that keeps AdamW's denominator from zero."""
+    weight_decay: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
+    """Decoupled weight decay of the adapter."""
+    micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
+    """Trajectories of one forward and backward pass; None fits as many as about 4,096 tokens hold."""
+    max_model_len: Annotated[int | None, Field(ge=2)] = 1024
+    """Most tokens of prompt and completion together; the model's own context length is a further limit."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of the adapter's start, the samples and the order of mini-batches."""
+
+
+class RolloutLLMConfig(LLMConfig):
+    """Hyperparameters of algorithms that learn from their own samples."""
+
+    group_size: Annotated[int, Field(ge=1), Evolve(2, 32)] = 8
+    """Completions sampled for each prompt."""
+    temperature: Annotated[float, Field(gt=0), Evolve(0.5, 1.5, scale="linear")] = 1.0
+    """Sampling temperature; all log-probs are those of ``logits / temperature``."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; below 1 the full-vocabulary log-probs of the loss are biased."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample among the k most likely tokens; 0 means all. Biases the log-probs as ``top_p`` does."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens below this share of the most likely token's probability. Biases the log-probs likewise."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits of tokens that occurred before. Biases the log-probs likewise."""
+    max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens of a completion; None leaves what ``max_model_len`` leaves."""
+    min_output_tokens: Annotated[int | None, Field(ge=0)] = None
+    """The end token cannot be drawn before this many tokens. Biases the log-probs likewise."""
+    reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)
+    """This agent's own weights of parts of the reward, by name, in place of those of the task's ``CombinedGrader``; in
+    training alone. The gene of one is called ``reward_weights.<name>`` and needs a task with a fitness grader."""
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        limit, least = self.max_output_tokens, self.min_output_tokens
+        if limit is not None and least is not None and least > limit:
+            raise ValueError(f"min_output_tokens={least} is above max_output_tokens={limit}; lower the first")
+        return self
+
+    @model_validator(mode="after")
+    def _support_is_whole(self) -> Self:
+        whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        narrowed = [f"{name}={getattr(self, name)}" for name, off in whole.items() if getattr(self, name) != off]
+        if self.min_output_tokens:
+            narrowed.append(f"min_output_tokens={self.min_output_tokens}")
+        if narrowed:
+            _warn_of_bias(", ".join(narrowed))
+        return self
+
+    def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
+        """Return the sampling settings where the context has room for this many tokens."""
+        limit = min(self.max_output_tokens or room, room)
+        return SamplingSettings(
+            max_new_tokens=limit,
+            temperature=0.0 if greedy else self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_new_tokens=min(self.min_output_tokens or 0, limit),
+        )
+
+
+@cache  # once a process: a configuration is made anew for every clone and every mutation
+def _warn_of_bias(settings: str) -> None:
+    warnings.warn(
+        f"{settings} changes what completions are drawn from, while the loss takes log-probs over the whole "
+        "vocabulary: the update is biased; leave it out for an exact one",
+        stacklevel=2,
+    )
+
+
+class SurrogateConfig(LLMConfig):
+    """Hyperparameters of a clipped policy gradient; stands beside ``RolloutLLMConfig`` in its algorithms."""
+
+    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
+    """Weight of the KL term; 0 skips the reference forward."""
+    clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
+    """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
+    dual_clip: Annotated[float | None, Field(gt=1)] = None
+    """Cap of the loss for negative advantages, as a multiple of them (arXiv 1912.09729)."""
+    delta: Annotated[float | None, Field(gt=1)] = None
+    """Upper bound of the unclipped ratio too (two-sided clipping, arXiv 2505.07291)."""
+    adv_clip_range: Annotated[float | None, Field(gt=0)] = None
+    """Advantages are clamped to plus and minus this."""
+    entropy_coef: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
+    """Weight of the entropy bonus: this times the policy's entropy in nats is subtracted from each token's loss."""
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """Where ``beta`` times the KL goes."""
+    use_kl_advantage_shaping: bool = False
+    """Add beta (mean_t kl - kl_t) to the advantages, in place of the KL term of the loss."""
+    kl_clamp_value: Annotated[float | None, Field(gt=0)] = None
+    """The KL of a token counts for at most this, in nats; None: whatever it is."""
+    kl_target: Annotated[float | None, Field(gt=0)] = None
+    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593); ``beta`` is
+    where it starts. None: the weight stays ``beta``."""
+    kl_horizon: Annotated[int, Field(ge=1)] = 10_000
+    """Completions over which ``kl_target`` changes the weight by up to 20 %."""
+    use_separate_reference_adapter: bool = True
+    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
+    vllm_importance_sampling_correction: bool = True
+    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
+    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Cap of that weight."""
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
+        "token_truncate"
+    )
+    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.clip_coef is None:
+            return self
+        low, high = self.clip_range
+        if not 0 <= low < 1 < high:
+            raise ValueError(
+                f"clip_coef={self.clip_coef} gives the ratio bounds [{low:g}, {high:g}]; expected a number in "
+                "(0, 1] or a pair (min, max) of ratios around 1"
+            )
+        if self.delta is not None and self.delta <= high:
+            raise ValueError(
+                f"delta={self.delta} bounds the ratio where the upper clip bound {high:g} (clip_coef={self.clip_coef}) "
+                "does not, so it lies above that; raise it, or lower clip_coef"
+            )
+        if self.delta is not None and self.dual_clip is not None:
+            raise ValueError(
+                f"delta={self.delta} and dual_clip={self.dual_clip} both cap the loss of negative advantages; drop one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kl_settings_agree(self) -> Self:
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError(
+                f"kl_target={self.kl_target} adapts the weight of the KL, but beta=0 leaves none; set beta"
+            )
+        if self.use_kl_advantage_shaping and self.beta == 0:
+            raise ValueError("use_kl_advantage_shaping weighs the KL by beta, but beta=0 leaves none; set beta")
+        if self.use_kl_advantage_shaping and self.kl_placement != "loss":
+            raise ValueError(
+                "use_kl_advantage_shaping takes the place of the KL in the loss, found "
+                f"kl_placement={self.kl_placement!r}; drop one of them"
+            )
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lower and upper bound of the ratio."""
+        c = self.clip_coef
+        return c if isinstance(c, tuple) else (1 - c, 1 + c)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL is a term of the loss, where there is one."""
+        return self.kl_placement == "loss" and not self.use_kl_advantage_shaping
+
+    @property
+    def kl_when_sampled(self) -> bool:
+        """Whether the KL of a batch is needed before its update."""
+        return self.beta > 0 and (not self.kl_in_loss or self.kl_target is not None)
+
+
+class PolicyConfig(LLMConfig):
+    """Hyperparameters of a policy gradient without a critic; stands beside ``SurrogateConfig`` in its algorithms."""
+
+    if TYPE_CHECKING:  # declared by RolloutLLMConfig and SurrogateConfig
+        group_size: int
+        max_output_tokens: int | None
+        clip_coef: Any
+        kl_placement: Any
+
+        @property
+        def clip_range(self) -> tuple[float, float]: ...  # noqa: D102
+
+    algorithm: ClassVar[str]
+    """Name of the algorithm: the value of the gene ``algorithm``."""
+    loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
+    """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
+    loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(str(name), name))] = (
+        "seq-mean-token-mean"
+    )
+    """How token losses become one number: GRPO's paper, ``token-mean`` (DAPO), or ``fixed-length`` (Dr. GRPO)."""
+    importance_sampling_level: PoolingLevel | None = None
+    """Unit over which log-ratios are pooled before clipping; None: ``token``, or what the objective prescribes."""
+    filter_zero_adv: bool = False
+    """Leave out rows whose absolute advantage is at most ``adv_filter_eps``, normalisers included."""
+    adv_filter_eps: Annotated[float, Field(ge=0)] = 0.0
+    """Threshold of ``filter_zero_adv``."""
+    overlong_cache_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Soft length punishment: within this many tokens of ``max_output_tokens`` the reward falls linearly, by 1 in all
+    (DAPO, arXiv 2503.14476); None: no punishment."""
+    mask_truncated: bool = False
+    """Leave completions that hit a limit out of the loss, normalisers included; they still count in the baseline."""
+    top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the batch's tokens, those of highest entropy when sampled, that keep their policy loss; 1: all of them
+    (arXiv 2506.01939)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_pinned(cls, values: Any) -> Any:
+        """Raise for a hyperparameter of the family that this algorithm fixes."""
+        for name in values if isinstance(values, dict) else ():
+            if name in _FAMILY_FIELDS and name not in cls.model_fields:
+                pinned = getattr(cls, name, None)
+                found = f"{name}={values[name]!r}"
+                raise ValueError(
+                    f"{cls.algorithm} has no {name}, found {found}; leave it out, or use GRPO({found})"
+                    if pinned is None
+                    else f"{cls.algorithm} fixes {name}={pinned!r}, found {found}; leave it out, or use GRPO({found})"
+                )
+        return values
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.loss_type == "gspo" and self.importance_sampling_level not in (None, "trajectory"):
+            raise ValueError(
+                f"loss_type='gspo' pools the ratio over the trajectory, found importance_sampling_level="
+                f"{self.importance_sampling_level!r}; leave it out, or use loss_type='grpo'"
+            )
+        limit, cache = self.max_output_tokens, self.overlong_cache_tokens
+        if self.loss_norm == "fixed-length" and limit is None:
+            raise ValueError("loss_norm='fixed-length' divides by max_output_tokens, which is None; set it")
+        if cache is not None and (limit is None or cache > limit):
+            raise ValueError(
+                f"overlong_cache_tokens={cache} lies before max_output_tokens={limit}; set that to at least {cache}"
+            )
+        return self
+
+    @property
+    def weight_range(self) -> tuple[float, float]:
+        """Lower and upper bound of CISPO's detached importance weight."""
+        return self.clip_range
+
+    @property
+    def ratio_level(self) -> PoolingLevel:
+        """Unit over which log-ratios are pooled."""
+        return self.importance_sampling_level or ("trajectory" if self.loss_type == "gspo" else "token")
+
+    @property
+    def pooling(self) -> Literal["mean", "sum"]:
+        """What pooling takes of a unit's log-ratios."""
+        return "mean"
+
+    @property
+    def uses_turns(self) -> bool:
+        """Whether something is computed turn by turn."""
+        return self.ratio_level == "turn"
+
+    @property
+    def sampling_rounds(self) -> int:
+        """Most rounds of sampling for one batch; more than one where groups without variance are replaced."""
+        return 1
+
+
+class GroupConfig(LLMConfig):
+    """Hyperparameters of advantages that compare the completions of one prompt with each other."""
+
+    if TYPE_CHECKING:  # declared by RolloutLLMConfig and PolicyConfig
+        algorithm: ClassVar[str]
+        group_size: int
+
+        @property
+        def ratio_level(self) -> PoolingLevel: ...  # noqa: D102
+
+    adv_norm: AdvantageNorm = "mean_std"
+    """What the group's mean-centred rewards are divided by."""
+    adv_eps: Annotated[float, Field(gt=0)] = 1e-4
+    """Added to the standard deviation."""
+    whiten_advantages: bool = False
+    """Give the advantages of all action tokens mean 0 and variance 1. Those of prompts whose completions all earned the
+    same stay 0 and do not count."""
+    advantage_granularity: Literal["auto", "trajectory", "turn"] = "auto"
+    """Unit that is compared within a group; ``auto`` is ``turn`` where the ratio is pooled over turns."""
+    turn_advantage_trajectory_fallback: bool = True
+    """Turns that fewer than two members of the group played take the trajectory's advantage instead of 0."""
+    dynamic_sampling: bool = False
+    """Replace groups whose completions all earned the same, which teach nothing, by groups of further prompts (DAPO,
+    arXiv 2503.14476)."""
+    max_sampling_rounds: Annotated[int, Field(ge=2)] = 4
+    """Rounds of ``dynamic_sampling`` at most, the first included; what is missing then stays out of the batch."""
+
+    @model_validator(mode="after")
+    def _has_a_group(self) -> Self:
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size={self.group_size} leaves nothing to compare a completion with, and {self.algorithm}'s "
+                "advantages are relative to the group; use at least 2, or REINFORCE, which needs no group"
+            )
+        return self
+
+    @property
+    def advantage_level(self) -> Literal["trajectory", "turn"]:
+        """Unit that gets one advantage."""
+        if self.advantage_granularity != "auto":
+            return self.advantage_granularity
+        return "turn" if self.ratio_level == "turn" else "trajectory"
+
+    @property
+    def uses_turns(self) -> bool:
+        """Whether something is computed turn by turn."""
+        return "turn" in (self.ratio_level, self.advantage_level)
+
+    @property
+    def sampling_rounds(self) -> int:
+        """Most rounds of sampling for one batch; more than one where groups without variance are replaced."""
+        return self.max_sampling_rounds if self.dynamic_sampling else 1
+
+
+_FAMILY_FIELDS = frozenset(PolicyConfig.model_fields | GroupConfig.model_fields | SurrogateConfig.model_fields)
+"""Hyperparameters of which a member of the family may have fixed or dropped some."""
+
+
+def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None:
+    """Raise ValueError where the bounds of CISPO's weight are given twice, or the wrong way round."""
+    given = c.model_fields_set
+    if c.loss_type == "cispo" and "clip_coef" in given and c.clip_coef is not None and given & {"clip_min", "clip_max"}:
+        names = " and ".join(sorted(given & {"clip_min", "clip_max"}))
+        raise ValueError(
+            f"clip_coef={c.clip_coef} gives both bounds of the weight, found {names} as well; name one or the other"
+        )
+    if low is not None and low >= high:
+        raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")
