@@ -73,8 +73,6 @@ GENERATORS = ("Generator", "Philox", "SeedSequence", "BitGenerator", "Random")
 class Import:
     target: str
     line: int
-    runtime: bool
-    """False inside ``if TYPE_CHECKING``."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +88,17 @@ class Module:
 
     @cached_property
     def imports(self) -> list[Import]:
-        return list(self._imports(self.tree, runtime=True))
+        return list(self._imports(self.tree))
 
-    def _imports(self, node: ast.AST, runtime: bool) -> Iterator[Import]:
+    def _imports(self, node: ast.AST) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, runtime) for alias in child.names)
+                yield from (Import(alias.name, child.lineno) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 for alias in child.names:
                     inner = f"{child.module}.{alias.name}"
-                    yield Import(inner if inner in self.known else str(child.module), child.lineno, runtime)
-            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            yield from self._imports(child, runtime and not typing_only)
+                    yield Import(inner if inner in self.known else str(child.module), child.lineno)
+            yield from self._imports(child)
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -262,19 +259,10 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
 }
 
 
-def cycles(modules: Mapping[str, Module], typed: str = "") -> list[list[str]]:
-    """Groups of modules that import one another when they run, functions' own imports included.
-
-    Inside the package ``typed``, what is imported for types alone counts as well.
-    """
+def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Groups of modules that import one another, in functions and for types included."""
     graph = {
-        name: {
-            i.target
-            for i in module.imports
-            if i.target != name and (i.runtime or (typed and part_of(name, typed) and part_of(i.target, typed)))
-        }
-        & set(modules)
-        for name, module in modules.items()
+        name: {i.target for i in module.imports if i.target != name} & set(modules) for name, module in modules.items()
     }
 
     def reachable(start: str) -> set[str]:
