@@ -98,7 +98,11 @@ def default_session() -> Session:
         ("algorithm.temperature=0.7", lambda s: s.population.agents[2].temperature, 0.7),
         ("mutation.mutation_sd=0.3", lambda s: s.mutations.mutation_sd, 0.3),
         ("mutation.mutate_elite=true", lambda s: s.mutations.mutate_elite, True),
-        ("mutation.genes_per_mutation=2", lambda s: s.mutations.genes_per_mutation, 2),
+        (
+            "mutation={genes_per_mutation: 2, rl_hp_selection: {lr: {}, temperature: {}}}",
+            lambda s: s.mutations.genes_per_mutation,
+            2,
+        ),
         ("mutation.rank_range=[8, 32]", lambda s: s.mutations.rank_range, (8, 32)),
         ("selection_strategy.tournament_size=3", lambda s: s.selection.tournament_size, 3),
         ("selection_strategy.elitism=false", lambda s: s.selection.elitism, False),
