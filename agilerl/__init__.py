@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from agilerl.algorithms import (
         CISPO,
         DPO,
+        DPPO,
         GRPO,
         GSPO,
         LLMPPO,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         REINFORCE,
         RLOO,
         SFT,
+        MaxRL,
         PolicyLoss,
     )
     from agilerl.envs.episode_task import EpisodeTask
@@ -32,12 +34,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CISPO",
     "DPO",
+    "DPPO",
     "EpisodeTask",
     "GRPO",
     "GSPO",
     "HyperparameterConfig",
     "LLMPPO",
     "LLMREINFORCE",
+    "MaxRL",
     "Mutations",
     "PPO",
     "PolicyLoss",
@@ -56,10 +60,12 @@ __all__ = [
 _HOMES = {
     "CISPO": "agilerl.algorithms",
     "DPO": "agilerl.algorithms",
+    "DPPO": "agilerl.algorithms",
     "GRPO": "agilerl.algorithms",
     "GSPO": "agilerl.algorithms",
     "LLMPPO": "agilerl.algorithms",
     "LLMREINFORCE": "agilerl.algorithms",
+    "MaxRL": "agilerl.algorithms",
     "PPO": "agilerl.algorithms",
     "PolicyLoss": "agilerl.algorithms",
     "REINFORCE": "agilerl.algorithms",

@@ -54,6 +54,8 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     "GSPO": {"group_size": 8, "adv_norm": "mean_std", "lr": 1e-5},
     "CISPO": {"group_size": 8, "loss_norm": "token-mean", "clip_max": 5.0, "clip_min": None},
     "RLOO": {"group_size": 8, "kl_estimator": "k1", "kl_placement": "reward"},
+    "MaxRL": {"group_size": 8, "lr": 1e-5},
+    "DPPO": {"divergence": "tv", "divergence_limit": 0.2, "weight_max": 20.0},
     "PPO": {
         "lr_actor": 1e-5, "lr_critic": 5e-5, "vf_coef": 0.5, "gamma": 1.0, "gae_lambda": 1.0, "turn_level_clip": True,
         "advantage_granularity": "auto", "turn_ratio_pooling": "sum", "turn_value_reduction": "final_value",
@@ -66,6 +68,8 @@ SIBLINGS: dict[str, dict[str, Any]] = {
 ABSENT = {
     "GSPO": {"loss_type"},
     "CISPO": {"loss_type"},
+    "MaxRL": {"loss_type", "adv_norm"},
+    "DPPO": {"loss_type", "clip_coef", "importance_sampling_level"},
     "PPO": {"lr", "adv_norm", "filter_zero_adv", "adv_filter_eps"},
     "REINFORCE": {"adv_norm"},
     "SFT": {"beta"},
@@ -114,7 +118,7 @@ def runtime() -> Runtime:
 
 
 def test_classes_aliases_and_inheritance() -> None:
-    assert list(ALGORITHMS) == ["GRPO", "GSPO", "CISPO", "RLOO", "REINFORCE", "PPO", "DPO", "SFT"]
+    assert list(ALGORITHMS) == ["GRPO", "GSPO", "CISPO", "RLOO", "MaxRL", "DPPO", "REINFORCE", "PPO", "DPO", "SFT"]
     for name, cls in ALGORITHMS.items():
         assert getattr(algorithms, name) is getattr(agilerl, name) is cls
         assert (cls.__name__, issubclass(cls, LLMAlgorithm), issubclass(cls, EvolvableAlgorithm)) == (name, True, True)

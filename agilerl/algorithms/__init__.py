@@ -5,8 +5,10 @@ from agilerl.algorithms.base import EvolvableAlgorithm
 from agilerl.algorithms.cispo import CISPO, CISPOConfig
 from agilerl.algorithms.custom_loss import PolicyLoss
 from agilerl.algorithms.dpo import DPO, DPOConfig
+from agilerl.algorithms.dppo import DPPO, DPPOConfig
 from agilerl.algorithms.grpo import GRPO, GRPOConfig
 from agilerl.algorithms.gspo import GSPO, GSPOConfig
+from agilerl.algorithms.maxrl import MaxRL, MaxRLConfig
 from agilerl.algorithms.ppo import PPO, PPOConfig
 from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
 from agilerl.algorithms.rloo import RLOO, RLOOConfig
@@ -18,7 +20,11 @@ __all__ = [
     "CISPO",
     "CISPOConfig",
     "DPO",
+    "DPPO",
     "DPOConfig",
+    "DPPOConfig",
+    "MaxRL",
+    "MaxRLConfig",
     "GRPO",
     "GSPO",
     "GSPOConfig",
@@ -49,6 +55,8 @@ ALGORITHMS: dict[str, type[LLMAlgorithm]] = {
     "GSPO": GSPO,
     "CISPO": CISPO,
     "RLOO": RLOO,
+    "MaxRL": MaxRL,
+    "DPPO": DPPO,
     "REINFORCE": REINFORCE,
     "PPO": PPO,
     "DPO": DPO,

@@ -17,6 +17,7 @@ from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import (
+    Divergence,
     KLEstimator,
     LossNorm,
     MetricReducer,
@@ -64,7 +65,7 @@ class PolicyLoss:
     | part | names | as a function |
     |---|---|---|
     | ratio | token, turn, trajectory: unit over which log-ratios are pooled | ``f(inputs) -> [b, L]`` |
-    | surrogate | clipped, cispo, reinforce | ``f(ratio, advantages, logp) -> [b, L]`` |
+    | surrogate | clipped, cispo, dppo, reinforce | ``f(ratio, advantages, logp) -> [b, L]`` |
     | kl | None, k1, k2, k3, k3+: estimate that joins the loss with weight beta | ``f(logp, ref_logp) -> [b, L]`` |
     | aggregation | a ``loss_norm``; None: the agent's | ``f(loss, mask, denominator) -> scalar`` |
 
@@ -99,6 +100,9 @@ class PolicyLoss:
         dual_clip: float | None = None,
         delta: float | None = None,
         pooling: Literal["mean", "sum"] = "mean",
+        divergence: Divergence = "tv",
+        divergence_limit: float = 0.2,
+        weight_max: float = 20.0,
         loss_norm: LossNorm = "seq-mean-token-mean",
         vllm_importance_sampling_correction: bool = True,
         vllm_importance_sampling_mode: MismatchMode = "token_truncate",
@@ -115,6 +119,9 @@ class PolicyLoss:
             pooling=pooling,
             surrogate=self.surrogate,
             bounds=weight_range if self.surrogate == "cispo" else clip_range,
+            divergence=divergence,
+            divergence_limit=divergence_limit,
+            weight_max=weight_max,
             dual_clip=dual_clip,
             delta=delta,
             kl=self.kl,

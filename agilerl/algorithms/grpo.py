@@ -57,8 +57,9 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 class GRPO(LLMAlgorithm):
     """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
-    Its relatives (GSPO, CISPO, RLOO, REINFORCE) are subclasses with another ``Config`` or another ``credit``, so agents
-    of all of them learn in one batch, and one can turn into another: the gene ``algorithm``.
+    Its relatives (GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE) are subclasses with another ``Config``, ``credit`` or
+    ``policy_parts``, so agents of all of them learn in one batch, and one can turn into another: the gene
+    ``algorithm``.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
@@ -134,9 +135,13 @@ class GRPO(LLMAlgorithm):
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""
+        return policy_objective(inputs, self.policy_parts(), metrics)
+
+    def policy_parts(self) -> PolicyParts:
+        """Return what the objective is made of; a relative with another objective overrides it."""
         c = self.config
         surrogate: Surrogate = "cispo" if c.loss_type == "cispo" else "clipped"
-        parts = PolicyParts.of(
+        return PolicyParts.of(
             c,
             self.kl_coef,
             ratio=c.ratio_level,
@@ -145,7 +150,6 @@ class GRPO(LLMAlgorithm):
             bounds=c.weight_range if surrogate == "cispo" else c.clip_range,
             aggregation=c.loss_norm,
         )
-        return policy_objective(inputs, parts, metrics)
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return what ``loss_norm`` divides by."""

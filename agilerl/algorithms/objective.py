@@ -18,6 +18,7 @@ from agilerl.algorithms.metrics import record_policy
 from agilerl.data import LossInputs
 from agilerl.errors import ConfigError
 from agilerl.functional import (
+    Divergence,
     KLEstimator,
     LossNorm,
     MetricReducer,
@@ -27,6 +28,8 @@ from agilerl.functional import (
     cispo,
     clip_regions,
     clipped_surrogate,
+    divergence_region,
+    dppo,
     importance_ratio,
     kl_estimate,
     log_ratio,
@@ -37,7 +40,7 @@ from agilerl.functional import (
 
 __all__ = ["PolicyParts", "PolicyTerms", "Surrogate", "aggregated", "policy_objective", "policy_terms"]
 
-Surrogate = Literal["clipped", "cispo", "reinforce"]
+Surrogate = Literal["clipped", "cispo", "dppo", "reinforce"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +50,15 @@ class PolicyParts:
     ratio: PoolingLevel | Callable[[LossInputs], Tensor]
     """Unit over which log-ratios are pooled."""
     surrogate: Surrogate | Callable[[Tensor, Tensor, Tensor], Tensor]
-    bounds: tuple[float, float]
-    """Lower and upper bound of the ratio (clipped), or of the detached weight (cispo)."""
     aggregation: LossNorm | Callable[[Tensor, Tensor, float], Tensor]
     """How token losses become one number."""
+    bounds: tuple[float, float] = (0.8, 1.2)
+    """Lower and upper bound of the ratio (clipped), or of the detached weight (cispo)."""
+    divergence: Divergence = "tv"
+    """How dppo measures how far a token's probability has moved, and the most that it may."""
+    divergence_limit: float = 0.2
+    weight_max: float = 20.0
+    """Cap of dppo's detached weight."""
     pooling: Literal["mean", "sum"] = "mean"
     """What pooling takes of a unit's log-ratios."""
     dual_clip: float | None = None
@@ -102,16 +110,21 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     mask, advantages = inputs.mask, inputs.advantages
     ratio = _ratio(inputs, parts)
     low, high = parts.bounds
+    regions: tuple[Tensor, Tensor] | None = None
     if parts.surrogate == "clipped":
         loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=parts.dual_clip, delta=parts.delta)
     elif parts.surrogate == "cispo":
         loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
+    elif parts.surrogate == "dppo":
+        limit, divergence = parts.divergence_limit, parts.divergence
+        loss = dppo(inputs.logp, inputs.old_logp, advantages, limit, divergence, weight_max=parts.weight_max)
+        regions = divergence_region(inputs.logp, inputs.old_logp, advantages, limit, divergence)
     elif parts.surrogate == "reinforce":
         loss = reinforce(inputs.logp, advantages)
     else:
         loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
-    bounded = parts.surrogate in ("clipped", "cispo")
-    regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1) if bounded else None
+    if parts.surrogate in ("clipped", "cispo"):
+        regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
     if inputs.sampling_logp is not None and parts.mismatch is not None:
         loss = loss * mismatch_weights(
             inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, cap=parts.mismatch_cap

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms import ALGORITHMS, CISPO, GRPO, GSPO, REINFORCE, RLOO
+from agilerl.algorithms import ALGORITHMS, CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, MaxRL
 from agilerl.algorithms.update import learn_together
 from agilerl.data import collate
 from agilerl.envs.probes import ConstantTarget
@@ -26,7 +26,7 @@ from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model
 
-FAMILY: tuple[type[GRPO], ...] = (GRPO, GSPO, CISPO, RLOO, REINFORCE)
+FAMILY: tuple[type[GRPO], ...] = (GRPO, GSPO, CISPO, RLOO, REINFORCE, MaxRL, DPPO)
 SETTINGS: dict[type[GRPO], dict[str, Any]] = {
     GRPO: {"lr": 1e-3, "batch_size": 8, "beta": 0.02, "entropy_coef": 0.01},
     GSPO: {"lr": 3e-2, "batch_size": 4, "group_size": 3, "temperature": 0.8, "clip_coef": 0.1},
@@ -38,6 +38,8 @@ SETTINGS: dict[type[GRPO], dict[str, Any]] = {
         "importance_sampling_level": "trajectory",
         "advantage_granularity": "token",
     },
+    MaxRL: {"lr": 2e-3, "batch_size": 8, "entropy_coef": 0.02},
+    DPPO: {"lr": 2e-3, "batch_size": 5, "update_epochs": 2, "divergence_limit": 0.05},
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms import CISPO, GRPO, GSPO, REINFORCE, RLOO, LLMAlgorithm
+from agilerl.algorithms import CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, LLMAlgorithm, MaxRL
 from agilerl.data import Trajectory
 from agilerl.envs.probes import ConditionalTarget, GridNavigation, MultiInputConditional
 from agilerl.rollouts import GenerationRequest
@@ -72,7 +72,7 @@ def walks(agent: Any, episodes: int, size: int = 3) -> list[Trajectory]:
     return found
 
 
-@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO, RLOO, REINFORCE])
+@pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE])
 def test_the_answer_to_one_digit(cls: type[LLMAlgorithm]) -> None:
     agent = digits_agent(cls)
     assert learn_until(agent, lambda a: answers(a, ConditionalTarget(), 128), 0.95, 25) <= 25

@@ -1,0 +1,60 @@
+"""DPPO (arXiv 2602.04879): a trust region around the policy in place of bounds of each token's ratio."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
+from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.objective import PolicyParts
+from agilerl.functional import Divergence
+from agilerl.hpo.parameters import Evolve
+
+__all__ = ["DPPO", "DPPOConfig"]
+
+
+class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
+    """Hyperparameters of DPPO: GRPO's, the bounds of the ratio aside."""
+
+    algorithm: ClassVar[str] = "DPPO"
+    loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
+    importance_sampling_level: ClassVar[Literal["token"]] = "token"  # type: ignore[misc]
+    clip_coef: ClassVar[None] = None  # type: ignore[misc]  # bounds of the clipped surrogate, which is not used
+    dual_clip: ClassVar[None] = None  # type: ignore[misc]
+    delta: ClassVar[None] = None  # type: ignore[misc]
+    divergence: Divergence = "tv"
+    """Distance of the policy from the one that sampled, for a token against all others: total variation, or KL."""
+    divergence_limit: Annotated[float, Field(gt=0), Evolve(0.01, 0.5)] = 0.2
+    """A token further away than this stops moving away: a probability (``tv``), or nats (``kl``)."""
+    weight_max: Annotated[float, Field(ge=1)] = 20.0
+    """Cap of the detached importance weight."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Bounds for a custom loss that asks for some; DPPO itself has none."""
+        return 0.8, 1.2
+
+
+class DPPO(GRPO):
+    """Policy gradient ``-M sg(min(rho, weight_max)) A log pi`` on GRPO's advantages; M leaves out what went too far.
+
+    A rare token may multiply its probability, a frequent one may not move far; ratio bounds do the opposite.
+    """
+
+    Config: ClassVar[type[AlgorithmConfig]] = DPPOConfig
+    config: DPPOConfig  # type: ignore[assignment]
+
+    def policy_parts(self) -> PolicyParts:
+        """Return what the objective is made of."""
+        c = self.config
+        return PolicyParts.of(
+            c,
+            self.kl_coef,
+            ratio="token",
+            surrogate="dppo",
+            divergence=c.divergence,
+            divergence_limit=c.divergence_limit,
+            weight_max=c.weight_max,
+            aggregation=c.loss_norm,
+        )
