@@ -112,7 +112,7 @@ def test_what_is_no_loss_function_is_refused_at_construction(loss: Any, message:
     ("parts", "message"),
     [
         ({"ratio": "sequence"}, r"PolicyLoss\(ratio=...\) takes a function or one of token, turn, trajectory, found"),
-        ({"surrogate": None}, "one of clipped, cispo, reinforce, found None"),
+        ({"surrogate": None}, "one of clipped, cispo, dppo, reinforce, found None"),
         ({"kl": "k4"}, "one of k1, k2, k3, k3., or None, found 'k4'"),
         ({"aggregation": "mean"}, "one of seq-mean-token-mean, token-mean"),
     ],
