@@ -20,7 +20,7 @@ class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     algorithm: ClassVar[str] = "DPPO"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     importance_sampling_level: ClassVar[Literal["token"]] = "token"  # type: ignore[misc]
-    clip_coef: ClassVar[None] = None  # type: ignore[misc]  # bounds of the clipped surrogate, which is not used
+    clip_coef: ClassVar[None] = None  # type: ignore[misc, assignment]  # of the clipped surrogate, which is not used
     dual_clip: ClassVar[None] = None  # type: ignore[misc]
     delta: ClassVar[None] = None  # type: ignore[misc]
     divergence: Divergence = "tv"

@@ -116,9 +116,9 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     elif parts.surrogate == "cispo":
         loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
     elif parts.surrogate == "dppo":
-        limit, divergence = parts.divergence_limit, parts.divergence
-        loss = dppo(inputs.logp, inputs.old_logp, advantages, limit, divergence, weight_max=parts.weight_max)
-        regions = divergence_region(inputs.logp, inputs.old_logp, advantages, limit, divergence)
+        trust = parts.divergence_limit, parts.divergence
+        loss = dppo(inputs.logp, inputs.old_logp, advantages, *trust, weight_max=parts.weight_max)
+        regions = divergence_region(inputs.logp, inputs.old_logp, advantages, *trust)
     elif parts.surrogate == "reinforce":
         loss = reinforce(inputs.logp, advantages)
     else:
