@@ -1,6 +1,7 @@
 """What a population shares: one base model, one adapter bank, one rollout engine. Built once, borrowed by agents."""
 
 import copy
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ class Runtime:
     @checked
     def from_pretrained(
         cls,
-        name: Name,
+        name: Name | os.PathLike[str],
         *,
         dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto",
         device: str | torch.device | None = None,
@@ -144,6 +145,7 @@ class Runtime:
         that this machine has not, and for a pad token that the tokenizer does not know.
         """
         check_device("cpu" if device is None else device)
+        name = os.fspath(name)
         padding: dict[str, Any] = {"pad_token": pad_token, "pad_token_id": pad_token_id}
         tokenizer = load_tokenizer(name, **padding) if tokenizer is None else with_padding(tokenizer, name, **padding)
         base = load_base(name, dtype=dtype, device=device or "cpu", options=options.get("options"))

@@ -1,6 +1,6 @@
 """Between the documented tuples of tensors and the typed batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,10 +95,10 @@ def to_batch(
 
     ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
     tensor, whose groups are ``group_size`` consecutive rows, as they are where every list entry is a single row.
-    ``rewards`` has one number a row in any shape, or ``[rows, turns]`` together with ``turn_ids`` [rows, T-1]; both may
-    be lists with one tensor a row, of lengths of their own. ``sampling_logps`` has the log-probs of each row's sampled
-    tokens; where they are missing for one row, the batch has none. Raises ConfigError when the parts do not fit each
-    other.
+    ``rewards`` has one number a row, as ``[rows]``, ``[rows, 1]`` or ``[prompts, group]``, or is ``[rows, turns]`` where
+    there are ``turn_ids`` [rows, T-1]; both may be lists with one tensor a row, of lengths of their own.
+    ``sampling_logps`` has the log-probs of each row's sampled tokens; where they are missing for one row, the batch has
+    none. Raises ConfigError when the parts do not fit each other.
     """
     if not isinstance(experiences, list | tuple) or len(experiences) != 3:
         raise ConfigError(
@@ -111,7 +111,8 @@ def to_batch(
     masks = _groups(action_masks, mask_rows, "action_masks", group_size)
     rows = sum(len(i) for i in ids)
     _check_rows(ids, masks, group_size if stacked else 1)
-    by_row = _rewards(rewards, rows, per_turn=turn_ids is not None)
+    shapes = {(rows // size, size) for size in (group_size, rows // len(ids)) if rows % size == 0}
+    by_row = _rewards(rewards, rows, shapes, per_turn=turn_ids is not None)
     expanded = not stacked and len(ids) == rows
     length = padded_length(max(i.shape[1] for i in ids))
     wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
@@ -184,7 +185,7 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     return found
 
 
-def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
+def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, per_turn: bool) -> Tensor:
     where = "learn(rewards=...)"
     if isinstance(rewards, (list, tuple)) and rewards and isinstance(rewards[0], Tensor):
         rewards = [number_rows(part, where) for part in rewards]
@@ -195,8 +196,14 @@ def _rewards(rewards: Any, rows: int, *, per_turn: bool) -> Tensor:
     tensor = number_rows(rewards, where).cpu()
     if tensor.dim() == 2 and tensor.shape[0] == rows and (per_turn or tensor.shape[1] == 1):
         return tensor
-    if tensor.numel() != rows:
-        raise ConfigError(f"expected {rows} rewards, one a completion, found shape {tuple(tensor.shape)}")
+    # Any other shape of as many numbers (a transposed one, say) would give completions each other's rewards.
+    orders = {(rows,), (rows, 1), (1, rows), *shapes}
+    if tensor.shape not in orders:
+        known = " or ".join(str(list(shape)) for shape in sorted(orders, key=len))
+        raise ConfigError(
+            f"expected {rows} rewards, one a completion, of shape {known}, found {list(tensor.shape)}; pass them "
+            "in the order of the completions"
+        )
     return tensor.reshape(rows, 1)
 
 

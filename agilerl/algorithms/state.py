@@ -1,6 +1,7 @@
 """An agent as plain data: what clone, save, load and migration have in common, and its form on disk."""
 
 import copy
+import errno
 import math
 import os
 import warnings
@@ -324,6 +325,7 @@ def actor_folder(folder: Path) -> Path:
 
     Raises CheckpointError if there is no checkpoint.
     """
+    _check_name(folder)
     if not (folder / "agent.json").is_file():
         elite = folder / "elite"
         hint = f"; the best agent of this run is in {str(elite)!r}" if (elite / "agent.json").is_file() else ""
@@ -384,6 +386,17 @@ def _flat_moments(moments: dict[str, Factors], layers: tuple[LinearShape, ...]) 
     }
 
 
+def _check_name(path: Path) -> None:
+    """Raise CheckpointError for a path that no file system takes: too long, or links in a circle."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise CheckpointError(f"cannot use {str(path)[:100]!r}... as a folder: {error.strerror}") from error
+
+
 def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, overwrite: bool) -> None:
     """Make a checkpoint folder of what ``write(folder)`` writes: there as a whole or not at all.
 
@@ -391,6 +404,7 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, 
     folder that holds something else; WriteError where the disk refuses.
     """
     target = Path(path).resolve()
+    _check_name(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError(
             f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another path"

@@ -90,6 +90,8 @@ def check_context(lengths: Tensor, most: int, wanted: int | None, where: str) ->
 
 def _tensor(value: Any, where: str, expected: str, hint: str) -> Tensor:
     if isinstance(value, Tensor):
+        if value.is_meta:
+            raise ConfigError(f"{where}: expected {expected}, found a tensor on the device 'meta', which has no values")
         return value.detach()
     cure = f"; {hint}" if hint else ""
     try:

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from agilerl.arguments import Count, Name, Seed, Whole, checked
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.curriculum import Curriculum
-from agilerl.envs.scorers import Scorers
+from agilerl.envs.scorers import Scorers, check_demands
 from agilerl.envs.split import fewer, is_held_out, warn_of_fewer
-from agilerl.envs.upstream import build_dataset, check_params, draw
+from agilerl.envs.upstream import build_dataset, check_params, default_params, draw
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
@@ -77,6 +77,7 @@ class ReasoningGymTask(Task):
         """
         self.name = name.removeprefix("reasoning_gym:")
         self.params = check_params(self.name, params or {})
+        check_demands(self.name, self.params, default_params(self.name))
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts

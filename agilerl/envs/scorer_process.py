@@ -6,7 +6,7 @@ import reasoning_gym.composite  # noqa: F401  (all datasets, and what they impor
 
 from agilerl.envs.upstream import build_dataset, quiet
 
-__all__ = ["score_alone"]
+__all__ = ["draw_alone", "score_alone"]
 
 _BUILT: dict[str, Any] = {}
 """Datasets by name and parameters."""
@@ -19,6 +19,20 @@ def score_alone(completion: str, dataset: str, params: Any, entry: Any) -> float
         _BUILT[key] = build_dataset(dataset, _decoded(params), seed=0, size=1)
     with quiet():
         return float(_BUILT[key].score_answer(completion, _decoded(entry)))
+
+
+def draw_alone(completion: str, dataset: str, params: Any) -> float:
+    """Return 1.0 if a dataset makes its first problems, or refuses to; 0.0 if memory does not hold them."""
+    try:
+        with quiet():
+            made = build_dataset(dataset, _decoded(params), seed=0, size=2)
+            for place in range(2):
+                made[place]
+    except MemoryError:
+        return 0.0
+    except Exception:  # whatever it is, the process that trains will say so
+        return 1.0
+    return 1.0
 
 
 def _decoded(value: Any) -> Any:

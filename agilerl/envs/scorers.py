@@ -12,10 +12,10 @@ from typing import Any
 
 from agilerl.envs.screening import UNREADABLE, readable
 from agilerl.envs.upstream import quiet
-from agilerl.errors import RewardError
+from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.isolated import IsolatedGrader
 
-__all__ = ["IN_THIS_PROCESS", "Scorers"]
+__all__ = ["IN_THIS_PROCESS", "Scorers", "check_demands"]
 
 IN_THIS_PROCESS = frozenset(
     "ab acre advanced_geometry aiw "  # noqa: SIM905
@@ -43,6 +43,47 @@ MEMORY = 2 * 2**30
 _LOCK = threading.RLock()
 _SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
 """The worker of this process, by its id: all tasks share one, which ends with the last of them."""
+
+
+def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ConfigError where parameters ask for problems that take for ever, or more memory than a problem may.
+
+    Numbers near the defaults are taken as they are. Where one is far above, the first problems are made in a worker
+    first, which has the limits of a scorer, so that a manifest of a stranger cannot hang or exhaust this process.
+    """
+    if not any(_is_large(value, defaults.get(key)) for key, value in params.items()):
+        return
+    worker = IsolatedGrader(
+        "agilerl.envs.scorer_process:draw_alone",
+        timeout=PATIENCE,
+        memory_bytes=MEMORY,
+        confined=True,
+        cpu_seconds=CPU_SECONDS,
+    )
+    try:
+        (outcome,) = worker([""], [""], dataset=[name], params=[_encoded(params)])
+    finally:
+        worker.close()
+    if outcome != 1.0:
+        large = {key: value for key, value in params.items() if _is_large(value, defaults.get(key))}
+        shown = ", ".join(f"{key}={value!r}" for key, value in large.items())
+        raise ConfigError(
+            f"reasoning_gym's {name} makes no problem with {shown} within {CPU_SECONDS:g} s of processor time and "
+            f"{MEMORY >> 30} GiB; lower that"
+        )
+
+
+def _is_large(value: Any, default: Any) -> bool:
+    """Return whether a parameter holds a number that is far above its default."""
+    if isinstance(value, Mapping):
+        return any(_is_large(part, None) for part in value.values())
+    if isinstance(value, list | tuple):
+        return len(value) > 1000 or any(_is_large(part, default) for part in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    parts = default if isinstance(default, list | tuple) else (default,)
+    usual = max((abs(part) for part in parts if isinstance(part, int | float)), default=0)
+    return abs(value) > max(100, 10 * usual)
 
 
 def _forget_the_lock() -> None:

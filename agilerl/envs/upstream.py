@@ -24,6 +24,7 @@ __all__ = [
     "curricula",
     "curriculum_attributes",
     "curriculum_params",
+    "default_params",
     "draw",
     "is_packaged",
     "known_tasks",
@@ -76,6 +77,11 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     if name == "composite":
         checked["datasets"] = _check_specs(checked.get("datasets"))
     return checked
+
+
+def default_params(name: str) -> dict[str, Any]:
+    """Return the defaults of a known dataset's parameters."""
+    return {f.name: f.default for f in fields(_registry()[name][1]) if f.default is not MISSING}
 
 
 def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:

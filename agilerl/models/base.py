@@ -19,6 +19,7 @@ from agilerl.models.kernels import apply_liger_kernels, choose_attention, decodi
 from agilerl.models.layers import configure_layers, offloaded
 from agilerl.models.model_config import (
     auto_class,
+    check_attention,
     check_config,
     check_model_folder,
     check_size,
@@ -300,6 +301,7 @@ def load_base(
     overrides = dict(options.config_overrides or {})
     dtype = overridden_dtype(dtype, overrides)
     attention = options.attn_implementation or overrides.pop("attn_implementation", None)
+    check_attention("attn_implementation", attention)
     # Half precision on a CPU is slow and loses what the tiny adapters learn: "auto" means fp32 there.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
     with _loading("the model", name, "a local folder with config.json and *.safetensors"):

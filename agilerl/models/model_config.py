@@ -3,13 +3,22 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest
+from agilerl.shared_options import AttentionKind
+from agilerl.validation import nearest, shown
 
-__all__ = ["auto_class", "check_config", "check_model_folder", "check_size", "model_config", "overridden_dtype"]
+__all__ = [
+    "auto_class",
+    "check_attention",
+    "check_config",
+    "check_model_folder",
+    "check_size",
+    "model_config",
+    "overridden_dtype",
+]
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
@@ -44,20 +53,58 @@ def check_config(path: str, **known: Any) -> None:
     from transformers import PretrainedConfig
 
     try:
-        numbers = list(_numbers("config.json", "", PretrainedConfig.get_config_dict(path, **known)[0]))
+        config = PretrainedConfig.get_config_dict(path, **known)[0]
+        numbers = list(_numbers("config.json", "", config))
     except Exception:  # whatever it is, loading it says so, in a sentence
         return
+    _check_names(path, "config.json", config)
     for where, key, number in numbers:
         if (_COUNTED.search(key) and number > _COUNT) or (_SIZED.search(key) and number > _SIZE):
             raise ConfigError(
                 f"the model {path!r}: {where}={number} is more than any model has; take the config.json that belongs "
                 "to these weights"
             )
+        if key in _POSITIVE and number < 1:
+            raise ConfigError(f"the model {path!r}: expected 1 or more for {where}, found {number}")
+
+
+def check_attention(where: str, value: Any) -> None:
+    """Raise ConfigError for an attention that is not one of ours, by whatever key a file names it.
+
+    transformers takes the name of a repository there, and would download kernels from it and run them.
+    """
+    for name in value.values() if isinstance(value, dict) else (value,):
+        if name is not None and name not in get_args(AttentionKind):
+            raise ConfigError(
+                f"{where}: expected one of {', '.join(get_args(AttentionKind))}, found {shown(name)}; kernels of the "
+                "hub are code, which no model folder and no manifest may bring"
+            )
+
+
+def _check_names(path: str, where: str, value: Any) -> None:
+    """Check what transformers looks up by a name that the file chooses, and the length of lists."""
+    if isinstance(value, list) and len(value) > _COUNT:
+        raise ConfigError(
+            f"the model {path!r}: {where} is a list of {len(value):,} entries, expected at most {_COUNT:,}"
+        )
+    if not isinstance(value, dict):
+        return
+    for key, inner in value.items():
+        if key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+            check_attention(f"the model {path!r}: {where}: {key}", inner)
+        elif key in ("dtype", "torch_dtype") and isinstance(inner, str) and inner.removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(
+                f"the model {path!r}: expected {where}: {key} as one of {', '.join(_DTYPES)}, found {shown(inner)}"
+            )
+        else:
+            _check_names(path, f"{where}: {key}", inner)
 
 
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".tiktoken")
 _TEXT_BYTES = 500_000_000
-_COUNTED, _COUNT = re.compile(r"layers?$|layers?_|n_layer|blocks?$|depths?$|stages?$|experts?$|heads?$"), 4096
+_COUNTED, _COUNT = re.compile(r"layers?$|layers?_|n_layer|blocks?$|depths?$|stages?$|experts?$|heads?$|labels$"), 4096
+_POSITIVE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 _SIZED, _SIZE = re.compile(r"size|dim|vocab|hidden|width|channels|rank|embd|inner|positions|state|d_"), 50_000_000
 
 
@@ -103,7 +150,8 @@ def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
     text = config.get_text_config()
     for name, value in overrides.items():
         owner = text if hasattr(text, name) else config
-        if name in ("auto_map", "quantization_config", "model_type") or not hasattr(owner, name):
+        refused = name in ("auto_map", "quantization_config", "model_type") or name.startswith("_")
+        if refused or not hasattr(owner, name):
             known = [key for key in text.to_dict() if not key.startswith("_")]
             raise ConfigError(
                 f"a {config.model_type!r} model has no setting {name!r} to change; {nearest(name, known)}"

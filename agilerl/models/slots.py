@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from agilerl import streams
-from agilerl.errors import EngineError
+from agilerl.bounds import memory_bytes
+from agilerl.errors import ConfigError, EngineError
 from agilerl.sizes import ADAPTER_COPIES
 
 __all__ = ["AdapterStore", "LinearShape", "Route"]
@@ -133,6 +134,12 @@ class AdapterStore:
     def reserve(self, slots: int) -> None:
         """Make room for this many slots at once, so that later allocations copy nothing."""
         if slots > self.capacity:
+            needed, there = 4 * self.theta.element_size() * slots * self.size, memory_bytes()
+            if there is not None and self.theta.device.type == "cpu" and needed > there:
+                raise ConfigError(
+                    f"{slots:,} adapters take {needed / 2**30:,.0f} GiB with their gradients and moments, more than "
+                    "the memory of this machine; ask for fewer agents, or a lower rank"
+                )
             self._grow(slots)
 
     def allocate(self, rank: int, scaling: float) -> int:

@@ -279,6 +279,20 @@ REFUSED: dict[str, Attack] = {
     "config: a vocabulary that would be made anew": model_json("config.json", vocab_size=40_000_000, hidden_size=3072),
     "config: an end token that is text": model_json("generation_config.json", eos_token_id="abc"),
     "config: an end token that is text there": model_json("config.json", eos_token_id="abc"),
+    "config: a billion labels": model_json("config.json", num_labels=10**9),
+    "config: a million end tokens": model_json("config.json", eos_token_id=list(range(10**6))),
+    "config: less than no layers": model_json("config.json", num_hidden_layers=-1),
+    "config: attention out of a repository": model_json(
+        "config.json", _attn_implementation="kernels-community/flash-attn"
+    ),
+    "config: a type by an odd name": model_json("config.json", dtype="__import__('os')"),
+    "overrides: attention out of a repository": lambda scene: scene.manifest(
+        algorithm={"config_overrides": {"_attn_implementation": "kernels-community/flash-attn"}}
+    ),
+    "overrides: attention by its other name": lambda scene: scene.manifest(
+        algorithm={"config_overrides": {"attn_implementation": "kernels-community/flash-attn"}}
+    ),
+    "overrides: a class": lambda scene: scene.manifest(algorithm={"config_overrides": {"__class__": 5}}),
     "config: deep": model_file("config.json", deep("a")),
     "config: code": model_json("config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil"),
     "model: a pipe as config.json": model_file("config.json", os.mkfifo),

@@ -584,3 +584,21 @@ def test_a_file_is_a_plain_one_of_a_sensible_size(kind: str, place: Path) -> Non
             file.truncate(30 * 2**30)
     with pytest.raises(ConfigError):
         check_params("spell_backward", {"data_file": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("chain_sum", {"min_digits": 10**9, "max_digits": 10**9}),
+        ("spiral_matrix", {"min_n": 10**5, "max_n": 10**5}),
+        ("composite", {"datasets": [{"name": "maze", "config": {"min_grid_size": 10**6, "max_grid_size": 10**6}}]}),
+    ],
+)
+def test_sizes_that_no_machine_makes_are_refused(name: str, params: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="processor time and 2 GiB"):
+        ReasoningGymTask(name, params)
+
+
+def test_sizes_above_the_usual_are_tried_and_taken() -> None:
+    task = ReasoningGymTask("gcd", {"max_value": 10**6}, exam_prompts=2, test_prompts=2)
+    assert "Divisor" in task.row("train", 0)["question"]

@@ -229,6 +229,23 @@ MISTAKES = [
         "learn-word-rewards", lambda w: w.agent.learn(w.learned(rewards="good")), ConfigError, ("rewards", "'good'")
     ),
     Mistake("learn-few-rewards", lambda w: w.agent.learn(w.learned(rewards=[1.0, 2.0])), ConfigError, ("rewards", "8")),
+    Mistake(
+        "learn-turned-rewards",
+        lambda w: w.agent.learn(
+            w.learned(ids=[ids(4, 10)] * 2, masks=[ids(4, 9, fill=1)] * 2, rewards=torch.ones(4, 2))
+        ),
+        ConfigError,
+        ("[2, 4]", "[4, 2]"),
+    ),
+    Mistake(
+        "learn-cube-of-rewards", lambda w: w.agent.learn(w.learned(rewards=torch.ones(1, 8, 1))), ConfigError, ("8",)
+    ),
+    Mistake(
+        "learn-meta-rewards",
+        lambda w: w.agent.learn(w.learned(rewards=torch.ones(8, device="meta"))),
+        ConfigError,
+        ("rewards", "meta"),
+    ),
     Mistake("learn-few-masks", lambda w: w.agent.learn(w.learned(masks=[ids(4, 9, fill=1)])), ConfigError, ("(4, 9)",)),
     Mistake(
         "learn-no-rows",
@@ -313,6 +330,14 @@ MISTAKES = [
     Mistake("clone-text", lambda w: w.agent.clone("x"), ConfigError, ("index", "'x'")),
     Mistake("clone-negative", lambda w: w.agent.clone(-2), ConfigError, ("index", "-2")),
     Mistake("save-none", lambda w: w.agent.save_checkpoint(None), ConfigError, ("path", "None")),
+    Mistake("save-long", lambda w: w.agent.save_checkpoint("a" * 5000), CheckpointError, ("too long",)),
+    Mistake("load-long", lambda w: w.agent.load_checkpoint("a" * 5000), CheckpointError, ("too long",)),
+    Mistake(
+        "population-of-a-billion",
+        lambda w: GRPO.population(10**9, runtime=w.runtime, max_output_tokens=4),
+        ConfigError,
+        ("1,000,000,000",),
+    ),
     Mistake("save-empty", lambda w: w.agent.save_checkpoint(""), ConfigError, ("path", "''")),
     Mistake("save-onto-file", lambda w: w.agent.save_checkpoint(w.file), CheckpointError, ("file",)),
     Mistake("save-below-file", lambda w: w.agent.save_checkpoint(w.file / "x"), CheckpointError, ("file",)),
