@@ -95,8 +95,8 @@ def to_batch(
 
     ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
     tensor, whose groups are ``group_size`` consecutive rows, as they are where every list entry is a single row.
-    ``rewards`` has one number a row, as ``[rows]``, ``[rows, 1]`` or ``[prompts, group]``, or ``[rows, turns]`` if there
-    are ``turn_ids`` [rows, T-1]; both may be lists with one tensor a row, of lengths of their own.
+    ``rewards`` has one number a row, as ``[rows]``, ``[rows, 1]`` or ``[prompts, group]``; or is ``[rows, turns]`` if
+    there are ``turn_ids`` [rows, T-1]; both may be lists with one tensor a row, of lengths of their own.
     ``sampling_logps`` has the log-probs of each row's sampled tokens; where they are missing for one row, the batch has
     none. Raises ConfigError when the parts do not fit each other.
     """
