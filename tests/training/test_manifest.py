@@ -318,7 +318,8 @@ def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["mutation.probabilities.arch_mut=1", "mutation.rank_range=[4, 10000000]"], "adapters"),
         (["algorithm.group_size=100000000"], "rollouts"),
         (["environment.data_batch_size_per_gpu=100000000"], "rollouts"),
-        (["training.max_rows_in_flight=100000000", "algorithm.group_size=100000"], "decode cache"),
+        # Not the decode cache: it holds 256 rows of an agent at once, whatever max_rows_in_flight allows.
+        (["training.max_rows_in_flight=100000000", "algorithm.group_size=100000"], "rollouts"),
     ],
 )
 @pytest.mark.model
