@@ -1,6 +1,7 @@
 """Which addresses get a key, and how much of an answer is read: files name addresses, users trust them."""
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -81,6 +82,7 @@ def _covers(allowed: Address | None, target: Address) -> bool:
 
 
 def _shown(address: str) -> str:
+    address = re.sub(r"(?<=://)[^/]*@", "***@", address)  # a password may stand before the host
     return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
 
 

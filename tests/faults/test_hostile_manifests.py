@@ -81,7 +81,7 @@ YAML = {
     "deep block": "\n".join("  " * level + "a:" for level in range(200)),
     "many keys": "".join(f"key{number}: 1\n" for number in range(3500)),
     "many keys of a section": "training:\n" + "".join(f"  pop_siz{number}: 1\n" for number in range(2500)),
-    "many mistakes": "environment: {dataset: [" + "{path: 5}, " * 3500 + "]}",
+    "many mistakes": "environment: {dataset: [" + "{path: 5}, " * 2500 + "]}",
     "a giant number": "training: {pop_size: " + "9" * 40_000 + "}",
     "a giant exponent": "algorithm: {lr: 1e999999999}",
     "too many digits of a number that fits": f"training: {{pop_size: {2**70}}}",
