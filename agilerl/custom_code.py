@@ -42,7 +42,7 @@ def torch_restored() -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any] | None:
-    """Return torch's settings; None where nobody has imported it, so that custom code finds what it expects."""
+    """Return torch's settings; None if it has not been imported, so that custom code finds what it expects."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_device"):  # it is being imported right now
         return None

@@ -150,7 +150,7 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
 
 
 def _end_with_launcher() -> None:
-    """End this process when torchrun, which started it, is gone: nobody would end it any more, or start it again.
+    """End this process when torchrun, which started it, is gone: nothing would end it any more, or start it again.
 
     Of other launchers we do not know that they stay: a shell may start processes and end.
     """
@@ -163,7 +163,7 @@ def _end_with_launcher() -> None:
             sleep(_WATCHING)
         if os.environ["RANK"] == "0":
             with suppress(OSError):  # whoever listened may be gone as well
-                os.write(2, b"error: the launcher of this run was killed; go on with agilerl resume\n")
+                os.write(2, b"error: the launcher of this run was killed; continue with agilerl resume\n")
         os._exit(2)  # as a kill would: a run directory is whole at any moment
 
     threading.Thread(target=watch, name="watch the launcher", daemon=True).start()

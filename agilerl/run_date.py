@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-__all__ = ["asks_for_date", "now", "pinned", "strftime_now", "template_names"]
+__all__ = ["asks_for_date", "now", "pinned", "strftime_now"]
 
 _LONGEST_FORMAT = 1000
 _pinned: list[datetime] = []
@@ -43,8 +43,3 @@ def strftime_now(form: str) -> str:
 def asks_for_date(tokenizer: Any) -> bool:
     """Return whether what the chat template writes depends on the date."""
     return "strftime_now" in str(getattr(tokenizer, "chat_template", None))
-
-
-def template_names(tokenizer: Any) -> dict[str, Any]:
-    """Return what the chat template is to be given besides the conversation."""
-    return {"strftime_now": strftime_now} if _pinned and asks_for_date(tokenizer) else {}

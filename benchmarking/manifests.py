@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFESTS = ROOT / "tutorials" / "manifests"
-ORDER = ["sft", "dpo", "grpo", "gspo", "cispo", "rloo", "reinforce", "ppo"]
+ORDER = ["sft", "dpo", "grpo", "gspo", "cispo", "rloo", "reinforce", "maxrl", "dppo", "ppo"]
 
 
 def run(name: str, seed: int, out: Path) -> dict[str, Any]:

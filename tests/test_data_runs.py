@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl.algorithms import ALGORITHMS
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.runs.journal import read_lines
 from agilerl.training.config import RunConfig, load_manifest
@@ -16,7 +17,7 @@ from agilerl.training.setup import Session, build, check
 pytestmark = pytest.mark.model
 
 MANIFESTS = sorted((Path(__file__).parent.parent / "tutorials" / "manifests").glob("*.yaml"))
-NAMES = {"sft", "dpo", "grpo", "gspo", "cispo", "rloo", "reinforce", "ppo"}
+NAMES = {name.lower() for name in ALGORITHMS}
 
 
 def config(name: str, env_type: str, **sections: dict[str, Any]) -> RunConfig:

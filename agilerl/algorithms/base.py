@@ -75,7 +75,7 @@ class _Hyperparameter:
 
 
 class _WhileOpen:
-    """An attribute whose value belongs to somebody else once its agent is cleaned up: reading it then raises."""
+    """An attribute whose value belongs to another agent once its own is cleaned up: reading it then raises."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -102,7 +102,7 @@ class RolloutLLMConfig(LLMConfig):
         )
 
 
-@cache  # once a process: a configuration is made anew for every clone and every mutation
+@cache  # once a process: a configuration is made again for every clone and every mutation
 def _warn_of_bias(settings: str) -> None:
     warnings.warn(
         f"{settings} changes what completions are drawn from, while the loss takes log-probs over the whole "

@@ -412,7 +412,7 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, 
     if target.is_dir() and any(target.iterdir()):
         if not (target / "agent.json").is_file():
             raise CheckpointError(
-                f"the folder {str(path)!r} holds files that are no checkpoint; choose a folder that is new or empty"
+                f"the folder {str(path)!r} holds files but no checkpoint; choose a folder that is new or empty"
             )
         if not overwrite:
             raise CheckpointError(

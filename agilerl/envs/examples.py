@@ -18,7 +18,6 @@ from agilerl.envs.prompts import Accelerator, PromptTooLongError, check_tokenize
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grades import Grades
-from agilerl.run_date import template_names
 from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 __all__ = [
@@ -133,7 +132,6 @@ def _text(
             tokenize=False,
             add_generation_prompt=prompts,
             continue_final_message=continues,
-            **template_names(tokenizer),
         )
     except TemplateBrokenError as error:
         raise ConfigError(

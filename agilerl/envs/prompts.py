@@ -10,7 +10,6 @@ from jinja2 import TemplateError
 
 from agilerl.arguments import Having, Tokenizer, Whole, checked, described, taken
 from agilerl.errors import ConfigError, EnvError
-from agilerl.run_date import template_names
 from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 __all__ = [
@@ -240,7 +239,6 @@ def _apply_template(
             tokenize=tokenize,
             add_generation_prompt=not prefill,
             continue_final_message=prefill,
-            **template_names(tokenizer),
         )
     except TemplateBrokenError as error:
         raise ConfigError(

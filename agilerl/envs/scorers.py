@@ -135,7 +135,7 @@ class Scorers:
         if self.name == "composite":
             dataset = dataset.datasets.get(source, dataset)
         if source in IN_THIS_PROCESS or not type(dataset).__module__.startswith("reasoning_gym."):
-            with quiet():  # a dataset that somebody has registered here is code that they run
+            with quiet():  # a dataset that the user has registered here is code that they run
                 return float(dataset.score_answer(answer, row))
         params = self.levels[level]
         if self.name == "composite":

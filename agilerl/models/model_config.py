@@ -123,7 +123,7 @@ def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]
 def check_size(config: Any, name: str, width: float) -> None:
     """Raise ConfigError where the model that a configuration describes is larger than the memory of the machine.
 
-    Its files may be small: weights that do not fit would be made anew, at the size that the configuration says.
+    Its files may be small: weights that do not fit would be made again, at the size that the configuration says.
     ``width`` is the least bytes of a parameter.
     """
     import torch

@@ -12,7 +12,6 @@ from agilerl.errors import ConfigError, RewardError
 from agilerl.models.model_config import check_config, check_model_folder
 from agilerl.models.tokenizer_parts import check_tokenizer_parts
 from agilerl.rewards.base import BaseGrader
-from agilerl.run_date import template_names
 from agilerl.templates import apply_chat_template
 
 __all__ = ["RewardModelGrader"]
@@ -127,7 +126,7 @@ class RewardModelGrader(BaseGrader):
         if templated:
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
             try:
-                text = apply_chat_template(self._tokenizer, messages, tokenize=False, **template_names(self._tokenizer))
+                text = apply_chat_template(self._tokenizer, messages, tokenize=False)
             except (TemplateError, ValueError, TypeError, LookupError) as error:
                 raise ConfigError(f"the chat template of {self.model} does not accept an answer: {error}") from error
         # A template writes the special tokens itself.

@@ -113,7 +113,7 @@ class CheckpointStore:
         return None if number is None else self.path(number)
 
     def put_in_order(self, number_in: Callable[[Path], int | None]) -> None:
-        """Give checkpoints that somebody has renamed the names of their numbers again, and report it.
+        """Give checkpoints that were renamed the names of their numbers again, and report it.
 
         ``number_in`` returns the number that a folder holds, None where it cannot be read. What holds the same number
         as the checkpoint of that name is put aside. Raises CheckpointError where a folder cannot be renamed.
@@ -123,7 +123,7 @@ class CheckpointStore:
         folders = sorted(p for p in self.root.iterdir() if re.fullmatch("[0-9]+", p.name) and p.is_dir())
         numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
         wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}
-        # By way of names that nobody looks for: two may have been swapped.
+        # By way of names that no reader looks for: two may have been swapped.
         moved = {_renamed(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
         for aside, (folder, number) in moved.items():
             place = self.path(number)
