@@ -1,22 +1,24 @@
-"""Which addresses get a key, and how much of an answer is read: files name addresses, users trust them."""
+"""Which addresses get a key (files name them, users trust them), how much of an answer is read, if the hub answers."""
 
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx2
 
 from agilerl.errors import ConfigError
 
-__all__ = ["ALLOWED", "OPENAI", "AnswerTooLarge", "addresses_in", "check_key", "may_have_key", "request"]
-
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 """Environment variable with the addresses that keys may be sent to, separated by white space or commas."""
 
 _ANSWER_BYTES = 64 * 2**20
+_HUB_SECONDS = 5.0
+"""To wait for a connection, before the hub's client would spend half a minute on retries."""
 _ENCODINGS = ("", "identity", "gzip", "deflate")
 """Compressions of which a piece of an answer unfolds into at most a thousand times its size."""
 OPENAI = "https://api.openai.com/v1"
@@ -108,3 +110,20 @@ def request(client: httpx2.Client, method: str, url: Any, *, seconds: float, **a
 
 
 _OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
+
+
+def is_out_of_reach() -> bool:
+    """Try to connect to the hub; behind a proxy nothing is tried, and the answer is False."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    if url.scheme in getproxies() or url.hostname is None:
+        return False
+    try:
+        port = url.port or (443 if url.scheme == "https" else 80)
+        socket.create_connection((url.hostname, port), _HUB_SECONDS).close()
+    except OSError:
+        return True
+    return False

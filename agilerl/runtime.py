@@ -12,17 +12,13 @@ import torch
 from torch import Tensor
 
 from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, checked, described
+from agilerl.config.base_model import LOADING, SharedOptions, contradiction
+from agilerl.config.distributed import Sharding
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion, RolloutBatch, Trajectory
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
-from agilerl.models.accelerators import (
-    Sharding,
-    check_accelerator,
-    check_whole,
-    loading_whole,
-    processes_of,
-    sharding_of,
-)
+from agilerl.models.accelerators import check_accelerator, check_whole, loading_whole, processes_of, sharding_of
 from agilerl.models.agreement import agreed
 from agilerl.models.base import (
     BaseModel,
@@ -47,10 +43,8 @@ from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
 from agilerl.rollouts.shared import collect_shared, generate_beside
 from agilerl.rollouts.sources import Ask, Source
 from agilerl.rollouts.torch_engine import TorchEngine
-from agilerl.rollouts.vllm_engine import VLLMEngine
-from agilerl.shared_options import LOADING, SharedOptions, contradiction
+from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS
-from agilerl.vllm_config import VLLMConfig
 
 __all__ = ["AgentRows", "Runtime", "TokenOutputs"]
 

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agilerl.training.config import load_manifest  # noqa: E402
+from agilerl.config.manifest import load_manifest  # noqa: E402
 from agilerl.training.events import IterationDone  # noqa: E402
 from agilerl.training.loop import train  # noqa: E402
 from agilerl.training.records import RunRecords  # noqa: E402

@@ -26,13 +26,13 @@ import safetensors.torch
 import torch
 
 from agilerl.algorithms.agent_json import read_agent_json
+from agilerl.config.manifest import load_manifest
 from agilerl.envs.sources import read_dataset
 from agilerl.errors import AgileRLError
 from agilerl.models.adapters import read_config, read_tensors
 from agilerl.runs import Journal, JsonLines, RunDirectory, read_lines, read_run, strict_json
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
 from agilerl.runs.completions import CompletionRecord, read_completions, write_completions
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import check
 from agilerl.training.state_json import read_clock, read_state_json
 

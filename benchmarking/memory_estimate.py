@@ -104,7 +104,7 @@ def resident_peak() -> int:
 
 def iterate(overrides: list[str]) -> tuple[Any, Any]:
     """Set up a run, and do its first rollout and update; returns the session and the estimate."""
-    from agilerl.training.config import load_manifest
+    from agilerl.config.manifest import load_manifest
     from agilerl.training.memory import estimate
     from agilerl.training.setup import build
 

@@ -137,8 +137,8 @@ def whole_run(rounds: int) -> dict[str, Any]:
     from time import process_time
 
     from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.config.manifest import load_manifest
     from agilerl.planning.layout import forecast
-    from agilerl.training.config import load_manifest
     from agilerl.training.setup import build
 
     config = load_manifest(None)

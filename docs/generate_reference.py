@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.run import RunConfig
 from agilerl.hpo.parameters import genes_from
-from agilerl.shared_options import SharedOptions
-from agilerl.training.config import RunConfig
 
 TARGET = Path(__file__).resolve().parent / "manifest.md"
 
@@ -52,7 +52,7 @@ def render() -> str:
         model = _model(field.annotation)
         assert model is not None, name
         parts.append(f"## {name}\n\n{model.__doc__}\n\n{_table(model)}")
-    default = (resources.files("agilerl.training") / "default.yaml").read_text(encoding="utf-8")
+    default = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
     parts.append(f"## The embedded default\n\n```yaml\n{default.rstrip()}\n```")
     return "\n".join(part.rstrip() + "\n" for part in parts)
 

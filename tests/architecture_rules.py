@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-FILE_LINES, FUNCTION_LINES, POSITIONAL, DEPTH = 800, 80, 6, 4
+POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "sizes", "streams", "arguments", "validation", "source_files", "custom_code", "run_date"),
-        *("processes", "shared_options", "vllm_config", "addresses", "templates", "bounds"),
+        *("processes", "addresses", "redaction", "templates", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),
+    ("config",),
     ("models", "envs", "rewards"),
     ("rollouts", "runs"),
     ("runtime",),
@@ -30,12 +31,11 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "sizes": ("agilerl.", "torch"),
     "errors": ("torch", "transformers", "peft"),
     "streams": ("torch", "transformers", "peft"),
+    "config": ("torch", "transformers", "peft"),
     "envs": ("agilerl.models", "torch.nn", "transformers", "peft"),
     "algorithms": (
         "agilerl.rollouts.torch_engine",
-        "agilerl.rollouts.vllm_engine",
-        "agilerl.rollouts.vllm_colocated",
-        "agilerl.rollouts.vllm_server",
+        "agilerl.rollouts.vllm",
         "agilerl.rollouts.scripted",
         "agilerl.rollouts.kv_cache",
         "agilerl.rollouts.sampling",
@@ -175,17 +175,6 @@ def forbidden_imports(module: Module) -> Iterator[str]:
                     yield f"{module.name}: {found.target} (line {found.line})"
 
 
-def file_length(module: Module) -> Iterator[str]:
-    if (count := len(module.source.splitlines())) > FILE_LINES:
-        yield f"{module.name}: {count} lines, at most {FILE_LINES}"
-
-
-def function_length(module: Module) -> Iterator[str]:
-    for name, node in module.functions():
-        if (count := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES:
-            yield f"{name}: {count} lines, at most {FUNCTION_LINES}"
-
-
 def positional(module: Module) -> Iterator[str]:
     for name, node in module.functions():
         names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]]
@@ -248,8 +237,6 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
     for rule in (
         layers,
         forbidden_imports,
-        file_length,
-        function_length,
         positional,
         unsafe,
         dynamic_imports,
@@ -276,6 +263,21 @@ def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
 
     reach = {name: reachable(name) for name in graph}
     return sorted(map(list, {tuple(sorted(o for o in reach[n] if n in reach[o])) for n in graph if n in reach[n]}))
+
+
+def two_way(modules: Mapping[str, Module]) -> list[str]:
+    """Packages directly inside ``agilerl`` that import each other, in functions and for types included."""
+
+    def package(name: str) -> str:
+        return name.split(".")[1] if "." in name else name
+
+    arrows: dict[tuple[str, str], str] = {}
+    for name, module in modules.items():
+        for found in module.imports:
+            ends = package(name), package(found.target)
+            if found.target in modules and ends[0] != ends[1]:
+                arrows.setdefault(ends, f"{name} -> {found.target}")
+    return sorted(f"{arrows[a, b]}, {arrows[b, a]}" for a, b in arrows if a < b and (b, a) in arrows)
 
 
 def too_deep(modules: Mapping[str, Module]) -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.own_code import load_code
 from agilerl.custom_code import contained, torch_restored
 from agilerl.data import collate
 from agilerl.envs.check import check_env
@@ -21,8 +23,6 @@ from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
 from agilerl.rollouts.stepping import call_all
-from agilerl.training.config import load_manifest
-from agilerl.training.own_code import load_code
 from agilerl.training.setup import build
 from tests.algorithms.conftest import make_agents, sample
 from tests.algorithms.off_policy import SETTINGS

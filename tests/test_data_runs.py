@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from agilerl.algorithms import ALGORITHMS
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.runs.journal import read_lines
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.events import RunFinished
 from agilerl.training.loop import samples_per_iteration, train
 from agilerl.training.setup import Session, build, check

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.manifest import load_manifest
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build
 from tests.models.two_agents import Pass, train_pass, with_adapters
 from tests.training.small_runs import SMALL

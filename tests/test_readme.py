@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agilerl.cli.app import app
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
 from tests.report.synthetic_run import make_run
 
 ROOT = Path(__file__).resolve().parent.parent

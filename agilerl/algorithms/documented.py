@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.arguments import checked, taken
+from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions, split_options
 from agilerl.validation import validated
 
 __all__ = ["DocumentedSurface"]

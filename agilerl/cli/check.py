@@ -35,7 +35,7 @@ def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bo
 
 
 def _check_manifest(path: Path, overrides: Sequence[str], allow_code: bool) -> None:
-    from agilerl.training.config import load_manifest
+    from agilerl.config.manifest import load_manifest
 
     config = load_manifest(path, overrides)
     from agilerl.training.setup import build  # imported once the manifest is known to be well formed
@@ -65,7 +65,7 @@ def _factory(name: str) -> Callable[..., Any] | None:
     """Return the class or function that ``path.py:Name`` means, as in a manifest; None for other names."""
     if not name.rpartition(":")[0].endswith(".py") and not name.endswith(".py"):
         return None
-    from agilerl.training.own_code import load_code
+    from agilerl.config.own_code import load_code
 
     found: Callable[..., Any] = load_code("the environment", name, allowed=True)
     return found

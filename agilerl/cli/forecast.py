@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from agilerl.addresses import is_out_of_reach
 from agilerl.algorithms.from_data import DataAlgorithm
+from agilerl.config.base_model import quantization_settings
+from agilerl.config.run import RunConfig
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
@@ -21,9 +23,7 @@ from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Workload
 from agilerl.rollouts.sources import EpisodeSource, QuestionSource
-from agilerl.shared_options import quantization_settings
 from agilerl.sizes import MICRO_TOKENS, padded_length
-from agilerl.training.config import RunConfig
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.sampling import largest_rank
 from agilerl.training.setup import algorithm_class, hyperparameters

@@ -13,12 +13,12 @@ from typing import IO, TYPE_CHECKING, cast
 
 from rich.console import Console
 
+from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
-from agilerl.training.config import RunConfig
 
 if TYPE_CHECKING:
     from agilerl.cli.several import Wish
-    from agilerl.training.stopping import StopRequest
+    from agilerl.runs.stopping import StopRequest
 
 __all__ = ["run_on_ray", "serving", "work"]
 
@@ -38,7 +38,7 @@ def run_on_ray(
     from agilerl.cli.running import say_at_once
     from agilerl.cli.several import Wish
     from agilerl.distributed.ray_launcher import launch
-    from agilerl.training.stopping import stop_on_signals
+    from agilerl.runs.stopping import stop_on_signals
 
     d = config.distributed
     if d.islands > config.training.pop_size:
@@ -100,8 +100,8 @@ def serving(config: RunConfig) -> list[str]:
     """Return the command that serves the base of a run with vLLM, its adapters loaded while it runs."""
     if not config.distributed.vllm_servers:
         return []
+    from agilerl.config.vllm import lora_capacity
     from agilerl.models.base import resolve_model
-    from agilerl.vllm_config import lora_capacity
 
     rank = config.network.lora_config.r
     if config.mutation.probabilities.arch_mut > 0:

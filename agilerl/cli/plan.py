@@ -10,6 +10,7 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.running import configuration
+from agilerl.config.run import RunConfig
 from agilerl.planning.footprint import SHARE, gib
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import (
@@ -25,7 +26,6 @@ from agilerl.planning.machines import (
 )
 from agilerl.planning.time import ITERATION, ModelShape
 from agilerl.sizes import CPU_ROWS, MICRO_TOKENS, padded_length
-from agilerl.training.config import RunConfig
 
 if TYPE_CHECKING:
     from agilerl.cli.forecast import Lengths

@@ -14,16 +14,17 @@ from rich.console import Console
 
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import say, write_error
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.validation import shown
 
 if TYPE_CHECKING:
     from agilerl.runs.directory import RunLayout
+    from agilerl.runs.stopping import StopRequest
     from agilerl.training.events import Event
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
-    from agilerl.training.stopping import StopRequest
 
 __all__ = [
     "check_place",
@@ -113,7 +114,7 @@ def follow(
     """Show a run to its end, or to where a signal lets it stop or the disk refuses."""
     from agilerl.cli.progress import watch
     from agilerl.runs.directory import RunLayout
-    from agilerl.training.stopping import Interrupted, stop_on_signals
+    from agilerl.runs.stopping import Interrupted, stop_on_signals
 
     with stop_on_signals(say_at_once) as stop:
         try:

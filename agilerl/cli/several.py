@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from agilerl.cli.output import console as new_console
+from agilerl.config.distributed import DistributedConfig
+from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import Topology, connected
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 from agilerl.runs.directory import RunDirectory
-from agilerl.training.config import RunConfig
-from agilerl.training.distributed_config import DistributedConfig
+from agilerl.runs.stopping import Interrupted, StopRequest, stop_on_signals
 from agilerl.training.events import Event
 from agilerl.training.resolved import given
 from agilerl.training.setup import Session, build
-from agilerl.training.stopping import Interrupted, StopRequest, stop_on_signals
 
 __all__ = ["Wish", "events_of", "prepare", "run_together", "quietly"]
 

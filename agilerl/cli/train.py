@@ -18,9 +18,9 @@ from agilerl.cli.running import (
     opened_run,
     quieten_libraries,
 )
+from agilerl.config.distributed import DistributedConfig, asked_for
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.training.config import RunConfig
-from agilerl.training.distributed_config import DistributedConfig, asked_for
 
 __all__ = ["run_resume", "run_train"]
 

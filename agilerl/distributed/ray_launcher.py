@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from agilerl.config.distributed import DistributedConfig
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, how_to_install
-from agilerl.training.distributed_config import DistributedConfig
-from agilerl.training.stopping import Interrupted, StopRequest
+from agilerl.runs.stopping import Interrupted, StopRequest
 
 __all__ = ["Outcome", "Work", "launch"]
 

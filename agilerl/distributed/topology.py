@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from agilerl.config.distributed import DistributedConfig, by_accelerate
+from agilerl.config.run import RunConfig
 from agilerl.distributed.exchange import Exchange
 from agilerl.errors import ConfigError
 from agilerl.processes import ALONE, Processes, joined
-from agilerl.training.config import RunConfig
-from agilerl.training.distributed_config import DistributedConfig, by_accelerate
 
 __all__ = ["SOLITARY", "Topology", "arranged", "connected", "local_share"]
 

@@ -1,7 +1,6 @@
 """Rows from where people keep them: files, the hub, datasets in memory; one after the other, or mixed by weight."""
 
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +8,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import checked, described
+from agilerl.config.named_files import names_a_file
 from agilerl.envs.core import Row
 from agilerl.envs.files import FORMATS, Table, read_file, without_decoding
-from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import EnvError
 from agilerl.validation import nearest, shown
 
-__all__ = ["Part", "Rows", "mix", "names_a_file", "read_dataset"]
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+__all__ = ["Part", "Rows", "mix", "read_dataset"]
 
 
 @dataclass(frozen=True)
@@ -175,12 +173,6 @@ def mix(sources: Sequence[Any]) -> Rows:
             raise EnvError(f"a mixture cannot hold a mixture ({rows.name}); list its datasets directly")
         parts.append(replace(rows.parts[0], weight=float(weight)))
     return Rows(parts)
-
-
-def names_a_file(source: str) -> bool:
-    """Say whether a text means a file rather than a dataset of the hub."""
-    path = Path(source).expanduser()
-    return path.suffix.lower() in FORMATS or os.path.exists(path) or HUB_NAME.fullmatch(source) is None
 
 
 def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str, Table]:

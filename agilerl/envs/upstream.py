@@ -9,16 +9,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING, Field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
 from agilerl.validation import shown
 
 __all__ = [
-    "FILE_PARAMS",
     "build_dataset",
     "check_params",
     "curricula",
@@ -26,7 +25,6 @@ __all__ = [
     "curriculum_params",
     "default_params",
     "draw",
-    "is_packaged",
     "known_tasks",
     "nearest",
     "quiet",
@@ -36,8 +34,6 @@ MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 """Datasets that draw from Python's or numpy's global generator (found by running all of them; a test repeats it)."""
-FILE_PARAMS = {"spell_backward": ("data_file",)}
-"""Parameters of datasets that are files which they read (found by giving each a file's name; a test repeats it)."""
 MOST_BYTES = 64 * 2**20
 """Of such a file."""
 EVALUATED = frozenset(
@@ -192,13 +188,6 @@ def _check_plain(what: str, value: Any) -> None:
     for text in [value] if isinstance(value, str) else value if isinstance(value, Iterable) else ():
         if isinstance(text, str) and (NAME_OR_OPERATOR.fullmatch(text) is None or keyword.iskeyword(text)):
             raise ConfigError(f"expected names such as x, or operators, for the {what}, found {shown(text)}")
-
-
-def is_packaged(name: str) -> bool:
-    """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
-    spec = find_spec("reasoning_gym")
-    places = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
-    return Path(name).name == name and any((Path(place) / "data" / name).is_file() for place in places)
 
 
 def _file(what: str, name: str) -> str:

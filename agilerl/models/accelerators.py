@@ -1,79 +1,32 @@
 """What an ``accelerate.Accelerator``, or the environment that accelerate launch makes, asks of a run."""
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from agilerl.arguments import described
+from agilerl.config.distributed import Sharding, sharding_by_stage, sharding_by_version, wanted_sharding
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agilerl.processes import Processes
 
 __all__ = [
-    "Sharding",
     "check_accelerator",
-    "check_launch",
     "check_whole",
     "loading_whole",
     "processes_of",
     "sharding_of",
-    "wanted_sharding",
 ]
-
-Sharding = Literal["none", "fsdp2", "zero3"]
-"""How the processes of a group hold the frozen base: each all of it, or each a part, by torch or by DeepSpeed."""
-
-_ON = ("1", "true", "yes")
-_ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
-"""By stage: 1 and 2 divide gradients and optimizer states of weights that are trained, and a frozen base has none."""
-
-
-def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
-    """Return what the configuration of accelerate launch says; ``none`` without one.
-
-    Raises ConfigError for offloading, and FSDP of version 1, which cannot hold a frozen base beside adapters.
-    """
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON:
-        _refuse_offload(environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") not in ("none", ""))
-        return _by_stage(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() in _ON:
-        _refuse_offload(environment.get("FSDP_OFFLOAD_PARAMS", "").lower() in _ON)
-        return _by_version(environment.get("FSDP_VERSION", "1"))
-    return "none"
 
 
 def sharding_of(accelerator: Any) -> Sharding:
     """Return what the plugins of an ``accelerate.Accelerator`` say; raises ConfigError for FSDP of version 1."""
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
-        return _by_stage(deepspeed.zero_stage)
+        return sharding_by_stage(deepspeed.zero_stage)
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    return "none" if fsdp is None else _by_version(fsdp.fsdp_version)
-
-
-def _refuse_offload(asked: bool) -> None:
-    if asked:
-        raise ConfigError(
-            "accelerate is configured to keep the base in the memory of the host (offload_param_device, "
-            "fsdp_offload_params), which is not available here; set it to none (false), or use more processes"
-        )
-
-
-def _by_stage(stage: Any) -> Sharding:
-    if str(stage) not in ("0", "1", "2", "3"):
-        raise ConfigError(f"expected the ZeRO stage 0, 1, 2 or 3 from accelerate, found {stage!r}")
-    return _ZERO[int(stage)]
-
-
-def _by_version(version: Any) -> Sharding:
-    if str(version) != "2":
-        raise ConfigError(
-            f"expected fsdp_version: 2 in the configuration of accelerate, found {version!r}: version 1 flattens "
-            "weights, so adapters of several agents cannot be put on top of them"
-        )
-    return "fsdp2"
+    return "none" if fsdp is None else sharding_by_version(fsdp.fsdp_version)
 
 
 def processes_of(accelerator: Any) -> "Processes":
@@ -153,13 +106,4 @@ def check_whole(model: Any) -> None:
         raise ConfigError(
             "actor_network was loaded in parts, by transformers under a DeepSpeed plugin; load it before the "
             "accelerator is made, or give model_name instead: the base is divided here"
-        )
-
-
-def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where accelerate launch was asked for several processes and has started one."""
-    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
-        raise ConfigError(
-            "accelerate launch was asked for several processes and has started one, as it does with --cpu; use "
-            "torchrun --nproc-per-node 2 -m agilerl.cli train ... distributed.processes_per_island=2"
         )

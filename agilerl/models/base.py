@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from agilerl.arguments import described
+from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
 from agilerl.models.kernels import apply_liger_kernels, choose_attention, decoding_attention
@@ -37,7 +38,6 @@ from agilerl.models.quantised import (
 from agilerl.models.slots import AdapterStore
 from agilerl.models.targets import lora_layers
 from agilerl.models.tokenizer_parts import check_tokenizer_parts
-from agilerl.shared_options import QuantizationConfig, SharedOptions
 from agilerl.validation import shown
 
 __all__ = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.shared_options import AttentionKind
 
 __all__ = ["apply_liger_kernels", "choose_attention", "decoding_attention"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError
 from agilerl.models.lora import StackedLoRALinear
 from agilerl.models.slots import AdapterStore
-from agilerl.shared_options import SharedOptions
 
 __all__ = ["configure_layers", "offloaded"]
 

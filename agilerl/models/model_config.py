@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from agilerl.bounds import check_file, memory_bytes
+from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError
-from agilerl.shared_options import AttentionKind
 from agilerl.validation import nearest, shown
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.shared_options import QuantizationConfig, SharedOptions
 
 __all__ = [
     "check_loaded",

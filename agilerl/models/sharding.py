@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from agilerl.config.distributed import Sharding
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.models.accelerators import Sharding
 from agilerl.models.base import BaseModel
 from agilerl.models.lockstep import Lockstep
 from agilerl.models.slots import AdapterStore, Route

@@ -6,8 +6,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import Count, Name, Whole, checked
-from agilerl.envs.hub import is_out_of_reach
 from agilerl.errors import ConfigError, RewardError
 from agilerl.models.model_config import check_config, check_model_folder
 from agilerl.models.tokenizer_parts import check_tokenizer_parts

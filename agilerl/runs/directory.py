@@ -13,12 +13,12 @@ from typing import Any, Self
 
 from agilerl.arguments import Location, Seed, checked
 from agilerl.errors import CheckpointError, WriteError
+from agilerl.redaction import redacted
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import remove_leftovers, write_json
 from agilerl.runs.environment import collect_hardware, collect_versions
 from agilerl.runs.journal import read_lines
 from agilerl.runs.lock import DirectoryLock
-from agilerl.runs.redaction import redacted
 from agilerl.validation import shown
 
 __all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_not_in_use", "check_vacant", "read_run", "run_date"]

@@ -4,15 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agilerl.envs.hub import is_out_of_reach
+from agilerl.addresses import is_out_of_reach
+from agilerl.config.base_model import NetworkConfig, SharedOptions
+from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, resolve_model
 from agilerl.models.targets import lora_layers
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
-from agilerl.training.config import RunConfig
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights
-from agilerl.training.network_config import NetworkConfig
 
 __all__ = ["load_runtime"]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import OPENAI, check_key
+from agilerl.config.environment import EnvironmentConfig, GraderConfig
+from agilerl.config.own_code import load_code, names_code
 from agilerl.custom_code import contained
 from agilerl.envs.core import Task
 from agilerl.envs.graded import GradedTask, TaskGrader
@@ -15,8 +17,6 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
-from agilerl.training.environment_config import EnvironmentConfig, GraderConfig
-from agilerl.training.own_code import load_code, names_code
 from agilerl.validation import nearest, shown
 
 __all__ = ["graded", "own_weights", "uses_own_reward"]

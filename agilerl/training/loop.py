@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.run_date import asks_for_date, pinned
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
-from agilerl.training.config import RunConfig
+from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -33,7 +34,6 @@ from agilerl.training.records import RunRecords, Where, completion_records, elit
 from agilerl.training.resolved import document, given
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session
-from agilerl.training.stopping import Interrupted, StopRequest
 
 __all__ = ["planned_iterations", "resume", "samples_per_iteration", "train"]
 

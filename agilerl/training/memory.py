@@ -9,6 +9,9 @@ import torch
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.bounds import memory_bytes
+from agilerl.config.base_model import QuantizationConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
@@ -18,11 +21,8 @@ from agilerl.planning.footprint import Held, bank_bytes, footprint, gib, is_too_
 from agilerl.planning.time import rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.shared_options import QuantizationConfig
 from agilerl.sizes import VLLM_CPU_CACHE, padded_length
-from agilerl.training.config import RunConfig
 from agilerl.training.sampling import largest_rank
-from agilerl.vllm_config import VLLMConfig
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""

@@ -6,8 +6,8 @@ from time import perf_counter
 from typing import Any
 
 from agilerl.algorithms.state import AgentState
+from agilerl.config.run import RunConfig
 from agilerl.hpo.fitness import Fitness
-from agilerl.training.config import RunConfig
 
 __all__ = ["Progress"]
 

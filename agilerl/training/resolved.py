@@ -6,10 +6,10 @@ from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.config.base_model import SharedOptions, split_options
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.runs.directory import run_date
-from agilerl.shared_options import SharedOptions, split_options
-from agilerl.training.config import RunConfig
 from agilerl.training.graders import own_weights
 from agilerl.validation import nearest, shown, validated
 

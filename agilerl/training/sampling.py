@@ -3,15 +3,15 @@
 import os
 
 from agilerl.addresses import check_key
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.run import RunConfig
+from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.rollouts.sources import QuestionSource
-from agilerl.rollouts.vllm_colocated import check_installed
-from agilerl.rollouts.vllm_engine import VLLMEngine
-from agilerl.shared_options import SharedOptions
-from agilerl.training.config import RunConfig
-from agilerl.vllm_config import API_KEY, VLLMConfig, lora_capacity
+from agilerl.rollouts.vllm.colocated import check_installed
+from agilerl.rollouts.vllm.engine import VLLMEngine
 
 __all__ = ["TRIED_PROMPTS", "check_room", "check_sampling", "largest_rank", "start_sampling"]
 

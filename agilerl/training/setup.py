@@ -12,8 +12,9 @@ from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.bounds import compiled_pattern
+from agilerl.config.named_files import digests
+from agilerl.config.run import GeneConfig, RunConfig
 from agilerl.distributed.islands import IslandPopulation, founders
-from agilerl.distributed.resumed import received
 from agilerl.distributed.topology import SOLITARY, Topology, local_share
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -30,12 +31,10 @@ from agilerl.rollouts.sources import QuestionSource
 from agilerl.run_date import pinned
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
-from agilerl.training.config import GeneConfig, RunConfig
 from agilerl.training.memory import check_memory, estimate
-from agilerl.training.named_files import digests
 from agilerl.training.resolved import algorithm_class, algorithm_classes, document, hyperparameters, shared_options
 from agilerl.training.sampling import TRIED_PROMPTS, check_sampling, start_sampling
-from agilerl.training.saved import SavedCheckpoint
+from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
 

@@ -7,6 +7,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from agilerl.config.environment import DatasetConfig, EnvironmentConfig
+from agilerl.config.own_code import code_name, load_code, names_code
+from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curriculum import Curriculum
@@ -21,10 +24,7 @@ from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
 from agilerl.rewards.functions import exact_match
-from agilerl.training.config import EnvironmentConfig, RunConfig
-from agilerl.training.environment_config import DatasetConfig
 from agilerl.training.graders import graded, uses_own_reward
-from agilerl.training.own_code import code_name, load_code, names_code
 from agilerl.validation import nearest, shown
 
 __all__ = ["task"]

@@ -9,6 +9,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, MaxRL
 from agilerl.algorithms.update import learn_together
+from agilerl.config.run import RunConfig
 from agilerl.data import collate
 from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
@@ -19,7 +20,6 @@ from agilerl.hpo.tournament import TournamentSelection
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.training.config import RunConfig
 from agilerl.training.setup import algorithm_classes, build, document, genes
 from tests.algorithms.conftest import batch_of, equal, lora, sample, weights
 from tests.tiny_models import PAD, qwen2, random_model

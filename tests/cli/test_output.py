@@ -14,8 +14,8 @@ import pytest
 
 from agilerl.cli.output import console
 from agilerl.cli.running import follow
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import WriteError
-from agilerl.training.config import load_manifest
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 from tests.training.small_runs import SMALL, environment, lines

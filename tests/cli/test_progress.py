@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from agilerl.cli.progress import genes_text, watch
+from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
-from agilerl.training.config import load_manifest
 from agilerl.training.events import (
     Event,
     ExamDone,

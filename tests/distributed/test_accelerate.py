@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from agilerl.algorithms import GRPO
+from agilerl.config.distributed import by_accelerate, check_launch, wanted_sharding
 from agilerl.errors import ConfigError
-from agilerl.models.accelerators import check_accelerator, check_launch, sharding_of, wanted_sharding
-from agilerl.training.distributed_config import by_accelerate
+from agilerl.models.accelerators import check_accelerator, sharding_of
 from tests.algorithms.conftest import lora
 from tests.tiny_models import PAD, random_model
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
 from tests.test_readme import blocks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from agilerl.cli.on_ray import serving
+from agilerl.config.distributed import DistributedConfig
+from agilerl.config.manifest import load_manifest
 from agilerl.distributed.ray_launcher import launch
 from agilerl.errors import ConfigError
-from agilerl.training.config import load_manifest
-from agilerl.training.distributed_config import DistributedConfig
-from agilerl.training.stopping import stop_on_signals
+from agilerl.runs.stopping import stop_on_signals
 from tests.distributed.test_islands_faults import QUICK
 from tests.distributed.together import descendants, kill, wait_for
 from tests.faults.evidence import differences, evidence

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.distributed import DistributedConfig, asked_for
 from agilerl.distributed import ray_launcher
 from agilerl.distributed.ray_launcher import launch
 from agilerl.distributed.topology import arranged
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
-from agilerl.training.distributed_config import DistributedConfig, asked_for
-from agilerl.training.stopping import stop_on_signals
+from agilerl.runs.stopping import stop_on_signals
 from tests.distributed.test_islands_faults import LAUNCHED, QUICK
 from tests.distributed.test_processes import free_port
 from tests.distributed.together import ends, started

@@ -23,10 +23,10 @@ from pathlib import Path
 from agilerl.cli.several import Wish, events_of, prepare
 from agilerl.distributed.topology import connected
 from agilerl.errors import AgileRLError
-from agilerl.training.config import load_manifest
-from agilerl.training.distributed_config import DistributedConfig
+from agilerl.config.manifest import load_manifest
+from agilerl.config.distributed import DistributedConfig
 from agilerl.training.events import IterationDone
-from agilerl.training.stopping import StopRequest
+from agilerl.runs.stopping import StopRequest
 
 with connected(DistributedConfig(**json.loads(sys.argv[2])), cuda=False) as topology:
     for job in json.loads(sys.argv[1]):

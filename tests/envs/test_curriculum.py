@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from agilerl import PreferenceTask, SFTTask
+from agilerl.config.manifest import load_manifest
 from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.split import is_held_out
 from agilerl.envs.upstream import build_dataset, curricula, known_tasks
 from agilerl.errors import ConfigError, EnvError
-from agilerl.training.config import load_manifest
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 from tests.training.small_runs import lines

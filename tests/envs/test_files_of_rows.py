@@ -11,7 +11,9 @@ from datasets import Dataset, DatasetDict, IterableDataset, config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agilerl.config.named_files import ENDINGS
 from agilerl.envs import sources
+from agilerl.envs.files import FORMATS
 from agilerl.envs.sources import mix, read_dataset
 from agilerl.errors import EnvError
 
@@ -21,6 +23,10 @@ ROWS = [
     {"question": "NA\u2028é", "answer": "null", "tags": ["c"], "meta": {"level": 3}},
 ]
 TEXTS = [{key: row[key] for key in ("question", "answer")} for row in ROWS]
+
+
+def test_every_ending_that_names_a_file_of_rows_is_read() -> None:
+    assert tuple(FORMATS) == ENDINGS
 
 
 def written(path: Path, rows: list[dict]) -> Path:

@@ -16,7 +16,7 @@ _LATE = ("agilerl.cli.app", "agilerl.cli.progress", "agilerl.report", "pandas", 
 
 def warm(settings: tuple[str, ...]) -> None:
     """Import all that a run needs: set one up, and import the rest."""
-    from agilerl.training.config import load_manifest
+    from agilerl.config.manifest import load_manifest
     from agilerl.training.setup import build
 
     build(load_manifest(None, list(settings)))

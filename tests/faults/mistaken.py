@@ -15,6 +15,8 @@ from agilerl.algorithms import (
     PPO,
     SFT,
 )
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs import (
     ConstantTarget,
@@ -32,7 +34,6 @@ from agilerl.llm_envs import (
 from agilerl.rewards import (
     exact_match,
 )
-from agilerl.training.config import RunConfig, load_manifest
 from tests.faults.small_populations import make_population
 
 ROWS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(12)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
 from agilerl.training.events import Event, IterationDone, PhaseStarted
 from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.own_code import file_of, load_code
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.training.config import load_manifest
-from agilerl.training.own_code import file_of, load_code
 from agilerl.training.saved import open_run
 from agilerl.training.tasks import task
 from tests.cli.conftest import agilerl  # noqa: F401

@@ -17,6 +17,9 @@ import psutil
 import pytest
 import yaml
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.named_files import check_unchanged, digests
+from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers
@@ -25,8 +28,6 @@ from agilerl.envs.tools.calculator import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError
 from agilerl.rewards import Accuracy, IsolatedGrader
-from agilerl.training.config import RunConfig, load_manifest
-from agilerl.training.named_files import check_unchanged, digests
 
 MARKER = "xyzzycanary"
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agilerl.errors import CheckpointError
-from agilerl.runs.redaction import redacted
+from agilerl.redaction import redacted
 from benchmarking.fuzz import READERS, Reader, at_random, damaged
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of settings that are odd and allowed

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from agilerl.algorithms.state import read_state, write_state
+from agilerl.config.manifest import load_manifest
 from agilerl.runtime import Runtime
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build
 from tests.faults.evidence import differences
 from tests.fixtures.checkpoints.make import HERE, RUNS, finish, machine

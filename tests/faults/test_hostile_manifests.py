@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agilerl.config.manifest import load_manifest
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import check
 from agilerl.training.tasks import task
 from tests.cli.conftest import agilerl  # noqa: F401

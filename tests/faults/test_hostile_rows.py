@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import EnvError
 from agilerl.models.base import load_tokenizer
-from agilerl.training.config import load_manifest
 from agilerl.training.tasks import task
 from tests.training.small_runs import lines, run_here
 

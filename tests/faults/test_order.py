@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl.config.manifest import load_manifest
 from agilerl.envs.graded import GradedTask
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.isolated import IsolatedGrader
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT
 from tests.faults.small_populations import Parity, iterate, make_population

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import DPO, GRPO, PPO, REINFORCE, RLOO, SFT
+from agilerl.config.manifest import load_manifest
 from agilerl.data import collate
 from agilerl.envs.preference import PreferenceTask
 from agilerl.envs.probes import ConstantTarget
@@ -16,7 +17,6 @@ from agilerl.envs.sft import SFTTask
 from agilerl.errors import MemoryExhaustedError
 from agilerl.population import Population
 from agilerl.runs import strict_json
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build
 from tests.faults.small_populations import Seen, iterate, make_population, weights
 from tests.training.small_runs import SMALL, run_here

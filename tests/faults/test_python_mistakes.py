@@ -25,6 +25,8 @@ from agilerl.algorithms import (
     GRPOConfig,
     PolicyLoss,
 )
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.envs import (
     ConstantTarget,
     CuratedTask,
@@ -86,7 +88,6 @@ from agilerl.rewards import (
     run_python,
 )
 from agilerl.runs import CheckpointStore, Journal, RunDirectory, read_lines, read_run
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.utils.algo_utils import VLLMConfig
 from agilerl.utils.utils import save_llm_checkpoint
 from tests.faults.mistaken import (

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.envs.prompts import render_prompt, render_text
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer, resolve_model
 from agilerl.run_date import now, pinned
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
+from agilerl.redaction import names_a_secret, redacted
 from agilerl.runs import RunDirectory
 from agilerl.runs.completions import completion_steps, read_completions
-from agilerl.runs.redaction import names_a_secret, redacted
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import check
 from agilerl.training.tasks import task
 from tests.cli.conftest import agilerl  # noqa: F401

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agilerl.algorithms.state import read_state
 from agilerl.cli.progress import watch
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.report.facts import lineage_table
@@ -17,7 +18,6 @@ from agilerl.report.load import load_run
 from agilerl.report.page import render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
-from agilerl.training.config import load_manifest
 from agilerl.training.events import IterationDone, LearningFailed
 from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run

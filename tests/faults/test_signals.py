@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
+from agilerl.runs.stopping import Interrupted, StopRequest, stop_on_signals
 from agilerl.training.events import IterationDone, PhaseStarted
 from agilerl.training.loop import train
 from agilerl.training.setup import build
-from agilerl.training.stopping import Interrupted, StopRequest, stop_on_signals
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin, go_on
 from tests.training.small_runs import environment

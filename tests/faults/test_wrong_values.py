@@ -20,6 +20,8 @@ from agilerl.algorithms import (
     PolicyLoss,
 )
 from agilerl.algorithms.agent import _say_that_the_context_ends_it
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.envs import (
     ConditionalTarget,
     ConstantTarget,
@@ -94,7 +96,6 @@ from agilerl.rewards import (
     library_grader,
 )
 from agilerl.runs import CheckpointStore, Journal, JsonLines, RunDirectory, agent_files, read_lines, read_run
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import genes
 from agilerl.utils.algo_utils import VLLMConfig
 from agilerl.utils.utils import save_llm_checkpoint

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agilerl.config.manifest import load_manifest
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import MANIFEST
 from agilerl.runs.directory import _sha256
-from agilerl.training.config import load_manifest
 from agilerl.training.events import IterationDone
 from agilerl.training.loop import train
 from agilerl.training.setup import Session, build

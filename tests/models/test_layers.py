@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
+from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError
 from agilerl.models.layers import offloaded
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
 from tests.models.two_agents import make_runtime, train_pass
 from tests.tiny_models import PAD, llama, qwen2, random_model
 

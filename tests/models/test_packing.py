@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import GemmaConfig, MistralConfig
 
 from agilerl.algorithms import GRPO
+from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError
 from agilerl.models.packing import pack
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
 from tests.models.two_agents import LENGTHS, make_runtime, train_pass
 from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from agilerl.algorithms import GRPO, SFT
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.models.base import check_device, load_tokenizer
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runtime import Runtime
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build, document
 from tests.algorithms.conftest import lora
 from tests.tiny_models import PAD, random_model

@@ -12,13 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from agilerl.algorithms import GRPO
+from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import ConfigError
 from agilerl.models import adapters
 from agilerl.models.base import load_base
 from agilerl.models.quantised import dequantise_
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
-from agilerl.shared_options import QuantizationConfig, SharedOptions
 from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, parts, rows, train_pass
 from tests.tiny_models import PAD, llama, qwen2, random_model

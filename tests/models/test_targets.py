@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models import adapters
 from agilerl.models.base import load_base
@@ -25,7 +26,6 @@ from agilerl.models.slots import Route
 from agilerl.models.targets import lora_layers
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
 from tests.models.two_agents import make_runtime, rows, train_pass
 from tests.tiny_models import random_model
 

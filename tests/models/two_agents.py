@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.runtime import AgentRows, Runtime
-from agilerl.shared_options import SharedOptions
 from tests.tiny_models import PAD
 
 LENGTHS = ((31, 9, 17, 12), (5, 26, 8))

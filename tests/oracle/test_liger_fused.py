@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from agilerl.algorithms import CISPO, GRPO, LLMAlgorithm
+from agilerl.config.base_model import SharedOptions
 from agilerl.data import LossInputs
 from agilerl.functional import MetricReducer, linear_logprobs
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
 from tests.oracle.random_tensors import MAX_LENGTH
 from tests.tiny_models import PAD, random_model
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
 from agilerl.envs.core import grade_completions
 from agilerl.errors import ConfigError
-from agilerl.training.config import load_manifest
 from agilerl.training.tasks import task
 
 GRADER = """

@@ -13,18 +13,18 @@ import torch
 
 from agilerl.algorithms import GRPO
 from agilerl.cli import main
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.operators import add_noise
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts import vllm_colocated as colocated
 from agilerl.rollouts.torch_engine import TorchEngine
-from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
-from agilerl.rollouts.vllm_engine import VLLMEngine
-from agilerl.rollouts.vllm_probe import trainer_logprobs
+from agilerl.rollouts.vllm import colocated
+from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.engine import VLLMEngine
+from agilerl.rollouts.vllm.probe import trainer_logprobs
 from agilerl.runtime import Runtime
-from agilerl.vllm_config import VLLMConfig
 from tests.rollouts.test_vllm_requests import make_runtime
 from tests.tiny_models import random_model
 
@@ -342,7 +342,7 @@ def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(
 
 
 def test_settings_are_importable_without_torch() -> None:
-    code = "import agilerl.vllm_config, sys; assert not {'torch', 'vllm'} & set(sys.modules)"
+    code = "import agilerl.config.vllm, sys; assert not {'torch', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

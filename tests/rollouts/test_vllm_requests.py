@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.optim import AdamWSettings, adamw_step
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.vllm_adapters import AdapterVersions
-from agilerl.rollouts.vllm_backend import Answer, Row, completion_of, request_seed, row_of
-from agilerl.rollouts.vllm_offload import OffloadedBase
+from agilerl.rollouts.vllm.adapters import AdapterVersions
+from agilerl.rollouts.vllm.backend import Answer, Row, completion_of, request_seed, row_of
+from agilerl.rollouts.vllm.engine import OffloadedBase
 from agilerl.runtime import Runtime
 from agilerl.utils import algo_utils
-from agilerl.vllm_config import VLLMConfig, lora_capacity
 from tests.tiny_models import random_model
 
 REQUEST = GenerationRequest(0, [5, 6, 7], 2, SamplingSettings(max_new_tokens=8, temperature=0.7), key=(1, 2, 3))

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel, load_tokenizer
-from agilerl.rollouts.vllm_backend import Row, StagedAdapter
-from agilerl.rollouts.vllm_server import VLLMServer
-from agilerl.vllm_config import VLLMConfig
+from agilerl.rollouts.vllm.backend import Row, StagedAdapter
+from agilerl.rollouts.vllm.server import VLLMServer
 from tests.rollouts.test_vllm_requests import make_runtime
 
 ADAPTER = StagedAdapter("agilerl-x-1", 1, Path("/nowhere"), 4)

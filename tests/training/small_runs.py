@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 

@@ -12,12 +12,13 @@ import yaml
 from typer.testing import CliRunner
 
 from agilerl.cli.app import app
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.sft import SFTTask
 from agilerl.errors import ConfigError, EnvError
 from agilerl.population import Population
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import build, document, task
 from tests.training.small_runs import SMALL, less_times, lines, run_here
 

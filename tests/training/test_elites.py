@@ -9,9 +9,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.algorithms import ALGORITHMS
+from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError
 from agilerl.models.tiny import tiny_model_path
-from agilerl.training.config import RunConfig
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 

@@ -10,9 +10,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agilerl.config.run import RunConfig
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.models.tiny import tiny_model_path
-from agilerl.training.config import RunConfig
 from agilerl.training.setup import document
 from tests.training.small_runs import FinishedRun, lines
 

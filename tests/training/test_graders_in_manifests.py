@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.envs.graded import GradedTask
 from agilerl.errors import ConfigError, EnvError
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.tasks import task
 from tests.training.small_runs import SMALL, lines, run_here
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.setup import build, check, document, genes, hyperparameters, task
 from agilerl.validation import nearest, shown
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from agilerl.cli.forecast import Lengths, model_shape, workload
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.manifest import load_manifest
+from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import AdapterStore
 from agilerl.planning import footprint
 from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.runtime import AgentRows, Runtime
-from agilerl.shared_options import SharedOptions
 from agilerl.sizes import VLLM_CPU_CACHE
 from agilerl.training import memory
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build
-from agilerl.vllm_config import VLLMConfig
 from tests.distributed.together import ends, started
 from tests.models.test_layers import SavedBytes
 from tests.models.two_agents import make_runtime, train_pass
@@ -184,8 +184,8 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
 ISLANDS = """
 import json, sys
 from agilerl.distributed.topology import arranged, connected
-from agilerl.training.config import load_manifest
-from agilerl.training.distributed_config import DistributedConfig
+from agilerl.config.manifest import load_manifest
+from agilerl.config.distributed import DistributedConfig
 from agilerl.training.memory import estimate
 from agilerl.training.setup import build
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.training.config import load_manifest
+from agilerl.config.manifest import load_manifest
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import document
 from agilerl.training.saved import open_run

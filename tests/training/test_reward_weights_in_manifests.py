@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.hpo.schedule import hyperparameter_schedule
-from agilerl.training.config import RunConfig
 from agilerl.training.setup import check, document, genes, hyperparameters
 from tests.training.small_runs import lines, run_here
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
+from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
-from agilerl.rollouts import vllm_colocated
-from agilerl.training.config import RunConfig, load_manifest
+from agilerl.rollouts.vllm import colocated
 from agilerl.training.sampling import check_room, check_sampling
 from agilerl.training.setup import build, shared_options
-from agilerl.vllm_config import VLLMConfig
 from tests.training.small_runs import SMALL
 
 
@@ -40,14 +41,14 @@ def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> 
 @pytest.mark.parametrize("where", ["", ", base_url: 'http://localhost:1'"])
 def test_settings_are_refused_before_vllm_is_started(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # There is neither a vLLM nor a server: a start would be another error.
-    monkeypatch.setattr(vllm_colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
+    monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
     settings = f"algorithm.vllm_config={{max_model_len: 12{where}}}"
     with pytest.raises(ConfigError, match=r"vLLM's context holds 12 tokens \(max_model_len\), found prompts of up to"):
         build(config("algorithm.use_vllm=true", settings))
 
 
 def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
+    monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
 
     def checked(**distributed: Any) -> None:
         wanted = config("algorithm.use_vllm=true", "algorithm.vllm_config={tensor_parallel_size: 2}")

@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 import agilerl
-from agilerl.training.config import RunConfig, load_manifest
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import SMALL
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from agilerl.algorithms import GRPO, PPO
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.runtime import Runtime
-from agilerl.shared_options import SharedOptions
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build, document, shared_options
 from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, train_pass
@@ -179,5 +179,5 @@ def test_a_runs_options_reach_its_base(override: str, name: str, value: Any) -> 
 
 
 def test_the_declaration_needs_no_torch() -> None:
-    code = "import agilerl.shared_options, agilerl.training.network_config, sys; sys.exit('torch' in sys.modules)"
+    code = "import agilerl.config.base_model, agilerl.config.base_model, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

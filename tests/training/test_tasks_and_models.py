@@ -12,8 +12,8 @@ from peft import PeftModel
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
-from agilerl.training.config import load_manifest
 from agilerl.training.setup import build
 from tests.tiny_models import llama, random_model
 from tests.training.small_runs import lines, run_here

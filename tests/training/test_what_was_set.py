@@ -10,6 +10,8 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import read_state, write_state
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
 from agilerl.distributed.transfer import packed, unpacked
 from agilerl.errors import CheckpointError, ConfigError
@@ -17,7 +19,6 @@ from agilerl.hpo.parameters import values_of
 from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
-from agilerl.training.config import RunConfig, load_manifest
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import document, given, hyperparameters, recorded, shared_options
 from agilerl.training.saved import SavedRun, open_run

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from agilerl.config.vllm import VLLMConfig
 from agilerl.rollouts import RolloutEngine
-from agilerl.rollouts.vllm_colocated import ColocatedVLLM, installed_vllm
-from agilerl.rollouts.vllm_engine import VLLMEngine
+from agilerl.rollouts.vllm.colocated import ColocatedVLLM, installed_vllm
+from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
-from agilerl.vllm_config import VLLMConfig
 
 RANKS = (4, 8, 16)
 

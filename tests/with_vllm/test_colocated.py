@@ -12,16 +12,16 @@ import torch
 from scipy.stats import chi2_contingency
 
 from agilerl.algorithms import GRPO
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.operators import add_noise, resize
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.vllm_backend import StagedAdapter
-from agilerl.rollouts.vllm_colocated import ColocatedVLLM
-from agilerl.rollouts.vllm_engine import VLLMEngine
-from agilerl.rollouts.vllm_probe import trainer_logprobs
+from agilerl.rollouts.vllm.backend import StagedAdapter
+from agilerl.rollouts.vllm.colocated import ColocatedVLLM
+from agilerl.rollouts.vllm.engine import VLLMEngine
+from agilerl.rollouts.vllm.probe import trainer_logprobs
 from agilerl.runtime import Runtime
-from agilerl.vllm_config import VLLMConfig
 from tests.with_vllm.conftest import World, random_factors
 
 SLOTS = (0, 1, 2)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.tiny import tiny_model_path
-from agilerl.rollouts.vllm_engine import VLLMEngine
+from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
-from agilerl.vllm_config import VLLMConfig
 from tests.tiny_models import qwen2, random_model
 from tests.with_vllm.conftest import random_factors
 from tests.with_vllm.test_colocated import SLOTS, gap, requests

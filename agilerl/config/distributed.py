@@ -2,17 +2,22 @@
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from agilerl.config import Section
 from agilerl.errors import ConfigError
-from agilerl.models.accelerators import Sharding, check_launch, wanted_sharding
-from agilerl.training.environment_config import Section
-
-__all__ = ["DistributedConfig", "asked_for", "by_accelerate"]
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+Sharding = Literal["none", "fsdp2", "zero3"]
+"""How the processes of a group hold the frozen base: each all of it, or each a part, by torch or by DeepSpeed."""
+
+_ON = ("1", "true", "yes")
+_ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
+"""By stage: 1 and 2 divide gradients and optimizer states of weights that are trained, and a frozen base has none."""
 
 
 class DistributedConfig(Section):
@@ -98,3 +103,51 @@ def _check_alone(config: DistributedConfig) -> None:
 def by_accelerate(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether accelerate launch has started this process."""
     return any(name.startswith("ACCELERATE_") for name in environment)
+
+
+def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
+    """Return what the configuration of accelerate launch says; ``none`` without one.
+
+    Raises ConfigError for offloading, and FSDP of version 1, which cannot hold a frozen base beside adapters.
+    """
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON:
+        _refuse_offload(environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") not in ("none", ""))
+        return sharding_by_stage(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in _ON:
+        _refuse_offload(environment.get("FSDP_OFFLOAD_PARAMS", "").lower() in _ON)
+        return sharding_by_version(environment.get("FSDP_VERSION", "1"))
+    return "none"
+
+
+def _refuse_offload(asked: bool) -> None:
+    if asked:
+        raise ConfigError(
+            "accelerate is configured to keep the base in the memory of the host (offload_param_device, "
+            "fsdp_offload_params), which is not available here; set it to none (false), or use more processes"
+        )
+
+
+def sharding_by_stage(stage: Any) -> Sharding:
+    """Return what a stage of ZeRO divides of the base; raises ConfigError for any other."""
+    if str(stage) not in ("0", "1", "2", "3"):
+        raise ConfigError(f"expected the ZeRO stage 0, 1, 2 or 3 from accelerate, found {stage!r}")
+    return _ZERO[int(stage)]
+
+
+def sharding_by_version(version: Any) -> Sharding:
+    """Return ``fsdp2``; raises ConfigError for any version of FSDP but 2."""
+    if str(version) != "2":
+        raise ConfigError(
+            f"expected fsdp_version: 2 in the configuration of accelerate, found {version!r}: version 1 flattens "
+            "weights, so adapters of several agents cannot be put on top of them"
+        )
+    return "fsdp2"
+
+
+def check_launch(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError where accelerate launch was asked for several processes and has started one."""
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
+        raise ConfigError(
+            "accelerate launch was asked for several processes and has started one, as it does with --cpu; use "
+            "torchrun --nproc-per-node 2 -m agilerl.cli train ... distributed.processes_per_island=2"
+        )

@@ -8,8 +8,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from agilerl.errors import ConfigError
 from agilerl.validation import check_booleans, sentence
 
-__all__ = ["API_KEY", "LORA_RANKS", "VLLMConfig", "lora_capacity"]
-
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key of a server."""
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
+from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
-from agilerl.vllm_config import VLLMConfig, lora_capacity
-
-__all__ = ["SUPPORTED", "ColocatedVLLM", "check_installed", "installed_vllm"]
 
 SUPPORTED = "0.32"
 """The series of vLLM that this was written for and tested with; its programming interface changes between series."""

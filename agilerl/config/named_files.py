@@ -1,19 +1,43 @@
-"""Where the files are that the section ``environment`` names: beside the manifest, or in the working directory."""
+"""Files that a configuration names: where they are, and what they held when a run began: it resumes with the same."""
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agilerl.envs.sources import names_a_file
-from agilerl.envs.upstream import FILE_PARAMS, is_packaged
-from agilerl.errors import ConfigError
+from agilerl.bounds import check_file, memory_bytes
+from agilerl.config.environment import EnvironmentConfig
+from agilerl.config.own_code import file_of, names_code
+from agilerl.config.run import RunConfig
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.validation import shown
 
-__all__ = ["file_params", "leads_to", "locate", "locate_within", "other_params"]
+ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Of files that hold rows."""
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+FILE_PARAMS = {"spell_backward": ("data_file",)}
+"""Parameters of reasoning_gym's datasets that are files which they read (found by giving each a file's name; a test
+repeats it)."""
 
 _KEYS = ("dataset", "dataset_exam", "dataset_test")
 _FILE_PARAMS = frozenset(name for names in FILE_PARAMS.values() for name in names)
+
+
+def names_a_file(source: str) -> bool:
+    """Say whether a text means a file rather than a dataset of the hub."""
+    path = Path(source).expanduser()
+    return path.suffix.lower() in ENDINGS or os.path.exists(path) or HUB_NAME.fullmatch(source) is None
+
+
+def is_packaged(name: str) -> bool:
+    """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
+    spec = find_spec("reasoning_gym")
+    places = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    return Path(name).name == name and any((Path(place) / "data" / name).is_file() for place in places)
 
 
 def locate_within(environment: Any, folder: Path) -> None:
@@ -153,3 +177,71 @@ def _replaced(entry: Any, key: str, found: Callable[[str, str], str]) -> Any:
         return {**entry, "path": _replaced(entry["path"], key, found)} if "path" in entry else entry
     # What is no name of a file is left for the checks of the settings.
     return found(entry, key) if isinstance(entry, str) and entry and entry.isprintable() else entry
+
+
+def digests(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Return the sha256 of each file that a configuration names, by its path: ``data``, and ``code`` that it runs.
+
+    Raises CheckpointError where a file cannot be read.
+    """
+    found: dict[str, dict[str, str]] = {"code": {}, "data": {}}
+    for kind, path in _named(config):
+        if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
+            continue
+        try:
+            check_file(path, memory_bytes(), error=CheckpointError)
+            with open(path, "rb") as file:
+                found[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"the run needs {shown(str(path))}: {error.strerror or error}") from error
+    return found
+
+
+def check_unchanged(config: RunConfig, recorded: Mapping[str, Any], run: Path) -> None:
+    """Raise CheckpointError unless every file is, byte for byte, the one that the run in a directory began with.
+
+    Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
+    file whose content the stranger does not know, wherever on this machine it says that its rows are.
+    """
+    for kind, path in _named(config):
+        of_kind = recorded.get(kind)
+        before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
+        if before is None or digests(config)[kind].get(str(path)) != before:
+            what = "is not recorded in run.json" if before is None else "has changed since the run began"
+            raise CheckpointError(
+                f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or go "
+                f"on with it as it is: agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
+            )
+
+
+def _allow_code(config: RunConfig) -> str:
+    """Return what else the command needs: a run with code of its own is refused without, whichever file has changed."""
+    return " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
+
+
+def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    environment = config.environment
+    for datasets in (environment.dataset, environment.dataset_exam, environment.dataset_test):
+        for dataset in datasets or ():
+            if names_a_file(dataset.path):
+                yield "data", Path(dataset.path).expanduser().absolute()
+    for path in _files_of_params(environment):
+        yield "data", path
+    for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ())):
+        code = file_of(name) if names_code(name) else None
+        if code is not None:
+            yield "code", code
+
+
+def _files_of_params(environment: EnvironmentConfig) -> Iterator[Path]:
+    """Yield the files that parameters name; of an environment of another package also what else leads outside.
+
+    What code of one's own makes of its parameters is its own business: it may well write there.
+    """
+    values = {"params": environment.params}
+    yield from (Path(owner[name]) for owner, name, _ in file_params(values) if not is_packaged(owner[name]))
+    if environment.env_id and not names_code(environment.env_id):
+        for text, _ in other_params({**values, "env_id": environment.env_id}):
+            path = leads_to(text, Path.cwd())
+            if path is not None and (path.is_file() or not path.resolve().is_relative_to(Path.cwd().resolve())):
+                yield path.absolute()

@@ -8,8 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "StopRequest", "stop_on_signals"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -9,9 +9,7 @@ from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
-from agilerl.rollouts.vllm_backend import Answer
-
-__all__ = ["Probe", "check_probes", "probe_request", "trainer_logprobs"]
+from agilerl.rollouts.vllm.backend import Answer
 
 _PROMPT = 32
 """Most tokens of a probe's prompt."""

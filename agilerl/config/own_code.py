@@ -13,8 +13,6 @@ from agilerl.errors import ConfigError
 from agilerl.source_files import run_file
 from agilerl.validation import shown
 
-__all__ = ["PACKAGES", "code_name", "file_of", "load_code", "names_code"]
-
 PACKAGES = ("gem", "textarena", "openenv")
 """Prefixes of environments of other packages; any other one means code."""
 

@@ -16,13 +16,11 @@ import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from agilerl.addresses import request
+from agilerl.config.vllm import API_KEY, LORA_RANKS, VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm_backend import Answer, Row, StagedAdapter
-from agilerl.rollouts.vllm_colocated import SUPPORTED
-from agilerl.vllm_config import API_KEY, LORA_RANKS, VLLMConfig, lora_capacity
-
-__all__ = ["COMMAND", "VLLMServer"]
+from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.colocated import SUPPORTED
 
 COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "

@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["REDACTED", "names_a_secret", "redacted", "secrets_in"]
-
 REDACTED = "***"
 
 _ENDINGS = ("key", "token", "secret", "password", "passwd", "passphrase", "credential", "bearer", "authorization")

@@ -4,20 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
-from agilerl.rollouts.vllm_adapters import AdapterVersions
-from agilerl.rollouts.vllm_backend import Answer, Backend, Row, StagedAdapter, completion_of, request_seed, row_of
-from agilerl.rollouts.vllm_colocated import ColocatedVLLM, check_installed
-from agilerl.rollouts.vllm_offload import OffloadedBase
-from agilerl.rollouts.vllm_probe import Probe, check_probes, probe_request
-from agilerl.rollouts.vllm_server import VLLMServer
-from agilerl.vllm_config import VLLMConfig
-
-__all__ = ["VLLMEngine"]
+from agilerl.rollouts.vllm.adapters import AdapterVersions
+from agilerl.rollouts.vllm.backend import Answer, Backend, Row, StagedAdapter, completion_of, request_seed, row_of
+from agilerl.rollouts.vllm.colocated import ColocatedVLLM, check_installed
+from agilerl.rollouts.vllm.probe import Probe, check_probes, probe_request
+from agilerl.rollouts.vllm.server import VLLMServer
 
 _FLOAT32_LIMIT, _HALF_LIMIT = 1e-3, 0.1
 """Mean difference of log-probs, in nats, that rounding does not reach."""
@@ -255,3 +255,41 @@ def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
         return "the base model"
     agents = {r.key[0] for r in requests if r.slot == slot and r.purpose in ("rollout", "act") and r.key}
     return f"agent {min(agents)}" if len(agents) == 1 else f"slot {slot}"
+
+
+class OffloadedBase:
+    """A frozen model that can leave its device and come back.
+
+    The weights never change, so the host keeps a copy from the first time on, and leaving costs no transfer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._host: list[Tensor] | None = None
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Keep parameters and buffers on the host while the context is open; they come back bit for bit."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        devices = [tensor.device for tensor in tensors]
+        if self._host is None:
+            self._host = [_host_copy(tensor) for tensor in tensors]
+        for tensor, copy in zip(tensors, self._host, strict=True):
+            tensor.data = copy
+        _free()
+        try:
+            yield
+        finally:
+            for tensor, device in zip(tensors, devices, strict=True):
+                # A copy also where the device is the host's: what is trained with is never the copy that is kept.
+                tensor.data = tensor.data.to(device, copy=True, non_blocking=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor.detach())
+
+
+def _free() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

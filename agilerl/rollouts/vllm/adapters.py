@@ -16,9 +16,7 @@ from torch import Tensor
 from agilerl.errors import CheckpointError, EngineError
 from agilerl.models.adapters import write_adapter
 from agilerl.models.slots import AdapterStore
-from agilerl.rollouts.vllm_backend import StagedAdapter
-
-__all__ = ["AdapterVersions"]
+from agilerl.rollouts.vllm.backend import StagedAdapter
 
 _IN_MEMORY = Path("/dev/shm")
 _NUMBERS = itertools.count(1)

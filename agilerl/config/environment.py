@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agilerl.runs.redaction import secrets_in
-from agilerl.training.own_code import code_name
+from agilerl.config import Section
+from agilerl.config.own_code import code_name
+from agilerl.redaction import secrets_in
 from agilerl.validation import LARGEST_FLOAT32, shown
-
-__all__ = ["DatasetConfig", "EnvironmentConfig", "GraderConfig", "Section"]
 
 _OF_EPISODES = (
     "env_id",
@@ -24,12 +23,6 @@ _OF_TASKS = ("params", "reward", "holdout", "curriculum")
 """Settings that only reasoning_gym's tasks have."""
 _OF_DATASETS = ("dataset_exam", "dataset_test", "columns", "bad_rows")
 """Settings that only datasets have."""
-
-
-class Section(BaseModel):
-    """A part of the manifest: unknown keys, infinity and NaN are errors."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 def _without_secrets(params: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from agilerl.config.manifest import parse_yaml
 from agilerl.errors import ConfigError
-from agilerl.training.strict_yaml import parse_yaml
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from agilerl import streams
+from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.rollouts.engine import GenerationRequest
-from agilerl.vllm_config import VLLMConfig
-
-__all__ = ["Answer", "Backend", "Row", "StagedAdapter", "completion_of", "request_seed", "row_of"]
 
 
 @dataclass(frozen=True)

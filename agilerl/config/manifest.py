@@ -1,0 +1,251 @@
+"""The manifest as a file: read, overridden, checked; the YAML that it may hold is plain data and nothing else."""
+
+import math
+import re
+import types
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from agilerl.addresses import addresses_in
+from agilerl.arguments import checked
+from agilerl.config.named_files import locate, locate_within
+from agilerl.config.own_code import names_code
+from agilerl.config.run import RunConfig
+from agilerl.errors import ConfigError
+from agilerl.validation import nearest, shown
+
+_MANIFEST_BYTES = 50_000
+
+_OF_DATASETS = ("dataset", "dataset_exam", "dataset_test", "columns")
+_REPLACED = {
+    "environment.task": ("params", *_OF_DATASETS),
+    "environment.env_id": ("task", "params", "curriculum", "reward", *_OF_DATASETS),
+    "environment.dataset": ("task", "params", "curriculum", *_OF_DATASETS[1:]),
+}
+"""What an override on the command line takes out of the file: it belongs to what the file had in that place."""
+
+
+@checked
+def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
+
+    Raises ConfigError for a file that is missing, too large, empty or no YAML mapping, and for every wrong setting.
+    """
+    values = _read(path)
+    if path is not None:
+        locate_within(values.get("environment"), path.parent)
+    changed = [_split(override) for override in overrides]
+    environment = values.get("environment")
+    if isinstance(environment, dict):
+        for name in (name for keys, _ in changed for name in _REPLACED.get(".".join(keys), ())):
+            environment.pop(name, None)
+    for keys, value in changed:
+        _put(values, keys, value)
+    locate(values.get("environment"))
+    config = RunConfig.from_dict(values)
+    config._typed = tuple(address for _, value in changed for address in addresses_in(value))
+    _refuse_meaningless(config)
+    return config
+
+
+def _refuse_meaningless(config: RunConfig) -> None:
+    """Raise ConfigError for settings that change nothing, or cannot be meant.
+
+    Only of a run that is about to begin: one that has begun with them is resumed as it is.
+    """
+    for number, grader in enumerate(config.environment.graders or ()):
+        where, is_code = f"environment.graders.{number}", names_code(grader.name)
+        if grader.isolate and not is_code:
+            raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(grader.name)}; leave it out")
+        if "timeout" in grader.model_fields_set and not grader.isolate:
+            raise ConfigError(
+                f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
+                + ("set isolate: true, or leave timeout out" if is_code else "give it in params, if the grader has one")
+            )
+    mutation = config.mutation
+    evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
+    if 0 < evolving < moved:
+        raise ConfigError(
+            f"mutation.genes_per_mutation={moved} is more than the {evolving} hyperparameters of "
+            "mutation.rl_hp_selection; lower it"
+        )
+    longest = config.algorithm.get("max_output_tokens")
+    for key, limit in (
+        ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
+        ("network.max_context_length", config.network.max_context_length),
+    ):
+        if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
+            raise ConfigError(
+                f"algorithm.max_output_tokens={longest} is above {key}={limit}, which holds the prompt as well; "
+                "lower the first, or raise the second"
+            )
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        text, name = (
+            (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8"),
+            "the embedded default",
+        )
+    else:
+        name = f"the manifest {shown(str(path))}"
+        text = _text(path, name)
+    values = parse_yaml(text, name)
+    if values is None:
+        raise ConfigError(
+            f"{name} is empty: expected sections of settings; without a manifest the embedded default is run, and "
+            "{} stands for the defaults of every setting"
+        )
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
+    return values
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        is_file, size = path.is_file(), path.stat().st_size if path.exists() else 0
+        text = path.read_text(encoding="utf-8-sig") if is_file and size <= _MANIFEST_BYTES else ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} cannot be read: it is no UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
+    if not is_file:
+        raise ConfigError(f"expected a YAML file or key.path=value, found {_kind(path)} at {shown(str(path))}")
+    if size > _MANIFEST_BYTES:
+        raise ConfigError(f"{name} has {size:,} bytes; expected at most {_MANIFEST_BYTES:,}")
+    return text
+
+
+def _kind(path: Path) -> str:
+    """Return what is at a path that is no plain file."""
+    tests = {"a folder": path.is_dir, "a named pipe": path.is_fifo, "a socket": path.is_socket}
+    tests |= {"a device": lambda: path.is_char_device() or path.is_block_device()}
+    return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
+
+
+def _split(override: str) -> tuple[list[str], Any]:
+    key, separator, text = override.partition("=")
+    keys = key.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"expected key.path=value, found {shown(override)}")
+    return keys, parse_yaml(text, f"the value of {shown(key)}")
+
+
+def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    model: Any = RunConfig
+    for depth, key in enumerate(keys):
+        path = ".".join(keys[: depth + 1])
+        fields = getattr(model, "model_fields", None)
+        if fields is not None and key not in fields:
+            raise ConfigError(f"unknown key {shown(path)}; {nearest(key, fields)}")
+        model = None if fields is None else _nested(fields[key].annotation)
+        if depth < len(keys) - 1:
+            if values.get(key) is None:
+                values[key] = {}
+            if not isinstance(values[key], dict):
+                raise ConfigError(f"{path} holds {shown(values[key])}, so it has no key {shown(keys[depth + 1])}")
+            values = values[key]
+    values[keys[-1]] = value
+
+
+def _nested(annotation: Any) -> Any:
+    """Return the pydantic model inside an annotation, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((n for n in map(_nested, get_args(annotation)) if n is not None), None)
+    return None
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+_DEPTH = 20
+_DIGITS = 100
+_SCALARS = {
+    "null": re.compile(r"~|null|Null|NULL|"),
+    "bool": re.compile(r"true|True|TRUE|false|False|FALSE"),
+    "int": re.compile(r"[-+]?[0-9]+"),
+    "float": re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
+}
+"""YAML 1.2's core schema in decimal: ``1e-5`` is a number, ``010`` is ten, and ``no``, ``1:30`` and dates are text."""
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return what a YAML text holds: None, bool, int, float, str, and lists and dicts of these.
+
+    Raises ConfigError, with ``where`` and the line, for broken YAML, a key given twice or that is not text, an alias,
+    a tag, a number too large for a float, and nesting beyond 20 levels.
+    """
+    try:
+        loader = _PlainLoader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None and "\n" in text.strip() else ""
+        raise ConfigError(f"{where} cannot be read as YAML{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} cannot be read as YAML: {' '.join(str(error).split())}") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads what PyYAML's safe loader reads, less aliases, tags and surprises."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML reads it under this name)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse aliases (a few lines of them unfold into gigabytes), tags, and nesting that no manifest needs."""
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            self._refuse(event, f"the alias *{event.anchor} is not supported; write the value out, or quote the text")
+        if getattr(event, "tag", None) is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            self._refuse(event, f"the tag {tag} is not supported; leave it out, or quote the text")
+        if self._level >= _DEPTH:
+            self._refuse(event, f"found more than {_DEPTH} levels of nesting")
+        self._level += 1
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice, of which PyYAML would keep the last in silence."""
+        found: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
+                self._refuse(key, f"a key must be text, found {shown}; quote it")
+            if key.value in found:
+                first = found[key.value] + 1
+                self._refuse(key, f"the key {key.value!r} is given twice, first in line {first}; keep one of the two")
+            found[key.value] = key.start_mark.line
+        return super().construct_mapping(node, deep)
+
+    def number(self, node: yaml.ScalarNode) -> int | float:
+        """Return an int or a finite float."""
+        if node.tag.endswith("int") and len(node.value) <= _DIGITS:
+            return int(node.value)
+        value = float(node.value)
+        if not math.isfinite(value) or node.tag.endswith("int"):
+            self._refuse(node, f"the number {node.value[:20]}{'...' * (len(node.value) > 20)} is too large")
+        return value
+
+    def _refuse(self, place: Any, problem: str) -> None:
+        raise yaml.MarkedYAMLError(None, None, problem, place.start_mark)
+
+
+for _name, _pattern in _SCALARS.items():
+    _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), None)
+for _name in ("int", "float"):
+    _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _PlainLoader.number)

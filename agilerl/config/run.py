@@ -1,0 +1,211 @@
+"""Every setting of a run, declared once, checked before anything is loaded."""
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+
+from agilerl.arguments import checked
+from agilerl.config import Section
+from agilerl.config.base_model import NetworkConfig
+from agilerl.config.distributed import DistributedConfig
+from agilerl.config.environment import EnvironmentConfig
+from agilerl.errors import ConfigError
+from agilerl.sizes import MAX_ROWS, MAX_TOKENS
+from agilerl.validation import shown, validated
+
+_LARGEST_SEED = 2**63 - 1
+
+Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
+
+
+def _device(name: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d{1,2})?", name) is None:
+        raise ValueError(f"expected cpu, cuda, or cuda with a number such as cuda:1, found {shown(name)}")
+    return name
+
+
+class TrainingConfig(Section):
+    """How long, how many, where."""
+
+    pop_size: Annotated[int, Field(ge=1)] = 4
+    """Agents of the population."""
+    max_steps: Annotated[int, Field(ge=1)] = 32768
+    """Completions sampled (or read from data, two a pair) for training, all agents together."""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Stop after this many tokens generated, trained on and evaluated."""
+    max_seconds: Annotated[float | None, Field(gt=0)] = None
+    """Stop after this many seconds, at the end of an iteration."""
+    evo_steps: Annotated[int, Field(ge=1)] = 8
+    """Iterations (a rollout and an update of every agent) between selections."""
+    evaluation_interval: Annotated[int | None, Field(ge=1)] = None
+    """Iterations between exams; None examines before each selection only."""
+    seed: Seed = 42
+    """Seed of everything random in the run."""
+    init: Literal["spread", "same"] = "spread"
+    """Start the population spread over the genes' ranges, or all alike."""
+    eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
+    """CPU threads of torch; more than one pays for large base models only."""
+    device: Annotated[str, AfterValidator(_device)] = "cpu"
+    """``cpu``, ``cuda`` or ``cuda:1``."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere."""
+    max_tokens_in_flight: Annotated[int, Field(ge=64)] = MAX_TOKENS
+    """Tokens of one training forward, all agents together."""
+    max_rows_in_flight: Annotated[int, Field(ge=1)] = MAX_ROWS
+    """Completions decoded at once, all agents together."""
+    log_completions: Annotated[int, Field(ge=0)] = 64
+    """Completions of each agent written to ``completions/`` in each iteration."""
+    checkpoint_steps: Annotated[int | None, Field(ge=1)] = None
+    """Iterations between checkpoints; None saves after each selection only."""
+    checkpoint_seconds: Annotated[float | None, Field(gt=0)] = None
+    """Save after an iteration when the last checkpoint inside a generation is this old."""
+    max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The run stops, with a diagnosis, where more than this share of an iteration's completions (or episodes), all
+    agents together, has no grade because the grader (or the environment) failed."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """Newest checkpoints to keep, besides the best."""
+
+
+class ProbabilityConfig(Section):
+    """Relative probabilities of the kinds of mutation."""
+
+    no_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Leave the agent as it is."""
+    arch_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Double or halve the adapter's rank."""
+    new_layer: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    params_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Add noise to the adapter."""
+    act_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    rl_hp_mut: Annotated[float, Field(ge=0)] = 1.0
+    """Change hyperparameters."""
+
+
+class GeneConfig(Section):
+    """Range of one hyperparameter; what is left out comes from the algorithm's own declaration."""
+
+    min: float | None = None
+    """Smallest value."""
+    max: float | None = None
+    """Largest value."""
+    scale: Literal["log", "linear"] | None = None
+    """Whether mutations are factors or differences."""
+    choices: list[float | int | str | bool] | None = None
+    """The values to choose from, in place of a range."""
+    shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Multiply by ``shrink_factor`` or by ``grow_factor``, each half of the time, instead of drawing a step. Of the two
+    one alone is enough: the other is 0.8 or 1.2 then."""
+    grow_factor: Annotated[float | None, Field(gt=1)] = None
+    """See ``shrink_factor``."""
+
+
+class MutationConfig(Section):
+    """What mutates, how often, how far."""
+
+    probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
+    """Kinds of mutation."""
+    rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
+    """The genes: hyperparameters of the algorithm that evolve."""
+    mutation_sd: Annotated[float, Field(gt=0)] = 0.1
+    """Size of adapter noise, relative to the adapter."""
+    genes_per_mutation: Annotated[int, Field(ge=1)] = 1
+    """Genes that move in one mutation."""
+    rank_range: tuple[int, int] = (4, 64)
+    """Smallest and largest adapter rank."""
+    mutate_elite: bool = False
+    """Let the elite mutate too."""
+    rand_seed: Seed | None = None
+    """Seed of mutations; None takes ``training.seed``."""
+
+
+class SelectionConfig(Section):
+    """Who survives."""
+
+    name: Literal["tournament", "truncation", "none"] = "tournament"
+    """Strategy; ``none`` keeps everybody, which is random search."""
+    tournament_size: Annotated[int, Field(ge=1)] = 2
+    """Agents that compete for one place; where it is not given, at most as many as there are."""
+    elitism: bool = True
+    """The best agent keeps its place."""
+    collapse_guard: bool = True
+    """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
+
+
+class RunConfig(Section):
+    """A whole run. ``algorithm`` holds ``name`` and the algorithm's hyperparameters."""
+
+    algorithm: dict[str, Any] = Field(default_factory=lambda: {"name": "GRPO"})
+    """Name and hyperparameters."""
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
+    """Task and exams."""
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    """Length, population, machine."""
+    mutation: MutationConfig = Field(default_factory=MutationConfig)
+    """Mutation operators and genes."""
+    selection_strategy: SelectionConfig = Field(default_factory=SelectionConfig)
+    """Selection."""
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    """Base model and adapters."""
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Processes; what a run computes does not depend on them."""
+
+    _typed: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def typed_addresses(self) -> tuple[str, ...]:
+        """The addresses that the user gave on the command line; never written down, so no file can claim them."""
+        return self._typed
+
+    def typed_with(self, other: "RunConfig | None") -> Self:
+        """Return this configuration, with the addresses that were typed for another one."""
+        self._typed = self._typed if other is None else other.typed_addresses
+        return self
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        size, tournament = self.training.pop_size, self.tournament_size
+        if self.selection_strategy.name == "tournament" and tournament > size:
+            raise ValueError(
+                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
+                "first, or raise the second"
+            )
+        if "name" not in self.algorithm:
+            self.algorithm = {"name": "GRPO", **self.algorithm}
+        if not isinstance(self.algorithm["name"], str):
+            raise ValueError(f"algorithm.name must be the name of an algorithm, found {shown(self.algorithm['name'])}")
+        return self
+
+    _date: datetime | None = PrivateAttr(default=None)
+
+    @property
+    def date(self) -> datetime | None:
+        """What chat templates take for the present, local time; None: the moment when the run is set up."""
+        return self._date
+
+    def dated(self, date: datetime | None) -> Self:
+        """Return a copy of another date, which is that of one run and no setting of a manifest."""
+        copy = self.model_copy()
+        copy._date = date
+        return copy
+
+    @property
+    def tournament_size(self) -> int:
+        """Agents that compete for one place; the default is no more than there are."""
+        size, given = self.selection_strategy.tournament_size, self.selection_strategy.model_fields_set
+        return size if "tournament_size" in given else min(size, self.training.pop_size)
+
+    @classmethod
+    @checked
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
+        for section, content in values.items():
+            if section in cls.model_fields and not isinstance(content, Mapping):
+                raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
+        return validated(cls, values)

@@ -1,0 +1,1 @@
+"""vLLM as the engine of rollouts: inside the process, or as a server."""
