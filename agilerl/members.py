@@ -109,7 +109,7 @@ def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> No
     if kind != "reasoning" and (not isinstance(task, DataTask) or task.kind != kind):
         name = {"sft": "SFTTask", "preference": "PreferenceTask"}[kind]
         raise ConfigError(
-            f"{type(agents[0]).__name__} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
+            f"{agents[0].algorithm.name} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
             f"it: {name}(task)"
         )
 

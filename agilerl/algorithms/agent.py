@@ -232,7 +232,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Return the sampling settings for a prompt of this length."""
         c = self.config
         if not isinstance(c, RolloutLLMConfig):
-            raise ConfigError(f"{type(self).__name__} learns from data and does not sample")
+            raise ConfigError(f"{self.algorithm.name} learns from data and does not sample")
         room = self.context_length - prompt_length
         if room < 1:
             raise ConfigError(
@@ -648,14 +648,14 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             raise CheckpointError(f"{str(path)!r} was saved without its optimizer; load it with load_optimizer=False")
         check_base(state, self.runtime)
         separate = getattr(self.config, "use_separate_reference_adapter", False)
-        if state.algorithm != type(self).__name__:
+        if state.algorithm != self.algorithm.name:
             state.reference = None  # that of the stage before
         adopt(
             self,
             state,
             with_optimizer=load_optimizer,
             with_critic=overwrite_critic_adapter,
-            actor_as_reference=overwrite_reference_adapter or (separate and state.algorithm != type(self).__name__),
+            actor_as_reference=overwrite_reference_adapter or (separate and state.algorithm != self.algorithm.name),
         )
 
     @classmethod

@@ -3,6 +3,7 @@
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
@@ -24,7 +25,7 @@ from agilerl.hpo.parameters import (
 )
 from agilerl.validation import LARGEST_FLOAT32, check_booleans, nearest, sentence, validated
 
-__all__ = ["AlgorithmConfig", "EvolvableAlgorithm", "while_open"]
+__all__ = ["Algorithm", "AlgorithmConfig", "EvolvableAlgorithm", "Hyperparameter", "while_open"]
 
 
 class AlgorithmConfig(BaseModel):
@@ -57,7 +58,16 @@ class AlgorithmConfig(BaseModel):
         return value
 
 
-class _Hyperparameter:
+@dataclass(frozen=True)
+class Algorithm:
+    """How an agent learns: what that is called, and its hyperparameters."""
+
+    name: str
+    """What states, journals and messages call it; a key of ``agilerl.algorithms.ALGORITHMS``."""
+    Config: type[AlgorithmConfig]
+
+
+class Hyperparameter:
     """``agent.lr`` reads and writes ``agent.config.lr``, so a change is checked and every consumer sees it."""
 
     def __init__(self, name: str, doc: str | None) -> None:
@@ -98,19 +108,27 @@ def while_open() -> Any:
 class EvolvableAlgorithm(ABC):
     """An agent that evolution can clone, mutate, save and restore.
 
-    A subclass names its ``Config``; every field of it becomes a constructor keyword and a checked attribute. Keywords
-    and ``config=`` mean the same and may be mixed, keywords winning.
+    A subclass names its ``algorithm``, or only another ``Config`` for that of its parent; every field of the Config
+    becomes a constructor keyword and a checked attribute. Keywords and ``config=`` mean the same and may be mixed,
+    keywords winning.
     """
 
+    algorithm: Algorithm = Algorithm("EvolvableAlgorithm", AlgorithmConfig)
+    """How the agent learns. It may become another one, so ask for ``agent.algorithm.name``, not for the class."""
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
+    """Hyperparameters of the algorithm that a new agent of this class has."""
     is_open: bool = True
     """False after ``clean_up``: what the agent held belongs to others."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "algorithm" in cls.__dict__:
+            cls.Config = cls.algorithm.Config
+        else:
+            cls.algorithm = replace(cls.algorithm, name=cls.__name__, Config=cls.Config)
         for name, field in cls.Config.model_fields.items():
             if not hasattr(cls, name):
-                setattr(cls, name, _Hyperparameter(name, field.description))
+                setattr(cls, name, Hyperparameter(name, field.description))
         cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
 
     @checked
@@ -159,7 +177,7 @@ class EvolvableAlgorithm(ABC):
     def __repr__(self) -> str:
         genes = ", ".join(f"{name}={_short(value)}" for name, value in self.hyperparameters.items())
         fitness = f", fitness={self.fitness[-1]:.3f}" if self.fitness else ""
-        return f"{type(self).__name__}(index={self.index}{', ' if genes else ''}{genes}{fitness}, steps={self.steps})"
+        return f"{self.algorithm.name}(index={self.index}{', ' if genes else ''}{genes}{fitness}, steps={self.steps})"
 
     # -- hyperparameters ------------------------------------------------------------------------------------------
 
@@ -169,7 +187,7 @@ class EvolvableAlgorithm(ABC):
         if self.hp_config is None:
             return {}
         if isinstance(self.hp_config, HyperparameterConfig):
-            return genes_in_force(self.Config, self.hp_config)
+            return genes_in_force(self.algorithm.Config, self.hp_config)
         return dict(self.hp_config)
 
     @property
@@ -212,7 +230,7 @@ class EvolvableAlgorithm(ABC):
 
     def _mutate_adapter(self, mutation: Mutation) -> str:
         """Apply a mutation of kind ``parameters`` or ``rank``; returns its label."""
-        raise ConfigError(f"{type(self).__name__} has no adapter for a mutation of kind {mutation.kind!r}")
+        raise ConfigError(f"{self.algorithm.name} has no adapter for a mutation of kind {mutation.kind!r}")
 
     @checked
     def register_mutation_hook(self, hook: Callable[[], None]) -> None:

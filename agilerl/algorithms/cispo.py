@@ -4,9 +4,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 
@@ -46,4 +45,4 @@ class CISPO(GRPO):
     Advantages and objective are GRPO's, with ``loss_type="cispo"``.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = CISPOConfig
+    algorithm = PolicyAlgorithm("CISPO", CISPOConfig)

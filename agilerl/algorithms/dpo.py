@@ -6,7 +6,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.reference import ReferenceLogprobs
@@ -132,7 +132,7 @@ class DPO(DataAlgorithm):
     agent's own where one was set.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = DPOConfig
+    algorithm = Algorithm("DPO", DPOConfig)
     config: DPOConfig
     env_type: ClassVar[Literal["sft", "preference"]] = "preference"
     rows_per_unit: ClassVar[int] = 2

@@ -4,9 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.objective import PolicyParts
 from agilerl.functional import Divergence
 from agilerl.hpo.parameters import Evolve
@@ -36,25 +35,24 @@ class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
         return 0.8, 1.2
 
 
+def dppo_parts(c: DPPOConfig, kl_coef: float) -> PolicyParts:
+    """Return what the objective is made of: tokens that went too far count for nothing, no bound stops a ratio."""
+    return PolicyParts.of(
+        c,
+        kl_coef,
+        ratio="token",
+        surrogate="dppo",
+        divergence=c.divergence,
+        divergence_limit=c.divergence_limit,
+        weight_max=c.weight_max,
+        aggregation=c.loss_norm,
+    )
+
+
 class DPPO(GRPO):
     """Policy gradient ``-M sg(min(rho, weight_max)) A log pi`` on GRPO's advantages; M leaves out what went too far.
 
     A rare token may multiply its probability, a frequent one may not move far; ratio bounds do the opposite.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = DPPOConfig
-    config: DPPOConfig  # type: ignore[assignment]
-
-    def policy_parts(self) -> PolicyParts:
-        """Return what the objective is made of."""
-        c = self.config
-        return PolicyParts.of(
-            c,
-            self.kl_coef,
-            ratio="token",
-            surrogate="dppo",
-            divergence=c.divergence,
-            divergence_limit=c.divergence_limit,
-            weight_max=c.weight_max,
-            aggregation=c.loss_norm,
-        )
+    algorithm = PolicyAlgorithm("DPPO", DPPOConfig, parts=dppo_parts)

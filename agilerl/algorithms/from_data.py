@@ -47,7 +47,7 @@ class DataAlgorithm(LLMAlgorithm):
         """
         if not isinstance(experiences, RolloutBatch) or turn_ids is not None or sampling_logps is not None:
             raise ConfigError(
-                f"{type(self).__name__} learns from the batches of its environment, found "
+                f"{self.algorithm.name} learns from the batches of its environment, found "
                 f"{type(experiences).__name__}; call learn(env.reset()), with a gym from agilerl.llm_envs"
             )
         return self.report(super().learn(experiences))

@@ -1,6 +1,7 @@
 """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300), and what its relatives share with it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -8,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
@@ -24,7 +25,7 @@ from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
 from agilerl.validation import nearest, validated
 
-__all__ = ["GRPO", "GRPOConfig"]
+__all__ = ["GRPO", "GRPOConfig", "PolicyAlgorithm", "grpo_credit", "grpo_parts"]
 
 
 class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
@@ -54,15 +55,52 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
         return self.clip_min or 0.0, self.clip_max
 
 
+def grpo_credit(c: GRPOConfig, batch: RolloutBatch, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """Return advantages relative to the group ``[B, L]``, 0 off the action mask."""
+    advantages, telling = group_credit(c, batch, shaped_rewards(c, batch, kl, kl_coef))
+    whiten = telling if c.whiten_advantages else None
+    return shaped_advantages(c, advantages, batch.action_mask, kl, kl_coef, whiten=whiten)
+
+
+def grpo_parts(c: GRPOConfig, kl_coef: float) -> PolicyParts:
+    """Return what the objective is made of: the clipped surrogate, or CISPO's, by ``loss_type``."""
+    surrogate: Surrogate = "cispo" if c.loss_type == "cispo" else "clipped"
+    return PolicyParts.of(
+        c,
+        kl_coef,
+        ratio=c.ratio_level,
+        pooling=c.pooling,
+        surrogate=surrogate,
+        bounds=c.weight_range if surrogate == "cispo" else c.clip_range,
+        aggregation=c.loss_norm,
+    )
+
+
+@dataclass(frozen=True)
+class PolicyAlgorithm(Algorithm):
+    """A member of GRPO's family: its hyperparameters, and the two functions in which members differ.
+
+    Both take the agent's config, of this algorithm's ``Config``, and the present weight of the KL.
+    """
+
+    credit: Callable[[Any, RolloutBatch, Tensor | None, float], Tensor] = grpo_credit
+    """``(config, batch, kl, kl_coef)`` -> advantages ``[B, L]``; ``kl`` ``[B, L]`` is the detached KL of each token."""
+    parts: Callable[[Any, float], PolicyParts] = grpo_parts
+    """``(config, kl_coef)`` -> what the objective is made of."""
+
+
 class GRPO(LLMAlgorithm):
     """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
-    Its relatives (GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE) are subclasses with another ``Config``, ``credit`` or
-    ``policy_parts``, so agents of all of them learn in one batch, and one can turn into another: the gene
-    ``algorithm``.
+    Its relatives (GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE) are agents of the same kind that start with another
+    algorithm: other hyperparameters, credit or parts of the objective. So agents of all of them learn in one batch, and
+    the gene ``algorithm`` gives an agent the algorithm of a relative. Which one it has is ``agent.algorithm.name``; its
+    class remains the one it was built with.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = GRPOConfig
+    algorithm: PolicyAlgorithm = PolicyAlgorithm("GRPO", GRPOConfig)
+    _relatives: ClassVar[dict[str, "type[GRPO]"]] = {}
+    """The family by name, each member having entered itself where its class was written."""
     config: GRPOConfig
     kl_scale: float = 1.0
     """Factor on ``beta`` that ``kl_target`` has found so far."""
@@ -123,10 +161,7 @@ class GRPO(LLMAlgorithm):
 
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""
-        advantages, telling = group_credit(self.config, batch, self.shaped_rewards(batch, kl))
-        return self.shaped_advantages(
-            advantages, batch.action_mask, kl, whiten=telling if self.config.whiten_advantages else None
-        )
+        return self.algorithm.credit(self.config, batch, kl, self.kl_coef)
 
     @property
     def kl_coef(self) -> float:
@@ -135,37 +170,11 @@ class GRPO(LLMAlgorithm):
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""
-        return policy_objective(inputs, self.policy_parts(), metrics)
-
-    def policy_parts(self) -> PolicyParts:
-        """Return what the objective is made of; a relative with another objective overrides it."""
-        c = self.config
-        surrogate: Surrogate = "cispo" if c.loss_type == "cispo" else "clipped"
-        return PolicyParts.of(
-            c,
-            self.kl_coef,
-            ratio=c.ratio_level,
-            pooling=c.pooling,
-            surrogate=surrogate,
-            bounds=c.weight_range if surrogate == "cispo" else c.clip_range,
-            aggregation=c.loss_norm,
-        )
+        return policy_objective(inputs, self.algorithm.parts(self.config, self.kl_coef), metrics)
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return what ``loss_norm`` divides by."""
         return float(normaliser(mask, self.config.loss_norm, max_length=self.config.max_output_tokens))
-
-    # -- parts of the credit --------------------------------------------------------------------------------------
-
-    def shaped_rewards(self, batch: RolloutBatch, kl: Tensor | None) -> Tensor:
-        """Return the turn rewards ``[B, K]`` less the punishment of length and, if placed here, less the KL."""
-        return shaped_rewards(self.config, batch, kl, self.kl_coef)
-
-    def shaped_advantages(
-        self, advantages: Tensor, mask: Tensor, kl: Tensor | None, *, whiten: Tensor | None = None
-    ) -> Tensor:
-        """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for."""
-        return shaped_advantages(self.config, advantages, mask, kl, self.kl_coef, whiten=whiten)
 
     def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         c = self.config
@@ -188,37 +197,45 @@ class GRPO(LLMAlgorithm):
 
     # -- one family -----------------------------------------------------------------------------------------------
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if GRPO in cls.__bases__:
+            GRPO._relatives[cls.__name__] = cls
+        for name, attribute in cls.__dict__.items():
+            # An agent that becomes a relative has its hyperparameters from then on, as attributes too.
+            if isinstance(attribute, Hyperparameter) and name not in GRPO.__dict__:
+                setattr(GRPO, name, attribute)
+
     @classmethod
     def family(cls) -> dict[str, "type[GRPO]"]:
         """Return GRPO and its relatives by name: what the gene ``algorithm`` chooses among."""
-        members: list[type[GRPO]] = [GRPO, *GRPO.__subclasses__()]
-        return {member.__name__: member for member in members}
+        return {"GRPO": GRPO, **GRPO._relatives}
 
     @checked
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Change some hyperparameters together; ``algorithm`` names the relative that this agent becomes.
+        """Change some hyperparameters together; ``algorithm`` names the relative whose algorithm this agent takes.
 
         It keeps everything that it is and has: slot, weights, moments, counters, and the hyperparameters that were set.
         Nothing changes when one of the values, or their combination, is invalid.
         """
-        name = values.get("algorithm", self.config.algorithm)
-        if name == self.config.algorithm:
+        name = values.get("algorithm", self.algorithm.name)
+        if name == self.algorithm.name:
             super().set_hyperparameters({key: value for key, value in values.items() if key != "algorithm"})
             return
         family = self.family()
         if name not in family:
-            raise ConfigError(f"{type(self).__name__} cannot become {name!r}; {nearest(str(name), family)}")
+            raise ConfigError(f"{self.algorithm.name} cannot become {name!r}; {nearest(str(name), family)}")
+        algorithm = family[name].algorithm
         kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
-        # All members have the same attributes, so an agent changes its class and every reference to it stays valid.
-        before = self.config, type(self)
-        self.config, self.__class__ = validated(family[name].Config, kept), family[name]  # type: ignore[assignment]
+        before = self.algorithm, self.config
+        self.algorithm, self.config = algorithm, validated(algorithm.Config, kept)  # type: ignore[assignment]
         try:
             check_present(self.genes, self.hyperparameters)
             if self.loss is not None:
                 check_loss(self.loss, self)
         except ConfigError:
-            self.config, self.__class__ = before
+            self.algorithm, self.config = before
             raise
 
     @classmethod

@@ -2,9 +2,8 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.hpo.parameters import Evolve
 
 __all__ = ["GSPO", "GSPOConfig"]
@@ -26,4 +25,4 @@ class GSPO(GRPO):
     Advantages and objective are GRPO's, with ``loss_type="gspo"``.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = GSPOConfig
+    algorithm = PolicyAlgorithm("GSPO", GSPOConfig)

@@ -2,9 +2,8 @@
 
 from typing import ClassVar, Literal
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 
 __all__ = ["MaxRL", "MaxRLConfig"]
 
@@ -25,4 +24,4 @@ class MaxRL(GRPO):
     success, the larger the step. A group whose mean is not above 0 teaches nothing, so rewards should not be negative.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = MaxRLConfig
+    algorithm = PolicyAlgorithm("MaxRL", MaxRLConfig)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.learner import Experience
@@ -121,7 +121,7 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
 class PPO(LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
-    Config: ClassVar[type[AlgorithmConfig]] = PPOConfig
+    algorithm = Algorithm("PPO", PPOConfig)
     config: PPOConfig
     trained_slots: ClassVar[int] = 2
     kl_scale: float = 1.0

@@ -6,10 +6,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.credit import check_turn_rewards, check_whole_episodes, per_turn_sums
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.credit import (
+    check_turn_rewards,
+    check_whole_episodes,
+    per_turn_sums,
+    shaped_advantages,
+    shaped_rewards,
+)
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.data import RolloutBatch
 from agilerl.functional import (
     broadcast_rows,
@@ -79,14 +84,53 @@ class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
         return self.ratio_pooling
 
 
+def reinforce_credit(c: REINFORCEConfig, batch: RolloutBatch, kl: Tensor | None, kl_coef: float) -> Tensor:
+    """Return whitened returns ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of tokens.
+
+    A KL that is placed in the reward is taken off where it arises: at its own token, turn or trajectory.
+    """
+    check_whole_episodes("REINFORCE", batch)
+    mask = batch.action_mask
+    penalty = kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
+    rewards = shaped_rewards(c, batch, None, kl_coef)
+    if c.advantage_estimator == "rebn":
+        advantages = _returns(c, rewards, batch, penalty)
+    else:
+        whole = rewards.nansum(dim=1)
+        advantages = (
+            reinforce_plus_plus(whole, mask, gamma=c.gamma, penalty=penalty)
+            if c.advantage_estimator == "reinforce++"
+            else reinforce_plus_plus_baseline(whole, batch.groups, mask, gamma=c.gamma, penalty=penalty)
+        )
+    return shaped_advantages(c, advantages, mask, kl, kl_coef)
+
+
+def _returns(c: REINFORCEConfig, rewards: Tensor, batch: RolloutBatch, penalty: Tensor | None) -> Tensor:
+    """Return discounted returns ``[B, L]``, z-scored over all cells: tokens, turns or trajectories."""
+    mask, turns = batch.action_mask, rewards.shape[1]
+    if c.advantage_level == "token":
+        if turns > 1:
+            check_turn_rewards(batch)
+        # One reward for several turns belongs to the last action of all.
+        at_token = place_rewards(rewards, batch.turn_ids if turns > 1 else torch.where(mask, 0, -1))
+        return rebn(at_token if penalty is None else at_token - penalty, mask, c.gamma)
+    by_turn = rewards if penalty is None else rewards - per_turn_sums(penalty, batch.turn_ids, turns)
+    if c.advantage_level == "turn":
+        check_turn_rewards(batch)
+        played = torch.stack([(batch.turn_ids == k).any(dim=1) for k in range(turns)], dim=1)
+        cells = rebn(fill_masked(by_turn, by_turn.isfinite()), played, c.gamma)
+        return broadcast_turns(cells, batch.turn_ids)
+    whole = by_turn.nansum(dim=1, keepdim=True)
+    return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)
+
+
 class REINFORCE(GRPO):
     """Clipped policy gradient on returns that are normalised over the whole batch; no group and no critic is needed.
 
     The objective is GRPO's; what differs is the credit.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = REINFORCEConfig
-    config: REINFORCEConfig  # type: ignore[assignment]
+    algorithm = PolicyAlgorithm("REINFORCE", REINFORCEConfig, credit=reinforce_credit)
 
     @classmethod
     def plus_plus(cls, **arguments: Any) -> Self:
@@ -99,41 +143,3 @@ class REINFORCE(GRPO):
         """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
         preset = {"advantage_estimator": "reinforce++-baseline", "kl_placement": "loss", "kl_estimator": "k2"}
         return cls(**{**preset, **arguments})
-
-    def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
-        """Return whitened returns ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of tokens.
-
-        A KL that is placed in the reward is taken off where it arises: at its own token, turn or trajectory.
-        """
-        check_whole_episodes("REINFORCE", batch)
-        c, mask = self.config, batch.action_mask
-        penalty = self.kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
-        rewards = self.shaped_rewards(batch, None)
-        if c.advantage_estimator == "rebn":
-            advantages = self._returns(rewards, batch, penalty)
-        else:
-            whole = rewards.nansum(dim=1)
-            advantages = (
-                reinforce_plus_plus(whole, mask, gamma=c.gamma, penalty=penalty)
-                if c.advantage_estimator == "reinforce++"
-                else reinforce_plus_plus_baseline(whole, batch.groups, mask, gamma=c.gamma, penalty=penalty)
-            )
-        return self.shaped_advantages(advantages, mask, kl)
-
-    def _returns(self, rewards: Tensor, batch: RolloutBatch, penalty: Tensor | None) -> Tensor:
-        """Return discounted returns ``[B, L]``, z-scored over all cells: tokens, turns or trajectories."""
-        c, mask, turns = self.config, batch.action_mask, rewards.shape[1]
-        if c.advantage_level == "token":
-            if turns > 1:
-                check_turn_rewards(batch)
-            # One reward for several turns belongs to the last action of all.
-            at_token = place_rewards(rewards, batch.turn_ids if turns > 1 else torch.where(mask, 0, -1))
-            return rebn(at_token if penalty is None else at_token - penalty, mask, c.gamma)
-        by_turn = rewards if penalty is None else rewards - per_turn_sums(penalty, batch.turn_ids, turns)
-        if c.advantage_level == "turn":
-            check_turn_rewards(batch)
-            played = torch.stack([(batch.turn_ids == k).any(dim=1) for k in range(turns)], dim=1)
-            cells = rebn(fill_masked(by_turn, by_turn.isfinite()), played, c.gamma)
-            return broadcast_turns(cells, batch.turn_ids)
-        whole = by_turn.nansum(dim=1, keepdim=True)
-        return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)

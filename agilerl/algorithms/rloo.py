@@ -4,9 +4,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO
+from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.functional import KLEstimator, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 
@@ -54,4 +53,4 @@ class RLOO(GRPO):
     Advantages (``adv_norm="rloo"``) and objective are GRPO's.
     """
 
-    Config: ClassVar[type[AlgorithmConfig]] = RLOOConfig
+    algorithm = PolicyAlgorithm("RLOO", RLOOConfig)

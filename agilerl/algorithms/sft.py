@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
 from agilerl.algorithms.learner import Experience
 from agilerl.data import LossInputs, RolloutBatch
@@ -37,7 +37,7 @@ class SFTConfig(DataConfig):
 class SFT(DataAlgorithm):
     """Cross-entropy of the tokens that an example marks, averaged over those of the whole optimizer step."""
 
-    Config: ClassVar[type[AlgorithmConfig]] = SFTConfig
+    algorithm = Algorithm("SFT", SFTConfig)
     config: SFTConfig
     env_type: ClassVar[Literal["sft", "preference"]] = "sft"
     _lengths: Tensor | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.agent_json import like, read_agent_json
-from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.custom_loss import LossFunction, loss_name
 from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.arguments import Having, Location, checked
@@ -89,7 +89,7 @@ class AgentState:
     """Everything that decides an agent's next update; tensors are copies."""
 
     algorithm: str
-    """Class name, a key of ``agilerl.algorithms.ALGORITHMS``."""
+    """Name of the algorithm, a key of ``agilerl.algorithms.ALGORITHMS``."""
     base: str
     """Name of the base model."""
     config: dict[str, Any]
@@ -140,6 +140,10 @@ class Stateful(Protocol):
         """The base and the slots."""
 
     @property
+    def algorithm(self) -> Algorithm:
+        """How the agent learns."""
+
+    @property
     def config(self) -> AlgorithmConfig:
         """Hyperparameters."""
 
@@ -167,7 +171,7 @@ def capture(agent: Stateful) -> AgentState:
     store, lora, schedule = agent.runtime.store, agent.lora_config, agent.cosine_lr_schedule_config
     read = store.read(agent.slot)
     return AgentState(
-        algorithm=type(agent).__name__,
+        algorithm=agent.algorithm.name,
         base=agent.runtime.base.name,
         config=agent.config.model_dump(mode="json", exclude_unset=True),
         genes={name: asdict(gene) for name, gene in agent.genes.items()},

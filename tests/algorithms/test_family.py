@@ -114,6 +114,7 @@ def test_a_state_knows_its_class(tmp_path: Path) -> None:
         assert type(cls.from_state(cispo.state(), cispo.runtime)) is CISPO
     assert type(GRPO.load(tmp_path / "a", runtime=cispo.runtime)) is CISPO
     assert set(GRPO.family()) == {cls.__name__ for cls in FAMILY} <= set(ALGORITHMS)
+    assert {cls.algorithm.name for cls in FAMILY} == {cls.__name__ for cls in FAMILY}
     assert all(cls.Config.algorithm == cls.__name__ for cls in FAMILY)
 
 
@@ -164,7 +165,10 @@ def test_an_agent_becomes_another_and_keeps_what_it_has() -> None:
     agent.register_mutation_hook(lambda: seen.append(agent.mut))
     assert agent.hyperparameters == {"lr": 1e-2, "algorithm": "GRPO"}
     agent.apply_mutation(Mutation(0, "hyperparameters", (Change("algorithm", "GRPO", "CISPO"),)))
-    assert (type(agent), agent.slot, agent.lr, seen) == (CISPO, slot, 1e-2, ["algorithm GRPO -> CISPO"])
+    assert (agent.slot, agent.lr, seen) == (slot, 1e-2, ["algorithm GRPO -> CISPO"])
+    # The agent is the object it was, of the class it was built with; what it has is another algorithm.
+    assert (agent.algorithm, type(agent)) == (CISPO.algorithm, GRPO)
+    assert repr(agent).startswith("CISPO(index=0, ")
     assert equal(weights(agent), before)
     # What was set stays set, what was not has the new algorithm's default, and there is nothing of the old one left.
     assert (agent.config.loss_norm, agent.config.batch_size) == ("token-mean", 8)
@@ -182,7 +186,7 @@ def test_an_agent_becomes_another_and_keeps_what_it_has() -> None:
     other.learn(data)
     assert equal(weights(agent), weights(other))
     clone = agent.clone(9)
-    assert (type(clone), clone.genes == agent.genes) == (CISPO, True)
+    assert (clone.algorithm, clone.genes == agent.genes) == (CISPO.algorithm, True)
 
 
 def test_a_change_that_does_not_fit_changes_nothing() -> None:
@@ -195,12 +199,39 @@ def test_a_change_that_does_not_fit_changes_nothing() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             agent.set_hyperparameters({"algorithm": name, "lr": 0.5})
-        assert (type(agent), agent.config) == (REINFORCE, config)
+        assert (agent.algorithm, agent.config) == (REINFORCE.algorithm, config)
     (agent,) = make(GRPO, changes={"importance_sampling_level": "token"})
     with pytest.raises(ConfigError, match="pools the ratio over the trajectory"):
         agent.set_hyperparameters({"algorithm": "GSPO"})
     agent.set_hyperparameters({"algorithm": "GRPO", "lr": 0.5})
-    assert (type(agent), agent.lr) == (GRPO, 0.5)
+    assert (agent.algorithm, agent.lr) == (GRPO.algorithm, 0.5)
+
+
+def test_an_agent_has_the_attributes_of_the_algorithm_it_has() -> None:
+    (agent,) = make(GSPO)
+    assert not any(hasattr(agent, name) for name in ("gamma", "divergence_limit"))
+    with pytest.raises(ConfigError, match="gamma"):
+        agent.gamma = 0.9
+    agent.set_hyperparameters({"algorithm": "REINFORCE"})
+    agent.gamma = 0.9
+    assert (agent.config.gamma, agent.gamma) == (0.9, 0.9)
+    assert not hasattr(agent, "divergence_limit")
+
+
+class Narrow(REINFORCE):
+    """A user's algorithm: REINFORCE with hyperparameters of its own, and no more said."""
+
+    class Config(REINFORCE.Config):  # type: ignore[name-defined, misc]
+        knob: float = 0.5
+
+
+def test_a_class_that_names_only_its_config_has_an_algorithm_of_its_own() -> None:
+    (agent,) = make(REINFORCE)
+    narrow = Narrow(runtime=agent.runtime, pad_token_id=PAD, knob=0.25)
+    expected = ("Narrow", Narrow.Config, REINFORCE.algorithm.credit)
+    assert (narrow.algorithm.name, narrow.algorithm.Config, narrow.algorithm.credit) == expected
+    assert (narrow.knob, narrow.state().algorithm, repr(narrow)[:13]) == (0.25, "Narrow", "Narrow(index=")
+    assert type(Narrow.from_state(narrow.state(), agent.runtime)) is Narrow
 
 
 def probe(*classes: type[GRPO], prompts: int = 8, **settings: Any) -> Population:
@@ -224,7 +255,7 @@ def test_a_mixed_population_evolves() -> None:
             for change in mutation.changes:
                 seen.add(change.gene)
                 assert agent.hyperparameters[change.gene] == change.new
-        assert all(type(a).__name__ == a.hyperparameters["algorithm"] for a in population.agents)
+        assert all(a.algorithm.name == a.hyperparameters["algorithm"] for a in population.agents)
         assert len({a.slot for a in population.agents}) == 4
     assert seen == {"lr", "algorithm"}
     assert population.runtime.store.used == 4
@@ -255,7 +286,7 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
     assert algorithm_classes(config) == [GRPO, CISPO, GSPO]
     assert genes(config)["algorithm"].choices == ("GRPO", "CISPO", "GSPO")
     agents = build(config).population.agents
-    assert [type(a) for a in agents] == [GRPO, CISPO, GSPO, GRPO, CISPO]
+    assert [a.algorithm.name for a in agents] == ["GRPO", "CISPO", "GSPO", "GRPO", "CISPO"]
     assert agents[0].lr == 1e-3
     assert agents[2].config.clip_range == (1 - 3e-4, 1 + 4e-4)
     # The resolved manifest is a manifest: it gives the same run again.
