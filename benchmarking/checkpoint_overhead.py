@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from agilerl.config.manifest import load_manifest  # noqa: E402
 from agilerl.training.events import IterationDone  # noqa: E402
 from agilerl.training.loop import train  # noqa: E402
-from agilerl.training.records import RunRecords  # noqa: E402
+from agilerl.training.records import RunWriter  # noqa: E402
 from agilerl.training.setup import build  # noqa: E402
 
 
@@ -44,8 +44,8 @@ class Clock:
 
 
 def measure(out: Path, overrides: list[str]) -> dict[str, Any]:
-    clock = Clock(RunRecords.checkpoint)
-    RunRecords.checkpoint = clock.bound()  # type: ignore[method-assign]
+    clock = Clock(RunWriter.checkpoint)
+    RunWriter.checkpoint = clock.bound()  # type: ignore[method-assign]
     session = build(load_manifest(None, overrides))
     start, iterations = perf_counter(), 0
     for event in train(session, out):

@@ -41,8 +41,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.rewards.worker: import_module",
         # --allow-code, and nothing else; the file in that process as well:
         "agilerl.config.own_code: import_module",
-        "agilerl.source_files: exec_module",
-        "agilerl.source_files: source_to_code",
+        "agilerl.custom_code: exec_module",
+        "agilerl.custom_code: source_to_code",
     ),
 }
 

@@ -86,7 +86,7 @@ def train(
 
     agilerl train my.yaml training.pop_size=8 --out runs/mine --seed 1
     """
-    from agilerl.cli.train import run_train
+    from agilerl.cli.launch import run_train
 
     run_train(
         arguments or [],
@@ -116,7 +116,7 @@ def resume(
 
     On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
     """
-    from agilerl.cli.train import run_resume
+    from agilerl.cli.launch import run_resume
 
     run_resume(run, allow_code=allow_code, allow_changes=allow_changes, quiet=quiet, as_json=as_json)
 

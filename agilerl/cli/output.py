@@ -5,15 +5,13 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from typing import IO, TextIO, cast
 
 from rich.console import Console
 
 from agilerl.errors import WriteError
-
-__all__ = ["READER_GONE", "console", "lost_output", "prepare_streams", "say", "write_error"]
 
 READER_GONE = 141
 """Exit code of a command whose reader has gone, as of those that SIGPIPE ends."""
@@ -45,6 +43,12 @@ def prepare_streams() -> TextIO:
 def console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
     """Return a console on a file, standard output if there is none."""
     return _Console(file=file, quiet=quiet, markup=False, emoji=False, highlight=False)
+
+
+def console_of_lines(say: Callable[[str], None], width: int, *, quiet: bool) -> Console:
+    """Return a console without a terminal: each line that is printed to it is said."""
+    file = cast(IO[str], _Lines(say))
+    return Console(file=file, width=width, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def say(sentence: str) -> None:
@@ -112,6 +116,23 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class _Lines:
+    """A file for a console: each line that is written to it is said once it is whole."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._begun = say, ""
+
+    def write(self, text: str) -> int:
+        """Say the lines that are whole."""
+        *whole, self._begun = (self._begun + text).split("\n")
+        for line in whole:
+            self._say(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """A line is said when it is whole."""
 
 
 def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:

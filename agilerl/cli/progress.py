@@ -21,7 +21,6 @@ from agilerl.training.events import (
     Evolved,
     ExamDone,
     IterationDone,
-    LearningFailed,
     PhaseStarted,
     RunFinished,
     RunStarted,
@@ -110,7 +109,6 @@ class _View:
             self.bars.update(self.run, completed=event.progress)
             self.bars.advance(self.phase)
             self._line(self._iteration_line(event))
-        elif isinstance(event, LearningFailed):
             self._note_failures(event)
         elif isinstance(event, ExamDone):
             self.fitness.update(event.fitness)
@@ -130,9 +128,9 @@ class _View:
         if self.live is None:
             self.console.print(text, soft_wrap=True)
 
-    def _note_failures(self, event: LearningFailed) -> None:
+    def _note_failures(self, event: IterationDone) -> None:
         """Count failures for the table, and say the first of each agent."""
-        for index, outcome in event.outcomes.items():
+        for index, outcome in event.failed.items():
             counts = self.failures.setdefault(index, Counter())
             counts[outcome] += 1
             if counts[outcome] == 1:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from agilerl.cli.output import console as new_console
 from agilerl.cli.output import say, write_error
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
@@ -26,20 +26,14 @@ if TYPE_CHECKING:
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
 
-__all__ = [
-    "check_place",
-    "configuration",
-    "default_out",
-    "follow",
-    "found_text",
-    "opened_run",
-    "quieten_libraries",
-    "say_at_once",
-]
-
-
 _LONGEST_NAME = 255
 """Bytes of a name, on all common file systems; the folders above it would be made before the disk says so."""
+_REMEDIES = {
+    "nonfinite": "a loss or gradient that was not finite: lower algorithm.lr",
+    "oom": "too little memory for a single row: lower network.max_context_length or algorithm.max_output_tokens",
+    "reward_error": "no sample that could be graded: fix the grader or the environment",
+    "timeout": "grading out of time: give the grader more, or make it faster",
+}
 
 
 def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfig:
@@ -65,14 +59,22 @@ def _is_file(name: str) -> bool:
 
 
 def opened_run(
-    root: Path, expected: RunConfig | None, *, allow_changes: bool, quiet: bool, as_json: bool
+    root: Path,
+    expected: RunConfig | None,
+    console: Console,
+    tell: Callable[[str], None],
+    *,
+    allow_changes: bool,
+    as_json: bool,
 ) -> "SavedRun | None":
-    """Open an unfinished run of the ``expected`` configuration, if given; None, and said, where it is finished."""
+    """Open an unfinished run of the ``expected`` configuration, if given; None, and said, if it is finished.
+
+    ``tell`` prints the summary of a finished run ``as_json``.
+    """
     from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
 
     info, layout = read_run(root), RunLayout(root)
     check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
-    quieten_libraries()
     from agilerl.runs.strict_json import read_json
     from agilerl.training.resolved import document, recorded
     from agilerl.training.saved import open_run
@@ -83,10 +85,9 @@ def opened_run(
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)
     _complete(layout)
-    console = new_console(quiet=quiet or as_json)
     console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
     if as_json:
-        print(json.dumps(read_json(layout.summary), indent=1))
+        tell(json.dumps(read_json(layout.summary), indent=1))
     return None
 
 
@@ -134,6 +135,52 @@ def follow(
             raise WriteError(f"{told}. Free space, or mend what is wrong, then: agilerl resume {root}") from error
     if as_json:
         print(json.dumps(summary, indent=1))
+
+
+def work_along(start: "Callable[[StopRequest], Iterator[Event]]", session: "Session", root: Path) -> None:
+    """Do the part of a process that neither writes nor speaks, to the end of the run or to where a signal stops it."""
+    from agilerl.runs.stopping import Interrupted, stop_on_signals
+
+    with stop_on_signals(lambda _: None) as stop:
+        try:
+            for _ in start(stop):
+                pass
+        except Interrupted as interrupted:
+            sys.exit(interrupted.code)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+def fail_without_elite(root: Path) -> None:
+    """Exit with code 1, and say the likely cause, if a finished run has no elite."""
+    from agilerl.runs.directory import RunLayout
+    from agilerl.runs.journal import read_lines
+    from agilerl.runs.strict_json import read_json
+
+    layout = RunLayout(root)
+    if read_json(layout.summary).get("elite") is not None:
+        return
+    outcomes = Counter(line["outcome"] for line in read_lines(layout.metrics) if line["kind"] == "train")
+    say(f"error: the run has no elite: {_likely_cause(outcomes)}")
+    sys.exit(1)
+
+
+def _likely_cause(outcomes: Counter[str]) -> str:
+    """Return in a sentence why no agent was fit, and what to do, from the outcomes of all iterations of all agents."""
+    if not outcomes:
+        return (
+            "training.max_seconds or max_tokens was used up before the first iteration (the base is tested first); "
+            "raise it, or lower environment.test_prompts"
+        )
+    failures = Counter({outcome: count for outcome, count in outcomes.items() if outcome != "ok"})
+    if not failures:
+        return (
+            "every agent learned, but no exam gave a finite fitness: the grader returned None (no grade) for a part of "
+            "each; return a number for every completion, 0.0 for a wrong one"
+        )
+    (outcome, count), total = failures.most_common(1)[0], outcomes.total()
+    many = "every update of every agent" if count == total else f"{count} of {total} updates"
+    return f"{many} ended with {_REMEDIES.get(outcome, outcome)}"
 
 
 def found_text(root: Path, session: "Session") -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agilerl.custom_code import torch_restored
+from agilerl.custom_code import run_file, torch_restored
 from agilerl.errors import ConfigError
-from agilerl.source_files import run_file
 from agilerl.validation import shown
 
 PACKAGES = ("gem", "textarena", "openenv")

@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from agilerl.config.distributed import DistributedConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.vllm import lora_capacity
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, how_to_install
 from agilerl.runs.stopping import Interrupted, StopRequest
-
-__all__ = ["Outcome", "Work", "launch"]
 
 SUPPORTED = (2, 40)
 """Oldest version of Ray that this was written for."""
@@ -102,6 +102,20 @@ def launch(
             f"{ended.lost}, after distributed.max_restarts={config.max_restarts} restarts; the run can be continued "
             "with the same command and --resume auto"
         )
+
+
+def serving(config: RunConfig) -> list[str]:
+    """Return the command that serves the base of a run with vLLM, its adapters loaded while it runs."""
+    if not config.distributed.vllm_servers:
+        return []
+    from agilerl.models.base import resolve_model
+
+    rank = config.network.lora_config.r
+    if config.mutation.probabilities.arch_mut > 0:
+        rank = max(rank, config.mutation.rank_range[1])
+    model = str(resolve_model(config.network.pretrained_model_name_or_path))
+    size = ["--max-loras", str(config.training.pop_size + 1), "--max-lora-rank", str(lora_capacity(rank))]
+    return ["vllm", "serve", model, "--enable-lora", *size, "--logprobs-mode", "processed_logprobs"]
 
 
 def _verdict(outcomes: Mapping[int, Outcome]) -> Outcome:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from agilerl.arguments import Location, checked
 from agilerl.errors import CheckpointError, WriteError
@@ -19,7 +20,6 @@ from agilerl.report import figures
 from agilerl.report.facts import comparison, configuration, facts, lineage_table, verdict
 from agilerl.report.lineage import Family, trace_family
 from agilerl.report.load import RunRecord, load_run, number_or
-from agilerl.report.plotly_bundle import plotly_javascript
 from agilerl.report.samples import sample_groups
 from agilerl.report.tree import tree_figure, tree_width
 from agilerl.runs.atomic import write_text
@@ -58,7 +58,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     environment.filters |= {"script_json": script_json}
     y_range = _common_range(runs)
     views = [_view(position, run, y_range) for position, run in enumerate(runs)]
-    library, script = inline_script(plotly_javascript()), inline_script(_resource("script.js.jinja"))
+    library, script = inline_script(get_plotlyjs()), inline_script(_resource("script.js.jinja"))
     names = _distinct_names(runs)
     for view, name in zip(views, names):
         view["name"] = name

@@ -1,28 +1,25 @@
-"""What a run tells whoever watches it: plain records, in the order in which things happen."""
+"""What happens in a run, in the order in which it happens: the one stream that everything follows.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+``train`` and ``resume`` are iterators of these events. The run's writer is the first to get each of them: when anything
+else sees an event, the files of the run say it already. The progress display, trackers and your own code come after it.
+docs/events.md shows how to follow a run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.parameters import Value
 from agilerl.hpo.selection import Plan
-
-__all__ = [
-    "Event",
-    "ExamDone",
-    "Evolved",
-    "IterationDone",
-    "LearningFailed",
-    "PhaseStarted",
-    "RunFinished",
-    "RunStarted",
-]
+from agilerl.runs.completions import CompletionRecord
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened."""
+    """Something that happened. Ignore the kinds that you do not know: there may be more of them in later versions."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +30,8 @@ class RunStarted(Event):
     iterations: int
     """Iterations that the budget allows at the present batch sizes."""
     generations: int
+    founders: Mapping[int, Mapping[str, Value]] = field(default_factory=dict)
+    """Gene values of the first generation by agent index; empty if the run is resumed from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,15 @@ class IterationDone(Event):
     """Share of the run's budget that is spent, in [0, 1]."""
     metrics: Mapping[int, Mapping[str, float]]
     """By agent index."""
+    outcomes: Mapping[int, str] = field(default_factory=dict)
+    """``ok``, or why an agent did not learn as it should have, by agent index."""
+    completions: Sequence[CompletionRecord] = ()
+    """The first ``training.log_completions`` of each agent's batch."""
 
-
-@dataclass(frozen=True)
-class LearningFailed(Event):
-    """Agents did not learn in an iteration as they should have."""
-
-    iteration: int
-    outcomes: Mapping[int, str]
-    """What happened, by the index of each such agent; never ``ok``."""
+    @property
+    def failed(self) -> dict[int, str]:
+        """Those of the outcomes that are not ``ok``."""
+        return {index: outcome for index, outcome in self.outcomes.items() if outcome != "ok"}
 
 
 @dataclass(frozen=True)
@@ -69,23 +68,53 @@ class ExamDone(Event):
 
     generation: int
     fitness: Mapping[int, Fitness]
+    iteration: int = 0
+    tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """What each agent has spent so far: ``generated``, ``trained``, ``evaluated``; a clone starts at its parent's."""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Evolved(Event):
-    """A selection was applied."""
+    """A selection was applied. Agents are those of the new population, in its order, unless said otherwise."""
 
     generation: int
+    iteration: int
+    fitness: Mapping[int, Fitness]
+    """The exam that decided, by index of the agents before the selection."""
     plan: Plan
-    mutations: Mapping[int, str]
-    """What the mutation did, by agent index."""
     elite: int | None
-    """The best agent; None where nobody has a finite fitness or all are sick, and ``plan.elite`` is only the first."""
+    """The best agent; None if no agent has a finite fitness or all are sick, and ``plan.elite`` is only the first."""
+    sick: Mapping[int, str]
+    """Agents that could be neither elite nor parent, and why."""
+    inherited: Mapping[int, Mapping[str, Value]]
+    """Gene values that each child was born with, before its own mutation."""
+    changes: Sequence[Mutation]
+    """The mutation of each agent."""
+    mutations: Mapping[int, str]
+    """What the mutation did, in a word, by agent index."""
+    hyperparameters: Mapping[int, Mapping[str, Value]]
+    """Gene values by agent index."""
+    diversity: float
+    """How far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HeldOutTest(Event):
+    """An agent, or the base model, sat the held-out test, which selection never reads."""
+
+    who: str
+    """``base``, ``median_first_generation`` or ``elite``."""
+    agent: int | None
+    """Its index; None for the base model."""
+    fitness: Fitness
 
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The elite is saved and tested."""
+    """The elite is saved and tested; summary and report are written."""
 
     out: Path
     summary: Mapping[str, Any]
+    """What summary.json says."""

@@ -2,18 +2,20 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 
-from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
+from agilerl.members import Known
+from agilerl.rollouts.rollout import Rollout
 from agilerl.run_date import asks_for_date, pinned
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
@@ -22,23 +24,17 @@ from agilerl.training.events import (
     Event,
     Evolved,
     ExamDone,
+    HeldOutTest,
     IterationDone,
-    LearningFailed,
     PhaseStarted,
     RunFinished,
     RunStarted,
 )
-from agilerl.training.followers import FollowersRecords
 from agilerl.training.progress import Progress
-from agilerl.training.records import RunRecords, Where, completion_records, elite_of
+from agilerl.training.records import RunWriter
 from agilerl.training.resolved import document, given
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session
-
-__all__ = ["planned_iterations", "resume", "samples_per_iteration", "train"]
-
-
-Records = RunRecords | FollowersRecords
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,11 @@ def planned_iterations(session: Session) -> int:
 
 def train(
     session: Session, out: Path, *, command: list[str] | None = None, stop: StopRequest | None = None
-) -> Iterator[Event]:
-    """Run a session to its end inside a new run directory, telling what happens as it happens.
+) -> Generator[Event, None, None]:
+    """Run a session to its end inside a new run directory; yields what happens, once the run's files say it.
 
-    Of several processes one does the writing; the others do their part and tell the same. Raises CheckpointError,
+    Closing the iterator closes the run, which can be resumed. Of several processes one does the writing; the others do
+    their part and yield the same. Raises CheckpointError,
     having written nothing, when the directory is in use or holds a run; and Interrupted, after a checkpoint, where
     ``stop`` asks for it, in whichever process.
     """
@@ -88,7 +85,7 @@ def train(
 
 def resume(
     session: Session, run: RunDirectory | None, *, root: Path | None = None, stop: StopRequest | None = None
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     """Go on with a run whose session was built from its checkpoint; from its beginning where there was none.
 
     What the run wrote after that checkpoint is cut off and written again, the same to the bit on a CPU. Closes the run
@@ -124,62 +121,74 @@ def _check_date(session: Session, run: RunDirectory) -> None:
 def _work(
     session: Session, root: Path, run: RunDirectory | None, saved: SavedCheckpoint | None, stop: StopRequest
 ) -> Iterator[Event]:
-    # Those of the writer's column send it what it writes; others of their islands hold the same.
-    sends = session.topology.island.rank == 0
-    records = FollowersRecords(saved, sends=sends) if run is None else RunRecords(run, saved)
+    writer = None if run is None else RunWriter(run, saved)
+    progress = Progress() if saved is None else saved.progress
+    checkpoints = _Checkpoints(session, writer)
     try:
         if saved is not None:
-            records.prune(saved.progress, keep=session.config.training.keep_checkpoints)
+            checkpoints.prune(progress)
         with pinned(session.date):
-            yield from _run(session, root, records, Progress() if saved is None else saved.progress, stop)
+            for event in _run(session, root, writer, checkpoints, progress, stop):
+                if writer is not None:
+                    writer.write(event)  # before anybody else hears of it: what a consumer does cannot lose it
+                yield event
     finally:
-        records.close()
+        if writer is not None:
+            writer.close()
         session.task.close()
 
 
-def _run(session: Session, root: Path, records: Records, progress: Progress, stop: StopRequest) -> Iterator[Event]:
+def _run(
+    session: Session,
+    root: Path,
+    writer: RunWriter | None,
+    checkpoints: "_Checkpoints",
+    progress: Progress,
+    stop: StopRequest,
+) -> Iterator[Event]:
     config, population = session.config, session.population
     t = config.training
-    left = max(1, planned_iterations(session) - progress.iteration)
-    yield RunStarted(root, progress.iteration + left, -(-(progress.iteration + left) // t.evo_steps))
+    total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
+    founders = _genes(population.everyone) if progress.base is None else {}
+    yield RunStarted(root, total, -(-total // t.evo_steps), founders)
     if progress.base is None:
-        records.founders(population.everyone)
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
-        records.test("base", None, progress.base)
-    pace = _Pace(config)
+        yield HeldOutTest("base", None, progress.base)
     while _spent(session, progress) < 1 or progress.step:
         yield PhaseStarted("train")
         while progress.step < t.evo_steps and _spent(session, progress) < 1:
-            yield from _iterate(session, records, progress)
+            yield _iterate(session, progress)
             progress.step += 1
             if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
                 yield PhaseStarted("exam")
-                yield _exam(session, records, progress)
+                yield _exam(session, progress)
             if progress.step == t.evo_steps or _spent(session, progress) >= 1:
                 break  # the checkpoint comes with the generation
-            if session.topology.world.first(lambda: pace.is_due(progress)) or _asked(session, stop):
-                records.checkpoint(population, progress, keep=t.keep_checkpoints)
+            if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
+                checkpoints.save(progress)
             if _asked(session, stop):
                 raise Interrupted(stop.code, root)
         if progress.exam is None:
             yield PhaseStarted("exam")
-            yield _exam(session, records, progress)
+            yield _exam(session, progress)
         assert progress.exam is not None
         if progress.median is None:
             ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]
             progress.median = (middle, population.evaluate_agent(middle, "test"))
-            records.test("median_first_generation", *progress.median)
+            yield HeldOutTest("median_first_generation", *progress.median)
         if _spent(session, progress) < 1:
-            yield _evolve(session, records, progress, progress.exam)
+            yield _evolve(session, progress, progress.exam)
         progress.generation, progress.step, progress.exam = progress.generation + 1, 0, None
-        records.checkpoint(population, progress, keep=t.keep_checkpoints)
+        checkpoints.save(progress)
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
     yield PhaseStarted("test")
-    tested = _test_elite(session, records, progress)
-    summary = session.topology.peers.first(lambda: _finish(session, records, progress, tested))
+    tested = _test_elite(session, writer, progress)
+    if tested is not None:
+        yield HeldOutTest("elite", tested.index, tested.result)
+    summary = session.topology.peers.first(lambda: _finish(session, writer, progress, tested))
     yield RunFinished(root, {"status": "finished", **summary})
 
 
@@ -197,24 +206,45 @@ def _asked(session: Session, stop: StopRequest) -> bool:
     return bool(found)
 
 
-class _Pace:
-    """When a checkpoint is due inside a generation."""
+class _Checkpoints:
+    """When the population is saved, and by whom."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.steps, self.seconds = config.training.checkpoint_steps, config.training.checkpoint_seconds
+    def __init__(self, session: Session, writer: RunWriter | None) -> None:
+        t = session.config.training
+        self._population, self._writer = session.population, writer
+        # Those of the writer's column send it what it writes; others of their islands hold the same agents.
+        self._sends = session.topology.island.rank == 0
+        self._steps, self._seconds, self._keep = t.checkpoint_steps, t.checkpoint_seconds, t.keep_checkpoints
         self._last = perf_counter()
+        self._saved = None if session.saved is None else session.saved.progress.iteration
 
     def is_due(self, progress: Progress) -> bool:
-        """Return whether to save now."""
-        by_steps = self.steps is not None and progress.iteration % self.steps == 0
-        by_seconds = self.seconds is not None and perf_counter() - self._last >= self.seconds
+        """Return whether to save now, inside a generation."""
+        by_steps = self._steps is not None and progress.iteration % self._steps == 0
+        by_seconds = self._seconds is not None and perf_counter() - self._last >= self._seconds
         if by_steps or by_seconds:
             self._last = perf_counter()
         return by_steps or by_seconds
 
+    def save(self, progress: Progress) -> None:
+        """Commit a checkpoint, or send the agents of this island to the process that does."""
+        if progress.iteration == self._saved:
+            return  # time ran out before another iteration: there is nothing new to keep
+        if self._writer is not None:
+            self._writer.checkpoint(self._population, progress, keep=self._keep)
+        elif self._sends:
+            for _ in self._population.states():
+                pass
+        self._saved = progress.iteration
 
-def _iterate(session: Session, records: Records, progress: Progress) -> Iterator[Event]:
-    population, config = session.population, session.config
+    def prune(self, progress: Progress) -> None:
+        """Delete the checkpoints that would be gone, had the process not died between the newest and that."""
+        if self._writer is not None:
+            self._writer.prune(progress, keep=self._keep)
+
+
+def _iterate(session: Session, progress: Progress) -> IterationDone:
+    population = session.population
     start = perf_counter()
     before = {agent.index: dict(agent.tokens) for agent in population.agents}
     progress.exam = None
@@ -244,17 +274,39 @@ def _iterate(session: Session, records: Records, progress: Progress) -> Iterator
         progress.samples += done["samples"]
         for name, count in done["tokens"].items():
             progress.tokens[name] += count
-    metrics = {index: done["metrics"] for index, done in everybody.items()}
-    where = Where(progress.generation, progress.iteration)
-    outcomes = {index: done["outcome"] for index, done in everybody.items()}
-    records.iteration(where, metrics, outcomes)
-    if not population.learns_from_data:
-        rows = completion_records(where, rollout, config.training.log_completions, population.tokenizer)
-        records.completions(where, _of_all(session, rows))
-    yield IterationDone(progress.generation, progress.iteration, min(_spent(session, progress), 1.0), metrics)
-    failed = {index: outcome for index, outcome in outcomes.items() if outcome != "ok"}
-    if failed:
-        yield LearningFailed(progress.iteration, failed)
+    return IterationDone(
+        generation=progress.generation,
+        iteration=progress.iteration,
+        progress=min(_spent(session, progress), 1.0),
+        metrics={index: done["metrics"] for index, done in everybody.items()},
+        outcomes={index: done["outcome"] for index, done in everybody.items()},
+        completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
+    )
+
+
+def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:
+    """Return the first completions of each agent's batch, whole groups from the start."""
+    tokenizer: Any = session.population.tokenizer
+    rows = []
+    for index, trajectories in rollout.trajectories.items():
+        for number, t in enumerate(trajectories[: session.config.training.log_completions]):
+            reward = t.episode_return
+            rows.append(
+                CompletionRecord(
+                    generation=progress.generation,
+                    step=progress.iteration,
+                    agent=index,
+                    group=t.group,
+                    sample=sum(1 for other in trajectories[:number] if other.group == t.group),
+                    prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
+                    completion=t.text,
+                    answer=str(t.row.get("answer", "")),
+                    reward=reward if np.isfinite(reward) else None,
+                    length=len(t.token_ids),
+                    finish_reason=t.finish_reason,
+                )
+            )
+    return rows
 
 
 def _of_all(session: Session, rows: list[CompletionRecord]) -> list[CompletionRecord]:
@@ -265,15 +317,15 @@ def _of_all(session: Session, rows: list[CompletionRecord]) -> list[CompletionRe
     return [CompletionRecord(**row) for part in peers.all([asdict(row) for row in rows]) for row in part]
 
 
-def _exam(session: Session, records: Records, progress: Progress) -> ExamDone:
+def _exam(session: Session, progress: Progress) -> ExamDone:
     population = session.population
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
     fitness = population.evaluate("exam")
     if progress.elite_iteration is None:
         _check_graded(session, fitness)
     progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.everyone) - before
-    where = Where(progress.generation, progress.iteration)
-    records.exam(where, fitness, population.everyone, perf_counter() - start)
+    seconds = perf_counter() - start
+    tokens = {agent.index: dict(agent.tokens) for agent in population.everyone}
     progress.fitness.update(fitness)
     # A sick agent is never the best; a collapsed one cannot be, for the best is what it is measured by.
     sound = quarantined(fitness, population.sick(fitness, collapse_guard=False))
@@ -284,7 +336,7 @@ def _exam(session: Session, records: Records, progress: Progress) -> ExamDone:
         progress.elite = population.state_of(best)
         progress.elite_iteration = progress.iteration
     progress.exam = dict(fitness)
-    return ExamDone(progress.generation, fitness)
+    return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds)
 
 
 def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
@@ -304,7 +356,7 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
         raise error
 
 
-def _evolve(session: Session, records: Records, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
+def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
     config, population = session.config, session.population
     start = perf_counter()
     seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
@@ -316,13 +368,38 @@ def _evolve(session: Session, records: Records, progress: Progress, exam: Mappin
         seed=seed,
         collapse_guard=config.selection_strategy.collapse_guard,
     )
-    where = Where(progress.generation, progress.iteration)
-    records.evolution(where, evolution, exam, population, perf_counter() - start)
-    labels = {agent.index: agent.mut for agent in population.everyone}
-    return Evolved(progress.generation, evolution.plan, labels, elite_of(evolution, exam))
+    seconds = perf_counter() - start
+    elite = evolution.plan.elite
+    return Evolved(
+        generation=progress.generation,
+        iteration=progress.iteration,
+        fitness=exam,
+        plan=evolution.plan,
+        elite=elite if exam[elite].is_finite and elite not in evolution.sick else None,
+        sick=evolution.sick,
+        inherited=evolution.inherited,
+        changes=evolution.mutations,
+        mutations={agent.index: agent.mut for agent in population.everyone},
+        hyperparameters=_genes(population.everyone),
+        diversity=_diversity(population.everyone),
+        seconds=seconds,
+    )
 
 
-def _test_elite(session: Session, records: Records, progress: Progress) -> Tested | None:
+def _genes(agents: Iterable[Known]) -> dict[int, dict[str, Any]]:
+    return {agent.index: dict(agent.hyperparameters) for agent in agents}
+
+
+def _diversity(agents: Iterable[Known]) -> float:
+    """Return how far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
+    members = list(agents)
+    spreads = [
+        float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
+    ]
+    return float(np.mean(spreads)) if spreads else 0.0
+
+
+def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) -> Tested | None:
     """Save and test the best agent of the run, on the first island."""
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None or peers.rank > 0:
@@ -330,15 +407,15 @@ def _test_elite(session: Session, records: Records, progress: Progress) -> Teste
     assert progress.elite is not None
     first = population.agents[0]
     elite = type(first).from_state(progress.elite, population.runtime, first.loss)
-    records.elite(elite)
+    if writer is not None:
+        writer.elite(elite)
     tested = population.evaluate("test", agents=[elite])[elite.index]
-    records.test("elite", elite.index, tested)
     found = Tested(elite.index, dict(elite.hyperparameters), tested)
     elite.clean_up()
     return found
 
 
-def _finish(session: Session, records: Records, progress: Progress, tested: Tested | None) -> dict[str, Any]:
+def _finish(session: Session, writer: RunWriter | None, progress: Progress, tested: Tested | None) -> dict[str, Any]:
     """Write the summary and the report; returns the summary."""
     base, median = progress.base, progress.median
     assert base is not None
@@ -363,7 +440,8 @@ def _finish(session: Session, records: Records, progress: Progress, tested: Test
             "hyperparameters": tested.hyperparameters,
         }
     summary["seconds"] = progress.seconds
-    records.finish(summary, None if tested is None else tested.index)
+    if writer is not None:
+        writer.finish(summary, None if tested is None else tested.index)
     return summary
 
 

@@ -1,9 +1,8 @@
-"""What a run writes while it goes on: metrics, lineage, completions, checkpoints."""
+"""The writer of a run: metrics, lineage, journal, completions and checkpoints, while the run goes on."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,26 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.state import write_state, write_tokenizer
 from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
-from agilerl.members import Known
-from agilerl.population import Evolution, Population, Rollout
-from agilerl.rollouts.failures import Outcome
+from agilerl.population import Population
 from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
-from agilerl.runs.completions import CompletionRecord, discard_completions, write_completions
+from agilerl.runs.completions import discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
+from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, RunStarted
 from agilerl.training.progress import Progress
 from agilerl.training.saved import CLOCK, Positions, SavedCheckpoint, write_checkpoint
 
-__all__ = ["RunRecords", "Where", "completion_records", "elite_of"]
 
-
-@dataclass(frozen=True)
-class Where:
-    """A point in a run."""
-
-    generation: int
-    iteration: int
-
-
-class RunRecords:
-    """The open files of a run directory."""
+class RunWriter:
+    """The open files of a run directory; the first to get each event of the run."""
 
     def __init__(self, run: RunDirectory, saved: SavedCheckpoint | None = None) -> None:
         """Open the files of a run, cut back to where they were at its checkpoint (None: emptied)."""
         self.run = run
         at = Positions(0, 0, 0) if saved is None else saved.positions
         self.checkpoints = CheckpointStore(run.checkpoints)
-        self._saved = None if saved is None else saved.progress.iteration
         with ExitStack() as opened:
             self.metrics = opened.enter_context(JsonLines(run.metrics, keep=at.metrics_bytes))
             self.lineage = opened.enter_context(JsonLines(run.lineage, keep=at.lineage_bytes))
@@ -58,67 +45,57 @@ class RunRecords:
         """Close the files."""
         self._files.close()
 
-    def founders(self, agents: Iterable[Known]) -> None:
-        """Write the birth of the first generation."""
-        for agent in agents:
-            self.lineage.write(lineage.birth_record(agent.index, None, 0, 0, agent.hyperparameters))
+    def write(self, event: Event) -> None:
+        """Write what happened; what other events say is in the files already, or in the next checkpoint."""
+        match event:
+            case RunStarted():
+                for index, values in event.founders.items():
+                    self.lineage.write(lineage.birth_record(index, None, 0, 0, values))
+            case IterationDone():
+                self._iteration(event)
+            case ExamDone():
+                self._exam(event)
+            case Evolved():
+                self._evolution(event)
+            case HeldOutTest():
+                self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **_result(event.fitness)})
 
-    def iteration(
-        self, where: Where, metrics: Mapping[int, Mapping[str, float]], outcomes: Mapping[int, Outcome]
-    ) -> None:
-        """Write one metrics line an agent."""
-        for index, values in metrics.items():
-            place = {"kind": "train", "generation": where.generation, "step": where.iteration, "agent": index}
-            self.metrics.write({**values, **place, "outcome": outcomes[index]})
+    def _iteration(self, event: IterationDone) -> None:
+        """Write one metrics line an agent, and what was sampled."""
+        for index, values in event.metrics.items():
+            place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
+            self.metrics.write({**values, **place, "outcome": event.outcomes[index]})
+        if event.completions:
+            write_completions(self.run.completions, event.iteration, event.completions)
 
-    def completions(self, where: Where, rows: Sequence[CompletionRecord]) -> None:
-        """Write what was sampled in an iteration."""
-        if rows:
-            write_completions(self.run.completions, where.iteration, rows)
-
-    def exam(self, where: Where, fitness: Mapping[int, Fitness], agents: Iterable[Known], seconds: float) -> None:
+    def _exam(self, event: ExamDone) -> None:
         """Write the result of each agent."""
-        by_index = {agent.index: agent for agent in agents}
-        for index, result in fitness.items():
-            self.metrics.write(
-                {
-                    "kind": "eval",
-                    "generation": where.generation,
-                    "step": where.iteration,
-                    "agent": index,
-                    "eval/reward_mean": result.mean,
-                    "eval/stderr": result.stderr,
-                    "eval/n": result.n,
-                    "time/eval": seconds,
-                }
-            )
-            record = lineage.fitness_record(index, where.generation, where.iteration, result, by_index[index].tokens)
-            self.lineage.write(record)
+        g, step = event.generation, event.iteration
+        for index, result in event.fitness.items():
+            place = {"kind": "eval", "generation": g, "step": step, "agent": index}
+            self.metrics.write({**place, **_result(result), "time/eval": event.seconds})
+            self.lineage.write(lineage.fitness_record(index, g, step, result, event.tokens[index]))
 
-    def evolution(
-        self, where: Where, evolution: Evolution, fitness: Mapping[int, Fitness], population: Population, seconds: float
-    ) -> None:
+    def _evolution(self, event: Evolved) -> None:
         """Write births, deaths, mutations and the elite of a generation change."""
-        plan, g, step = evolution.plan, where.generation, where.iteration
-        sick = {str(index): reason for index, reason in sorted(evolution.sick.items())}
+        plan, g, step = event.plan, event.generation, event.iteration
+        sick = {str(index): reason for index, reason in sorted(event.sick.items())}
         self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan), "sick": sick})
-        elite = elite_of(evolution, fitness)
-        if elite is not None:
-            self.lineage.write(lineage.elite_record(elite, g))
+        if event.elite is not None:
+            self.lineage.write(lineage.elite_record(event.elite, g))
         for birth in plan.births:
-            values = evolution.inherited[birth.child]
-            self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, values))
+            self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, event.inherited[birth.child]))
         for index in plan.deaths:
-            reason = evolution.sick.get(index) or plan.reason or "won no tournament"
+            reason = event.sick.get(index) or plan.reason or "won no tournament"
             self.lineage.write(lineage.death_record(index, g, reason))
-        for mutation in evolution.mutations:
+        for mutation in event.changes:
             if mutation.kind != "none":
                 self.lineage.write(lineage.mutation_record(mutation, g))
-        means = [f.mean for f in fitness.values() if f.is_finite]
+        means = [f.mean for f in event.fitness.values() if f.is_finite]
         genes = {
-            f"evo/hp/{name}/{agent.index}": value
-            for agent in population.everyone
-            for name, value in agent.hyperparameters.items()
+            f"evo/hp/{name}/{index}": value
+            for index, values in event.hyperparameters.items()
+            for name, value in values.items()
         }
         self.metrics.write(
             {
@@ -130,24 +107,14 @@ class RunRecords:
                 "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
                 "evo/fitness/std": float(np.std(means)) if means else float("nan"),
                 "evo/replacements": len(plan.births),
-                "evo/diversity": diversity(population.everyone),
-                "time/evolve": seconds,
+                "evo/diversity": event.diversity,
+                "time/evolve": event.seconds,
                 **genes,
             }
         )
 
-    def test(self, who: str, agent: int | None, result: Fitness) -> None:
-        """Write a result on the test set."""
-        line = {"eval/reward_mean": result.mean, "eval/stderr": result.stderr, "eval/n": result.n}
-        self.metrics.write({"kind": "test", "who": who, "agent": agent, **line})
-
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
-        """Commit the whole population after an iteration: every agent, and the state around them.
-
-        Where that has been done already, time ran out before another iteration, and there is nothing new to keep.
-        """
-        if progress.iteration == self._saved:
-            return
+        """Commit the whole population after an iteration: every agent, and the state around them."""
         # First, so that no checkpoint points behind the end of a file that a power cut has shortened.
         self.metrics.sync()
         self.lineage.sync()
@@ -159,7 +126,6 @@ class RunRecords:
             lambda folder: write_checkpoint(folder, population, progress, positions),
             keep=self._kept(progress, keep),
         )
-        self._saved = progress.iteration
         self._note_commit(folder)
 
     def prune(self, progress: Progress, *, keep: int) -> None:
@@ -204,40 +170,5 @@ class RunRecords:
         build_report([self.run.root], self.run.report)
 
 
-def elite_of(evolution: Evolution, fitness: Mapping[int, Fitness]) -> int | None:
-    """Return the elite of a selection; None where nobody was fit to be it."""
-    elite = evolution.plan.elite
-    return elite if fitness[elite].is_finite and elite not in evolution.sick else None
-
-
-def completion_records(where: Where, rollout: Rollout, limit: int, tokenizer: Any) -> list[CompletionRecord]:
-    """Return the first completions of each agent's batch, whole groups from the start."""
-    rows = []
-    for index, trajectories in rollout.trajectories.items():
-        for number, t in enumerate(trajectories[:limit]):
-            reward = t.episode_return
-            rows.append(
-                CompletionRecord(
-                    generation=where.generation,
-                    step=where.iteration,
-                    agent=index,
-                    group=t.group,
-                    sample=sum(1 for other in trajectories[:number] if other.group == t.group),
-                    prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
-                    completion=t.text,
-                    answer=str(t.row.get("answer", "")),
-                    reward=reward if np.isfinite(reward) else None,
-                    length=len(t.token_ids),
-                    finish_reason=t.finish_reason,
-                )
-            )
-    return rows
-
-
-def diversity(agents: Iterable[Known]) -> float:
-    """Return how far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
-    members = list(agents)
-    spreads = [
-        float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
-    ]
-    return float(np.mean(spreads)) if spreads else 0.0
+def _result(fitness: Fitness) -> dict[str, Any]:
+    return {"eval/reward_mean": fitness.mean, "eval/stderr": fitness.stderr, "eval/n": fitness.n}

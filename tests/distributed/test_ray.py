@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.cli.on_ray import serving
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.manifest import load_manifest
-from agilerl.distributed.ray_launcher import launch
+from agilerl.distributed.ray_launcher import launch, serving
 from agilerl.errors import ConfigError
 from agilerl.runs.stopping import stop_on_signals
 from tests.distributed.test_islands_faults import QUICK

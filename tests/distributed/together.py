@@ -20,7 +20,8 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from agilerl.cli.several import Wish, events_of, prepare
+from agilerl.cli.launch import Request, agreed, events, prepared
+from agilerl.cli.output import console
 from agilerl.distributed.topology import connected
 from agilerl.errors import AgileRLError
 from agilerl.config.manifest import load_manifest
@@ -31,13 +32,13 @@ from agilerl.runs.stopping import StopRequest
 with connected(DistributedConfig(**json.loads(sys.argv[2])), cuda=False) as topology:
     for job in json.loads(sys.argv[1]):
         config = load_manifest(None, job["overrides"])
-        wish = Wish(config, Path(job["out"]), job["goes_on"], allow_code=job["allow_code"], quiet=True)
+        request = Request(config, Path(job["out"]), job["goes_on"], allow_code=job["allow_code"])
         with ExitStack() as opened, topology.world.telling():
-            prepared = prepare(wish, topology, opened)
-            events = events_of(prepared, StopRequest())
-            for event in events:
+            what = agreed(request, topology, opened, console(quiet=True))
+            run = events(prepared(request, what, topology), what, StopRequest())
+            for event in run:
                 if isinstance(event, IterationDone) and event.iteration == job["leave_after"]:
-                    events.close()
+                    run.close()
                     break
 """
 

@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.errors import AgileRLError
-from agilerl.training.records import RunRecords
+from agilerl.training.records import RunWriter
 from agilerl.training.saved import open_run, read_checkpoint
 from tests.faults.unfinished import Unfinished
 
@@ -22,7 +22,7 @@ def go_on(root: Path, unfinished: Unfinished) -> None:
         try:
             for agent in [*state.states, *filter(None, [state.progress.elite])]:
                 made.append(ALGORITHMS[agent.algorithm].from_state(agent, runtime))
-            RunRecords(saved.run, state).close()
+            RunWriter(saved.run, state).close()
         finally:
             for one in made:
                 one.clean_up()

@@ -18,7 +18,7 @@ from agilerl.runs import Journal, RunDirectory, read_lines
 from agilerl.runs.atomic import remove_leftovers, verify_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import CompletionRecord, completion_steps, read_completions, write_completions
-from agilerl.training.records import RunRecords
+from agilerl.training.records import RunWriter
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.faults.failpoints import arm
@@ -64,7 +64,7 @@ class Actions:
         self.kinds = [record["kind"] for record in self.records.journal.records]
 
     def open(self) -> None:
-        self.records = RunRecords(self.run, self.place)
+        self.records = RunWriter(self.run, self.place)
 
     def tidy(self) -> None:
         for folder in (self.run.root, self.run.checkpoints):

@@ -88,12 +88,12 @@ def test_the_files_around_the_checkpoints_say_so_too(name: str, unfinished: Unfi
 
 def started(root: Path, unfinished: Unfinished) -> None:
     """Do what ``agilerl resume`` does before the first iteration, less the building of another population."""
-    from agilerl.training.records import RunRecords
+    from agilerl.training.records import RunWriter
 
     saved = open_run(root, report=pytest.fail)
     with saved.run:
         assert saved.checkpoint is not None
-        RunRecords(saved.run, read_checkpoint(saved.checkpoint, unfinished.session.population.runtime)).close()
+        RunWriter(saved.run, read_checkpoint(saved.checkpoint, unfinished.session.population.runtime)).close()
 
 
 def test_resume_goes_on_from_the_last_good_one_and_ends_with_the_same_adapters(

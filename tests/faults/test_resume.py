@@ -15,7 +15,7 @@ pytestmark = pytest.mark.model
 TINY = ("training.pop_size=2", "training.max_steps=64", "environment.data_batch_size_per_gpu=2")
 TINY += ("environment.eval_prompts=4", "environment.test_prompts=4", "training.evaluation_interval=1")
 """4 iterations of 2 agents, with an exam after each."""
-EVENTS = 19
+EVENTS = 22
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,330 @@
+"""``agilerl train`` and ``agilerl resume``: in one process, in several that a launcher has started, or on Ray.
+
+One process is the case of one island. Whatever takes seconds to import is imported once it is known what the run does:
+a typo should not cost seconds.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from agilerl.cli.output import console as new_console
+from agilerl.cli.output import console_of_lines, say
+from agilerl.cli.running import (
+    check_place,
+    configuration,
+    default_out,
+    fail_without_elite,
+    follow,
+    found_text,
+    opened_run,
+    quieten_libraries,
+    say_at_once,
+    work_along,
+)
+from agilerl.config.distributed import DistributedConfig, asked_for
+from agilerl.config.run import RunConfig
+from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
+
+if TYPE_CHECKING:
+    from agilerl.distributed.topology import Topology
+    from agilerl.runs.stopping import StopRequest
+    from agilerl.training.events import Event
+    from agilerl.training.saved import SavedRun
+    from agilerl.training.setup import Session
+
+Start = Callable[["StopRequest"], Iterator["Event"]]
+Follow = Callable[[Start, "Session", Path], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for; every process of a run knows it."""
+
+    config: RunConfig | ConfigError | None
+    """The settings, or what is wrong with them; None: those of the run in ``root``."""
+    root: Path | None
+    """Run directory; None: the default."""
+    resumes: bool
+    """Resume the run in ``root`` if there is one."""
+    allow_code: bool = False
+    allow_changes: bool = False
+    dry_run: bool = False
+    quiet: bool = False
+    as_json: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether the terminal shows neither plan nor progress."""
+        return self.quiet or self.as_json
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the processes may send tensors on GPUs; the settings of an existing run have not been read yet."""
+        if isinstance(self.config, RunConfig):
+            return self.config.training.device.startswith("cuda")
+        import torch
+
+        return torch.cuda.is_available()
+
+    @property
+    def distributed(self) -> DistributedConfig:
+        """How the processes are divided."""
+        return self.config.distributed if isinstance(self.config, RunConfig) else DistributedConfig()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run does, as the process that writes has decided."""
+
+    config: RunConfig
+    root: Path
+    saved: "SavedRun | None" = None
+    """The open directory of a run that is resumed, in the process that writes."""
+
+
+def run_train(
+    arguments: Sequence[str],
+    *,
+    out: Path | None,
+    seed: int | None,
+    resume: Literal["never", "auto"],
+    **options: bool,
+) -> None:
+    """Check, plan, train and show; see ``agilerl train --help``."""
+    config: RunConfig | ConfigError
+    try:
+        config = configuration(arguments, seed)
+    except ConfigError as error:
+        config = error  # raised where it is known whether several processes meet it: they print it once
+    if isinstance(config, RunConfig) and resume == "auto" and out is None:
+        raise ConfigError("--resume auto goes on with the run in --out, found no --out; name the directory")
+    launch(Request(config, out, resume == "auto", **options))
+
+
+def run_resume(root: Path, **options: bool) -> None:
+    """Resume a run; see ``agilerl resume --help``."""
+    launch(Request(None, root, True, **options))
+
+
+def launch(request: Request) -> None:
+    """Start the run, or resume it, on as many processes as there are; exits with code 1 if it ends without an elite."""
+    config = request.config
+    if isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run:
+        _on_ray(config, request)
+        return
+    finished = _together(request) if asked_for(request.distributed) else _alone(request)
+    if finished is not None:
+        fail_without_elite(finished)
+
+
+def _alone(request: Request) -> Path | None:
+    """Do it in this process; returns the directory of the finished run, None after a dry run."""
+    if isinstance(request.config, ConfigError):
+        raise request.config
+    console = new_console(quiet=request.silent)
+    with ExitStack() as opened:
+        job = _decided(request, opened, console)
+        if job is None:
+            return request.root
+        from agilerl.distributed.topology import SOLITARY
+
+        _work(request, job, SOLITARY, console, partial(follow, console=console, as_json=request.as_json))
+        return None if request.dry_run else job.root
+
+
+def _together(request: Request) -> Path | None:
+    """Do it with the processes that a launcher has started; an error of any of them ends all, and is printed once.
+
+    Returns the directory of the finished run in the process that writes.
+    """
+    from agilerl.distributed.topology import connected
+
+    topology: Topology | None = None
+    try:
+        with connected(request.distributed, cuda=request.on_cuda) as topology, ExitStack() as opened:
+            writes = topology.is_writer
+            console = new_console(quiet=request.silent or not writes)
+            job = agreed(request, topology, opened, console)
+            if job is None:
+                return request.root if writes else None
+            shown = partial(follow, console=console, as_json=request.as_json)
+            _work(request, job, topology, console, shown if writes else work_along)
+            return job.root if writes and not request.dry_run else None
+    except AgileRLError as error:
+        if not _is_said_elsewhere(error, topology):
+            raise
+        sys.exit(1 if isinstance(error, WriteError) else 2)
+
+
+def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
+    """Return whether another process prints the error; without a topology, it kept the processes from being divided."""
+    if topology is None:
+        return error.everywhere and os.environ["RANK"] != "0"
+    # What one process of an island meets in a run all of them meet, unless it is the loss of another one.
+    met_by_all = error.everywhere or (topology.island.rank > 0 and not isinstance(error, EngineError))
+    return not topology.is_writer and (topology.world.told or topology.peers.told or met_by_all)
+
+
+# -- what every process does ------------------------------------------------------------------------------------------
+
+
+def _decided(request: Request, opened: ExitStack, console: Console, tell: Callable[[str], None] = print) -> Job | None:
+    """Decide what the run does, in the process that writes; None, and said, if the run is finished already.
+
+    The directory of a run that is resumed is closed with ``opened``.
+    """
+    from agilerl.runs.directory import RunLayout
+
+    expected = request.config
+    assert not isinstance(expected, ConfigError)
+    if expected is None or (request.resumes and not request.dry_run and RunLayout(_root(request)).run_json.exists()):
+        root = _root(request)
+        changes, as_json = request.allow_changes, request.as_json
+        saved = opened_run(root, expected, console, tell, allow_changes=changes, as_json=as_json)
+        if saved is None:
+            return None
+        opened.callback(saved.run.close)
+        config = saved.config.typed_with(expected)
+        return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
+    root = _root(request)
+    check_place(root)
+    return Job(expected.dated(expected.date or datetime.now()), root)
+
+
+def _root(request: Request) -> Path:
+    if request.root is not None:
+        return request.root
+    assert isinstance(request.config, RunConfig)
+    return default_out(request.config)
+
+
+def agreed(
+    request: Request, topology: "Topology", opened: ExitStack, console: Console, tell: Callable[[str], None] = print
+) -> Job | None:
+    """Return what all processes do; None, and said by one of them, if the run is finished already.
+
+    Raises what any process finds wrong, in all of them.
+    """
+    from agilerl.training.resolved import given
+
+    own: list[Job | None] = []
+
+    def decide() -> dict[str, Any] | None:
+        job = _decided(request, opened, console, tell)
+        own.append(job)
+        if job is None:
+            return None
+        # One date for all of them, whatever their clocks say.
+        date = (job.config.date or datetime.now()).isoformat()
+        return {"config": given(job.config), "date": date, "root": str(job.root)}
+
+    with topology.world.telling():
+        if isinstance(request.config, ConfigError):
+            raise request.config
+        said = topology.world.first(decide)
+    if own or said is None:
+        return own[0] if own else None
+    config = RunConfig.from_dict(said["config"]).model_copy(update={"distributed": request.distributed})
+    return Job(config.dated(datetime.fromisoformat(said["date"])).typed_with(request.config), Path(said["root"]))
+
+
+def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:
+    """Build this process's part of the run, show the plan, and ``follow`` the run to its end."""
+    from agilerl.cli.preview import plan_document, print_plan
+
+    session = prepared(request, job, topology)
+    if job.saved is not None:
+        console.print(found_text(job.root, session))
+    elif topology.is_writer and request.as_json and request.dry_run:
+        print(json.dumps(plan_document(session, job.root), indent=1))
+    elif topology.is_writer:
+        print_plan(session, job.root, console)
+    if request.dry_run:
+        console.print("Dry run: everything checked, nothing written.")
+        return
+    with topology.peers.telling():
+        follow(lambda stop: events(session, job, stop), session, job.root)
+
+
+def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
+    """Return the session of this process, once all processes have theirs; raises what any of them finds wrong."""
+    quieten_libraries()
+    from agilerl.training.setup import build
+
+    checkpoint = None if job.saved is None else job.saved.checkpoint
+    with topology.world.telling():
+        session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
+        topology.world.all(None)  # everybody is ready
+    return session
+
+
+def events(session: "Session", job: Job, stop: "StopRequest") -> Iterator["Event"]:
+    """Train, or resume: what happens, in every process."""
+    from agilerl.training.loop import resume, train
+
+    if job.saved is not None or session.saved is not None:
+        run = None if job.saved is None else job.saved.run
+        return resume(session, run, root=job.root, stop=stop)
+    return train(session, job.root, command=["agilerl", *sys.argv[1:]], stop=stop)
+
+
+# -- on Ray -----------------------------------------------------------------------------------------------------------
+
+
+def _on_ray(config: RunConfig, request: Request) -> None:
+    """Start the islands on Ray, and print what they say."""
+    from agilerl.distributed.ray_launcher import launch, serving
+    from agilerl.runs.stopping import stop_on_signals
+
+    d = config.distributed
+    if d.islands > config.training.pop_size:
+        raise ConfigError(
+            f"there are more islands than agents: distributed.islands={d.islands}, "
+            f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
+        )
+    first = replace(request, root=_root(request).absolute())
+    # A process that was lost has left a run to resume, or nothing at all.
+    width = shutil.get_terminal_size().columns
+    works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
+    ended = launch(d, works, partial(print, flush=True), lambda: stop_on_signals(say_at_once), serving(config))
+    if ended.kind == "crashed":
+        say(ended.text)
+        raise EngineError("a worker crashed; its traceback is above")
+    if ended.kind == "error":
+        raise (WriteError if ended.code == 1 else AgileRLError)(ended.text)
+    if ended.kind == "interrupted":
+        say(ended.text)
+        sys.exit(ended.code)
+
+
+def work_on_ray(
+    request: Request, folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
+) -> None:
+    """Do the part of one process, and say what the user is to see; an actor calls this."""
+    from agilerl.cli.progress import watch
+    from agilerl.distributed.topology import connected
+
+    if Path(folder).is_dir():
+        os.chdir(folder)  # paths in a manifest may start there
+    with connected(request.distributed, cuda=request.on_cuda, server=url) as topology, ExitStack() as opened:
+        console = console_of_lines(say, width, quiet=request.silent or not topology.is_writer)
+
+        def follow(start: Start, session: "Session", root: Path) -> None:
+            summary = watch(start(stop), session, console)
+            if request.as_json and topology.is_writer:
+                say(json.dumps(summary, indent=1))
+
+        job = agreed(request, topology, opened, console, say)
+        if job is not None:
+            _work(request, job, topology, console, follow)
