@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +26,7 @@ import pyarrow.parquet as parquet
 import safetensors.torch
 import torch
 
-from agilerl.algorithms.agent_json import read_agent_json
+from agilerl.algorithms.state import PlainState
 from agilerl.config.manifest import load_manifest
 from agilerl.envs.sources import read_dataset
 from agilerl.errors import AgileRLError
@@ -33,8 +34,8 @@ from agilerl.models.adapters import read_config, read_tensors
 from agilerl.runs import Journal, JsonLines, RunDirectory, read_lines, read_run, strict_json
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
 from agilerl.runs.completions import CompletionRecord, read_completions, write_completions
+from agilerl.training.saved import ClockFile, StateFile
 from agilerl.training.setup import check
-from agilerl.training.state_json import read_clock, read_state_json
 
 TOKENS = (
     *(
@@ -232,11 +233,12 @@ READERS: dict[str, Reader] = {
     "journal": Reader([written("it", _journal)], in_file("journal.jsonl", _append_again)),
     "metrics": Reader([written("it", _metrics)], in_file("metrics.jsonl", lambda path: list(read_lines(path)))),
     "checkpoint-manifest": Reader([written(f"c/{MANIFEST}", _commit)], _verify),
-    "state": Reader([_text(STATE)], in_file("state.json", read_state_json)),
+    "state": Reader([_text(STATE)], in_file("state.json", partial(strict_json.read_json, model=StateFile))),
     "clock": Reader(
-        [_text({"seconds": 1.5, "metrics_bytes": 9, "journal_records": 2})], in_file("clock.json", read_clock)
+        [_text({"seconds": 1.5, "metrics_bytes": 9, "journal_records": 2})],
+        in_file("clock.json", partial(strict_json.read_json, model=ClockFile)),
     ),
-    "agent": Reader([_text(AGENT)], in_file("agent.json", read_agent_json)),
+    "agent": Reader([_text(AGENT)], in_file("agent.json", partial(strict_json.read_json, model=PlainState))),
     "run": Reader(
         [written("r/run.json", lambda folder: RunDirectory.create(folder / "r", {"a": 1}, 0).close())],
         in_file("run.json", lambda path: read_run(path.parent)),

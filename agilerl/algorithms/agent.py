@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from agilerl import streams
-from agilerl.algorithms.agent_json import read_agent_json
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
+from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
 from agilerl.algorithms.config import LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.documented import DocumentedSurface
@@ -27,16 +27,13 @@ from agilerl.algorithms.reference import fingerprint
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
-    actor_folder,
+    PlainState,
     adopt,
     capture,
     check_algorithm,
     check_base,
     constructor_arguments,
-    read_state,
     restore,
-    save_folder,
-    write_state,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step, usual_micro_rows
 from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked
@@ -54,6 +51,7 @@ from agilerl.models.operators import add_noise, resize
 from agilerl.models.optim import AdamWSettings
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.failures import Outcome
+from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 from agilerl.validation import shown
 
@@ -677,7 +675,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         folder = Path(path)
         lora = adapters.read_config(actor_folder(folder))
         if runtime is None:
-            saved = read_agent_json(folder / "agent.json")
+            saved = read_json(folder / "agent.json", PlainState)
             runtime = Runtime.from_pretrained(saved["base"], device=device, lora_config=lora, **saved["pad"])
         state = read_state(folder, runtime.store.layers)
         check_base(state, runtime)

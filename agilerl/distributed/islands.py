@@ -1,13 +1,13 @@
 """A population on several islands: each has one base and trains a share of the agents; all plan as one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.codec import packed, unpacked
 from agilerl.algorithms.state import AgentState
 from agilerl.distributed.exchange import Exchange
-from agilerl.distributed.transfer import packed, unpacked
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
@@ -38,26 +38,15 @@ class AgentFacts:
     group_size: int
 
     @classmethod
-    def of(cls, agent: LLMAlgorithm) -> dict[str, Any]:
-        """Return the facts as plain data."""
-        return {
-            "index": agent.index,
-            "parent": agent.parent,
-            "mut": agent.mut,
-            "tokens": agent.tokens,
-            "genes": {name: asdict(gene) for name, gene in agent.genes.items()},
-            "hyperparameters": agent.hyperparameters,
-            "group_size": agent.config.group_size,  # type: ignore[attr-defined]
-        }
+    def of(cls, agent: LLMAlgorithm) -> "AgentFacts":
+        """Return what there is to know of an agent."""
+        own = {f.name: getattr(agent, f.name) for f in fields(cls) if f.name != "group_size"}
+        return cls(**own, group_size=agent.config.group_size)  # type: ignore[attr-defined]
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "AgentFacts":
-        """Return the facts of plain data."""
-        genes = {
-            name: Gene(**{**g, "choices": tuple(g["choices"]), "factors": g["factors"] and tuple(g["factors"])})
-            for name, g in values["genes"].items()
-        }
-        return cls(**{**values, "genes": genes})
+    def from_state(cls, values: Mapping[str, Any]) -> "AgentFacts":
+        """Return the facts that ``dataclasses.asdict`` made these values of."""
+        return cls(**{**values, "genes": {name: Gene.from_state(gene) for name, gene in values["genes"].items()}})
 
 
 class IslandPopulation(Population):
@@ -94,9 +83,9 @@ class IslandPopulation(Population):
         return [facts.group_size for facts in self._known]
 
     def _learn_of_all(self) -> None:
-        own = [AgentFacts.of(agent) for agent in self.agents], self.runtime.store.max_rank
+        own = [asdict(AgentFacts.of(agent)) for agent in self.agents], self.runtime.store.max_rank
         found = self.exchange.all(own)
-        self._known = [AgentFacts.read(facts) for part, _ in found for facts in part]
+        self._known = [AgentFacts.from_state(facts) for part, _ in found for facts in part]
         # How wide the bank is decides the last bits of every agent, also of those with a smaller rank.
         widest = max(rank for _, rank in found)
         if widest > self.runtime.store.max_rank:
@@ -125,9 +114,9 @@ class IslandPopulation(Population):
             self._all_sit_it = False
         if agents is not None:
             return own
-        found = self.exchange.merged({index: _plain(fitness) for index, fitness in own.items()})
+        found = self.exchange.merged({index: fitness.state() for index, fitness in own.items()})
         self._learn_of_all()
-        return {index: _fitness(values) for index, values in found.items()}
+        return {index: Fitness.from_state(values) for index, values in found.items()}
 
     def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent on its island."""
@@ -257,13 +246,4 @@ def shared_fitness(exchange: Exchange, rank: int, work: Callable[[], Fitness]) -
     """Let one island examine somebody, and return the result on all."""
     if exchange.size == 1:
         return work()
-    return _fitness(exchange.by(rank, lambda: _plain(work())))
-
-
-def _plain(fitness: Fitness) -> list[Any]:
-    return [fitness.mean, fitness.stderr, fitness.n, list(fitness.scores)]
-
-
-def _fitness(values: Sequence[Any]) -> Fitness:
-    mean, stderr, n, scores = values
-    return Fitness(mean, stderr, n, tuple(scores))
+    return Fitness.from_state(exchange.by(rank, lambda: work().state()))

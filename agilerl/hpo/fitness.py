@@ -50,6 +50,15 @@ class Fitness:
         """The number that agents are ranked by: the mean, or minus infinity when it is not finite."""
         return self.mean if self.is_finite else -math.inf
 
+    def state(self) -> dict[str, Any]:
+        """Return all of it as plain data, numbers that are not finite included."""
+        return {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
+
+    @classmethod
+    def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
+        """Return the fitness that :meth:`state` gave."""
+        return cls(values["mean"], values["stderr"], values["n"], tuple(values["scores"]))
+
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line; numbers that are not finite become None."""
         return {

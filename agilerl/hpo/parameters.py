@@ -91,6 +91,12 @@ class Gene:
     factors: tuple[float, float] | None = None
     """(shrink, grow): the documented multiplicative kernel of RLParameter; None: the heavy-tailed one."""
 
+    @classmethod
+    def from_state(cls, values: Mapping[str, Any]) -> "Gene":
+        """Return the gene that ``dataclasses.asdict`` made these values of; JSON has lists for tuples."""
+        factors = values["factors"] and tuple(values["factors"])
+        return cls(**{**values, "choices": tuple(values["choices"]), "factors": factors})
+
     def from_unit(self, position: float) -> Value:
         """Return the value at ``position`` in [0, 1] of the range; an integer owns half a unit on either side of it."""
         if self.dtype == "choice":

@@ -10,17 +10,27 @@ import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agilerl.errors import CheckpointError
-
-__all__ = ["dumps", "loads", "read_json"]
+from agilerl.validation import sentence
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DEPTH = 100
 _FILE_BYTES = 100_000_000
+LARGEST = 2**63 - 1
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+"""A number of things, or the index of one."""
+
+
+class SavedValues(BaseModel):
+    """Values of a file as they were written: no conversions, no unknown names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
@@ -40,10 +50,10 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of at most 100 MB.
+def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Return the JSON object in a file of at most 100 MB, unchanged, and whole what a ``model`` says it may hold.
 
-    Raises CheckpointError that names the file and what is wrong with it.
+    Raises CheckpointError that names the file and what in it is missing, unknown, of another type or damaged.
     """
     try:
         value = loads(_bytes(path))
@@ -55,6 +65,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} should hold JSON, but it does not: {error}. The file is damaged.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}.")
+    if model is None:
+        return value
+    try:
+        model.model_validate(value)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} does not hold what this version writes: {sentence(error, model)}; it is damaged, or of another "
+            "version of agilerl (run.json names it)"
+        ) from None
     return value
 
 

@@ -65,10 +65,10 @@ class Progress:
             "tokens": self.tokens,
             "best": self.best,
             "elite_iteration": self.elite_iteration,
-            "fitness": {str(index): _plain(f) for index, f in self.fitness.items()},
-            "exam": None if self.exam is None else {str(index): _plain(f) for index, f in self.exam.items()},
-            "base": None if self.base is None else _plain(self.base),
-            "median": None if self.median is None else {"index": self.median[0], "fitness": _plain(self.median[1])},
+            "fitness": {str(index): f.state() for index, f in self.fitness.items()},
+            "exam": None if self.exam is None else {str(index): f.state() for index, f in self.exam.items()},
+            "base": None if self.base is None else self.base.state(),
+            "median": None if self.median is None else {"index": self.median[0], "fitness": self.median[1].state()},
         }
 
     @classmethod
@@ -80,17 +80,9 @@ class Progress:
             tokens=dict(values["tokens"]),
             elite=elite,
             elite_iteration=values["elite_iteration"],
-            fitness={int(index): _fitness(f) for index, f in values["fitness"].items()},
-            exam=None if exam is None else {int(index): _fitness(f) for index, f in exam.items()},
-            base=None if base is None else _fitness(base),
-            median=None if median is None else (median["index"], _fitness(median["fitness"])),
+            fitness={int(index): Fitness.from_state(f) for index, f in values["fitness"].items()},
+            exam=None if exam is None else {int(index): Fitness.from_state(f) for index, f in exam.items()},
+            base=None if base is None else Fitness.from_state(base),
+            median=None if median is None else (median["index"], Fitness.from_state(median["fitness"])),
             seconds_before=seconds,
         )
-
-
-def _plain(fitness: Fitness) -> dict[str, Any]:
-    return {"mean": fitness.mean, "stderr": fitness.stderr, "n": fitness.n, "scores": list(fitness.scores)}
-
-
-def _fitness(values: Mapping[str, Any]) -> Fitness:
-    return Fitness(values["mean"], values["stderr"], values["n"], tuple(values["scores"]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.state import write_state, write_tokenizer
+from agilerl.algorithms.codec import write_state, write_tokenizer
 from agilerl.hpo import lineage
 from agilerl.hpo.fitness import Fitness
 from agilerl.population import Population

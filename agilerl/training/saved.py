@@ -2,19 +2,19 @@
 
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
-from torch import Tensor
+from pydantic import ConfigDict, Field, model_validator
 
 from agilerl.algorithms import ALGORITHMS
-from agilerl.algorithms.state import AgentState, constructor_arguments, read_state, write_state
+from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
+from agilerl.algorithms.state import AgentState, lora_of
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import Topology
-from agilerl.distributed.transfer import packed, unpacked
 from agilerl.errors import CheckpointError
 from agilerl.models.memory import MemoryLimits
 from agilerl.models.slots import LinearShape
@@ -23,15 +23,82 @@ from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, CheckpointStore, agent_files
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import damaged_lines, missing_records
+from agilerl.runs.strict_json import Count, SavedValues, read_json
 from agilerl.runtime import Runtime
 from agilerl.training.progress import Progress
 from agilerl.training.resolved import recorded
-from agilerl.training.state_json import read_clock, read_state_json
 from agilerl.validation import shown
 
 _ELITE = "elite"
 CLOCK = "clock.json"
 """What a checkpoint says of wall time and of the lengths of files that depend on it: not the same twice."""
+
+
+# -- what the two JSON files of a checkpoint may hold: checked whole before any of it is used --------------------------
+
+_Index = Annotated[str, Field(pattern=r"^\d{1,18}$")]
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Fitness(SavedValues):
+    mean: float
+    stderr: float
+    n: Count
+    scores: list[float]
+
+
+class _Median(SavedValues):
+    index: Count
+    fitness: _Fitness
+
+
+class _Progress(SavedValues):
+    model_config = ConfigDict(extra="ignore")
+
+    iteration: Count
+    generation: Count
+    step: Count
+    samples: Count
+    tokens: dict[str, Count]
+    best: float
+    elite_iteration: Count | None
+    fitness: dict[_Index, _Fitness]
+    exam: dict[_Index, _Fitness] | None
+    base: _Fitness | None
+    median: _Median | None
+
+
+class _Memory(SavedValues):
+    train_tokens: Annotated[int, Field(ge=1)] | None
+    decode_rows: Annotated[int, Field(ge=1)] | None
+
+
+class StateFile(SavedValues):
+    """What ``state.json`` may hold."""
+
+    progress: _Progress
+    memory: _Memory
+    bank_rank: Annotated[int, Field(ge=1)]
+    next_index: Count
+    agents: Annotated[list[Count], Field(min_length=1)]
+    not_finite: list[Count] = Field(default_factory=list)
+    lineage_bytes: Count
+    lineage_sha256: _Digest | None = None  # none in a checkpoint of the time before it was noted
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if len(set(self.agents)) < len(self.agents) or max(self.agents) >= self.next_index:
+            raise ValueError("expected different agents, all below next_index")
+        return self
+
+
+class ClockFile(SavedValues):
+    """What ``clock.json`` may hold."""
+
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    metrics_bytes: Count
+    metrics_sha256: _Digest | None = None
+    journal_records: Count
 
 
 @dataclass(frozen=True)
@@ -122,7 +189,7 @@ def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> 
 
     With ``allow_changes`` other lines than were written are no lack, as long as there are as many bytes of them.
     """
-    state, clock = read_state_json(checkpoint / STATE), read_clock(checkpoint / CLOCK)
+    state, clock = _plain(checkpoint)
     metrics, lineage = clock.get("metrics_sha256"), state.get("lineage_sha256")
     return (
         damaged_lines(run.metrics, clock["metrics_bytes"], None if allow_changes else metrics)
@@ -141,7 +208,7 @@ def _as_they_are(run: RunDirectory, checkpoint: Path) -> str:
 def _number_in(checkpoint: Path) -> int | None:
     """Return the iteration that a checkpoint was made after, whatever its folder is called."""
     try:
-        return int(read_state_json(checkpoint / STATE)["progress"]["iteration"])
+        return int(read_json(checkpoint / STATE, StateFile)["progress"]["iteration"])
     except CheckpointError:
         return None
 
@@ -176,7 +243,12 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
 
 
 def _write_state(state: AgentState, folder: Path, runtime: Runtime) -> None:
-    write_state(state, folder, runtime, constructor_arguments(state, runtime)["lora_config"])
+    write_state(state, folder, runtime, lora_of(state, runtime))
+
+
+def _plain(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what ``state.json`` and ``clock.json`` hold; raises CheckpointError that names what is wrong."""
+    return read_json(checkpoint / STATE, StateFile), read_json(checkpoint / CLOCK, ClockFile)
 
 
 def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
@@ -185,85 +257,58 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
     Raises CheckpointError where something is missing, was made for other layers, or is of another version.
     """
     layers = runtime.store.layers
-    state, clock = read_state_json(folder / STATE), read_clock(folder / CLOCK)
-    try:
-        broken = state.get("not_finite", [])  # none in a checkpoint of the time before there was the list
-        states = [
-            _agent(agent_files(folder, index).root, layers, index, finite=index not in broken)
-            for index in state["agents"]
-        ]
-        has_elite = state["progress"]["elite_iteration"] is not None
-        elite = read_state(folder / _ELITE, layers) if has_elite else None
-        positions = Positions(
-            clock["metrics_bytes"],
-            state["lineage_bytes"],
-            clock["journal_records"],
-            clock.get("metrics_sha256"),
-            state.get("lineage_sha256"),
-        )
-        progress = Progress.from_dict(state["progress"], elite, seconds=float(clock["seconds"]))
-        memory = MemoryLimits(**state["memory"])
-        return SavedCheckpoint(folder, states, state["next_index"], progress, positions, memory, state["bank_rank"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / STATE} does not hold what a checkpoint of this version does ({error!r}); go on with the "
-            "version of agilerl that run.json names"
-        ) from error
+    state, clock = _plain(folder)
+    broken = state.get("not_finite", [])  # none in a checkpoint of the time before there was the list
+    states = [
+        _agent(agent_files(folder, index).root, layers, index, finite=index not in broken) for index in state["agents"]
+    ]
+    has_elite = state["progress"]["elite_iteration"] is not None
+    return _checkpoint(folder, state, clock, states, read_state(folder / _ELITE, layers) if has_elite else None)
+
+
+def _checkpoint(
+    path: Path, state: dict[str, Any], clock: dict[str, Any], states: list[AgentState], elite: AgentState | None
+) -> SavedCheckpoint:
+    both: dict[str, Any] = {**state, **clock}
+    return SavedCheckpoint(
+        path,
+        states,
+        state["next_index"],
+        Progress.from_dict(state["progress"], elite, seconds=float(clock["seconds"])),
+        Positions(**{f.name: both[f.name] for f in fields(Positions) if f.name in both}),
+        MemoryLimits(**state["memory"]),
+        state["bank_rank"],
+    )
 
 
 def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> SavedCheckpoint | None:
-    """Return what a process goes on from: its share of the agents, and what everybody knows; None at the beginning.
+    """Return what a process resumes from: its share of the agents, and what all know; None at the beginning.
 
-    The process that writes reads and verifies the ``checkpoint`` and sends the agents, one at a time; what the others
-    give is not looked at. The elite stays with the first island. Raises CheckpointError as ``read_checkpoint`` does.
+    The process that writes reads and verifies the ``checkpoint`` and sends the agents, one at a time, for machines need
+    not share a file system; what the others give is not looked at. The elite stays with the first island. Raises
+    CheckpointError as :func:`read_checkpoint` does.
     """
     world = topology.world
     if world.size == 1:
         return None if checkpoint is None else read_checkpoint(checkpoint, runtime)
     whole = read_checkpoint(checkpoint, runtime) if checkpoint is not None and topology.is_writer else None
-    common = world.first(lambda: None if whole is None else _common(whole))
+    common = world.first(lambda: None if whole is None else (str(whole.path), *_plain(whole.path)))
     if common is None:
         return None
-    places, states = topology.places(common["agents"]), list[AgentState]()
-    for place in range(common["agents"]):
-        data = world.processes.broadcast(None if whole is None else packed(whole.states[place]))
-        if place in places:
-            states.append(unpacked(data))
-    elite = None
-    if common["has_elite"]:
-        sent = None if whole is None or whole.progress.elite is None else packed(whole.progress.elite)
-        data = world.processes.broadcast(sent)
-        elite = unpacked(data) if topology.peers.rank == 0 else None
-    progress = Progress.from_dict(common["progress"], elite, seconds=common["seconds"])
-    positions, memory = Positions(**common["positions"]), MemoryLimits(**common["memory"])
-    path = Path(common["path"])
-    return SavedCheckpoint(path, states, common["next_index"], progress, positions, memory, common["bank_rank"])
-
-
-def _common(whole: SavedCheckpoint) -> dict[str, Any]:
-    """Return what every process has to know of a checkpoint."""
-    return {
-        "path": str(whole.path),
-        "agents": len(whole.states),
-        "next_index": whole.next_index,
-        "progress": whole.progress.to_dict(),
-        "seconds": whole.progress.seconds_before,
-        "has_elite": whole.progress.elite is not None,
-        "positions": asdict(whole.positions),
-        "memory": asdict(whole.memory),
-        "bank_rank": whole.bank_rank,
-    }
+    path, state, clock = common
+    count, has_elite = len(state["agents"]), state["progress"]["elite_iteration"] is not None
+    sent = [] if whole is None else [*whole.states, *filter(None, [whole.progress.elite])]
+    own, arrived = topology.places(count), list[AgentState]()
+    for place in range(count + has_elite):
+        data = world.processes.broadcast(packed(sent[place]) if sent else None)
+        if place in own or (place == count and topology.peers.rank == 0):
+            arrived.append(unpacked(data))
+    return _checkpoint(Path(path), state, clock, arrived[: len(own)], next(iter(arrived[len(own) :]), None))
 
 
 def _is_finite(state: AgentState) -> bool:
     """Return whether an agent's weights and moments are numbers: one that is sick keeps what it has until it goes."""
-    parts = [state.adapter, *state.moments.values(), state.reference or []]
-    heads: list[Tensor] = []
-    if state.critic is not None:
-        parts += [state.critic.adapter, *state.critic.moments.values()]
-        heads += [state.critic.head, *state.critic.head_moments.values()]
-    tensors = [*heads, *(tensor for factors in parts for pair in factors for tensor in pair)]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values())
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:

@@ -1,5 +1,5 @@
 """Documented import path; re-exports only."""
 
-from agilerl.algorithms.state import save_llm_checkpoint
+from agilerl.algorithms.codec import save_llm_checkpoint
 
 __all__ = ["save_llm_checkpoint"]

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl.algorithms.codec import packed, unpacked
 from agilerl.algorithms.state import AgentState, CriticState
 from agilerl.distributed.exchange import Exchange
-from agilerl.distributed.transfer import packed, unpacked
 from agilerl.errors import EngineError
 
 
@@ -55,7 +55,7 @@ def test_all_of_an_agent_arrives(kind: str) -> None:
         "plain": state(),
         "reference": state(reference=factors(3)),
         "critic": state(critic=critic),
-        "broken": state(reference=[(torch.full((2, 3), float("nan")), torch.zeros(4, 2))]),
+        "broken": state(reference=[(torch.full((2, 3), float("nan")), torch.zeros(4, 2))] * 12),
     }[kind]
     arrived = unpacked(packed(sent))
     assert same(sent, arrived)

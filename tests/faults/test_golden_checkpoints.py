@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.algorithms.state import read_state, write_state
+from agilerl.algorithms.codec import read_state, write_state
 from agilerl.config.manifest import load_manifest
 from agilerl.runtime import Runtime
 from agilerl.training.setup import build

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agilerl.algorithms import GRPO
-from agilerl.algorithms.state import read_state
+from agilerl.algorithms.codec import read_state
 from agilerl.errors import AgileRLError
 from agilerl.training.saved import read_checkpoint
 from tests.cli.conftest import agilerl  # noqa: F401

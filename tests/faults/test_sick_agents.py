@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms.state import read_state
+from agilerl.algorithms.codec import read_state
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations

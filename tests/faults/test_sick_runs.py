@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agilerl.algorithms.state import read_state
+from agilerl.algorithms.codec import read_state
 from agilerl.cli.progress import watch
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import CheckpointError

@@ -9,11 +9,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
-from agilerl.algorithms.state import read_state, write_state
+from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
-from agilerl.distributed.transfer import packed, unpacked
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
 from agilerl.runs.directory import RunDirectory
