@@ -19,7 +19,6 @@ from agilerl.data import Completion, RolloutBatch, Trajectory
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
 from agilerl.models.accelerators import check_accelerator, check_whole, loading_whole, processes_of, sharding_of
-from agilerl.models.agreement import agreed
 from agilerl.models.base import (
     BaseModel,
     check_device,
@@ -30,7 +29,7 @@ from agilerl.models.base import (
     with_padding,
 )
 from agilerl.models.heads import token_values
-from agilerl.models.lockstep import Lockstep
+from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.models.lora import attach, detach
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.quantised import check_loaded

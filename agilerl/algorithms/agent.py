@@ -38,8 +38,8 @@ from agilerl.algorithms.state import (
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step, usual_micro_rows
 from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked
 from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
-from agilerl.data.union import union
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.guard import Vitals

@@ -15,7 +15,7 @@ from agilerl.algorithms.learner import Experience, Learner
 from agilerl.algorithms.metrics import record_idle
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer
-from agilerl.models.agreement import agreed
+from agilerl.models.lockstep import agreed
 from agilerl.models.memory import attempt
 from agilerl.models.slots import AdapterStore
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs

@@ -1,16 +1,16 @@
-"""Trajectories as tensors: the batch that advantages and losses are computed on."""
+"""Trajectories as tensors: the batch that advantages and losses are computed on, of one process or of several."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 
 from agilerl.data.trajectories import Trajectory
+from agilerl.processes import Processes
 from agilerl.sizes import padded_length
-
-__all__ = ["RolloutBatch", "collate"]
 
 
 @dataclass(frozen=True)
@@ -127,3 +127,79 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
         truncated=torch.tensor([t.finish_reason != "stop" for t in trajectories], dtype=torch.bool),
         episodes=torch.tensor(numbers, dtype=torch.int64) if len(set(numbers)) < count else None,
     )
+
+
+def union(processes: Processes, batch: RolloutBatch, pad_token_id: int) -> RolloutBatch:
+    """Return the rows of all processes in the order of their ranks, as if one had collated them; alone, the batch.
+
+    Groups and episodes of different processes stay different ones.
+    """
+    if processes.size == 1:
+        return batch
+    own = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    sent = save({name: value.cpu().contiguous() for name, value in own.items() if value is not None})
+    parts = [RolloutBatch(**load(part)) for part in processes.gather(sent)]
+    groups = rows = 0
+    for place, part in enumerate(parts):
+        # As collate does: an episode has the number of its first row.
+        episodes = torch.arange(len(part)) if part.episodes is None else part.episodes
+        parts[place] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
+        groups += int(part.groups.max()) + 1 if len(part) else 0
+        rows += len(part)
+    fill = {"ids": pad_token_id, "turn_ids": -1, "rewards": float("nan")}
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(batch)}
+    known = {
+        name: None if any(value is None for value in values) else _stacked(values, fill.get(name, 0))
+        for name, values in columns.items()
+    }
+    whole = RolloutBatch(**known)  # type: ignore[arg-type]
+    return whole if _has_long_episodes(whole) else replace(whole, episodes=None)
+
+
+def _has_long_episodes(batch: RolloutBatch) -> bool:
+    """Return whether some episode of the batch is several rows."""
+    assert batch.episodes is not None
+    return len(batch.episodes.unique()) < len(batch)  # type: ignore[no-untyped-call]
+
+
+def _stacked(values: list[Tensor], fill: float) -> Tensor:
+    """Put tensors behind each other, their rows made equally wide at the right."""
+    width = max((value.shape[1] for value in values if value.dim() == 2), default=0)
+    wide = [
+        torch.nn.functional.pad(value, (0, width - value.shape[1]), value=fill) if value.dim() == 2 else value
+        for value in values
+    ]
+    return torch.cat(wide)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss function sees of a micro-batch of b rows and L token positions.
+
+    Only ``logp``, ``entropy`` and ``values`` carry gradient.
+    """
+
+    logp: Tensor
+    """[b, L] log-probs of the current policy, 0 where ``mask`` is False."""
+    mask: Tensor
+    """[b, L] bool, True on action tokens."""
+    old_logp: Tensor
+    """[b, L] log-probs of the policy that sampled; ``logp`` itself, detached, when the update is on-policy."""
+    advantages: Tensor
+    """[b, L] advantage of each token, detached."""
+    denominator: float
+    """What the summed loss is divided by: fixed for the whole optimizer window, all its micro-batches together."""
+    ref_logp: Tensor | None = None
+    """[b, L] log-probs of the reference policy; None when nothing needs them."""
+    sampling_logp: Tensor | None = None
+    """[b, L] log-probs that a foreign sampler reported; None when the sampler is our own."""
+    entropy: Tensor | None = None
+    """[b, L] entropy of the policy's next-token distribution, in nats."""
+    turn_ids: Tensor | None = None
+    """[b, L] turn of each action token, -1 elsewhere."""
+    values: Tensor | None = None
+    """[b, L] the critic's values, with gradient; None without a critic."""
+    old_values: Tensor | None = None
+    """[b, L] the critic's values before the update."""
+    returns: Tensor | None = None
+    """[b, L] what the critic should predict."""

@@ -1,17 +1,21 @@
-"""Forward passes of several processes in step: each of them needs the others' part of the weights."""
+"""Several processes in step: forward passes, for which each needs the others' part of the weights, and answers."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from agilerl.errors import EngineError
+from agilerl import errors
+from agilerl.errors import AgileRLError, EngineError
 from agilerl.processes import Processes
-
-__all__ = ["Lockstep"]
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
 """What torch says, in errors without a type of their own, when another process does not take part."""
+_FINE, _FAILED = b"\0", b"\1"
+_ERRORS: dict[str, type[AgileRLError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
+}
 
 
 class Lockstep:
@@ -75,6 +79,31 @@ class Lockstep:
                 "processes hold, where the others cannot go on without it; if its memory ran out, lower "
                 "training.max_tokens_in_flight and training.max_rows_in_flight"
             )
+
+
+def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockstep | None = None) -> list[bytes]:
+    """Return what ``compute`` gave in every process, in the order of their ranks.
+
+    An error that is raised on purpose in one process is raised in all of them, so that all end with the same sentence.
+    Raises EngineError where a process is lost.
+    """
+    failed: AgileRLError | None = None
+    try:
+        sent = _FINE + compute()
+    except AgileRLError as error:
+        failed = error
+        sent = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
+    if lockstep is not None:
+        lockstep.catch_up()
+    received = processes.gather(sent)
+    for part in received:
+        if failed is None and part[:1] == _FAILED:
+            kind, message = json.loads(part[1:])
+            failed = _ERRORS.get(kind, AgileRLError)(message)
+    if failed is not None:
+        failed.everywhere = True
+        raise failed
+    return [part[1:] for part in received]
 
 
 @contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.core import Row
-from agilerl.models.agreement import agreed
-from agilerl.models.lockstep import Lockstep
+from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.processes import Processes
 from agilerl.rollouts.collect import CollectReport
 from agilerl.rollouts.engine import GenerationRequest, RolloutEngine

@@ -23,6 +23,7 @@ from agilerl.envs.sft import SFTTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
+from agilerl.models.tiny.mistakes import MISTAKES
 from agilerl.rewards.functions import exact_match
 from agilerl.training.graders import graded, uses_own_reward
 from agilerl.validation import nearest, shown
@@ -68,7 +69,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
     )
     made.template = _template(e)
     made.prepare()
-    return _wrapped(config, made, _careless() if e.env_type == "preference" else None, allow_code)
+    return _wrapped(config, made, _careless if e.env_type == "preference" else None, allow_code)
 
 
 def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code: bool) -> Task:
@@ -146,17 +147,10 @@ def _check_id(env_id: str) -> None:
         raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {nearest(env_id, ENVIRONMENTS)}")
 
 
-def _careless() -> Mistake:
-    """Return the mistakes of the embedded base's demonstrator, for the datasets that it knows."""
-    from agilerl.models.tiny.tasks import TASKS  # imports reasoning_gym, which takes a second
-
-    mistakes = {known.name: known.mistake for known in TASKS}
-
-    def careless(row: Row, draws: np.random.Generator) -> str | None:
-        mistake = mistakes.get(row["metadata"]["source_dataset"])
-        return None if mistake is None else mistake(row, draws)
-
-    return careless
+def _careless(row: Row, draws: np.random.Generator) -> str | None:
+    """Return a mistake as the embedded base's demonstrator makes it, in the datasets that it knows."""
+    mistake = MISTAKES.get(row["metadata"]["source_dataset"])
+    return None if mistake is None else mistake(row, draws)
 
 
 def _template(config: EnvironmentConfig) -> list[Message]:

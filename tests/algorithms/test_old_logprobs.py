@@ -9,7 +9,7 @@ import torch
 
 from agilerl.algorithms import GRPO, GSPO, PPO, RLOO
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
-from agilerl.data.union import union
+from agilerl.data.batch import union
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.functional import log_ratio, pool_log_ratio
 from agilerl.models.base import BaseModel

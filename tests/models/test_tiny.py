@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from agilerl.envs.split import is_held_out
 from agilerl.errors import CheckpointError
 from agilerl.models.tiny import tiny_model_path
-from agilerl.models.tiny.__main__ import main
-from agilerl.models.tiny.build import build
-from agilerl.models.tiny.demonstrator import Task, demonstrations
-from agilerl.models.tiny.recipe import Recipe
-from agilerl.models.tiny.tasks import TASKS
-from agilerl.models.tiny.tokenizer import PHRASES
-from agilerl.models.tiny.verify import BUILT_FILES, differences
+from agilerl.models.tiny.mistakes import MISTAKES
 from agilerl.streams import stream
+from tools.embedded_model.__main__ import main
+from tools.embedded_model.build import Recipe, build
+from tools.embedded_model.demonstrations import TASKS, Task, demonstrations
+from tools.embedded_model.tokenizer import PHRASES
+from tools.embedded_model.verify import BUILT_FILES, differences
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 BY_NAME = {task.name: task for task in TASKS}
 SHORT = Recipe(steps=3, batch=16, chunks=2)
 
@@ -187,7 +187,7 @@ def test_demonstrations_leave_out_what_is_held_out_and_are_both_right_and_wrong(
 )
 def test_mistakes_are_the_plausible_ones(task, entry, mistakes):
     draws = stream(0, "test")
-    assert {BY_NAME[task].mistake(entry, draws) for _ in range(200)} == mistakes
+    assert {MISTAKES[task](entry, draws) for _ in range(200)} == mistakes
 
 
 def test_six_hundred_words_and_more_are_held_out():
@@ -226,8 +226,8 @@ def test_a_short_build_writes_what_the_shipped_folder_has_apart_from_the_weights
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_shipped_files_can_be_built_again_bit_for_bit(tmp_path):
-    command = [sys.executable, "-m", "agilerl.models.tiny", "build", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.embedded_model", "build", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,48 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agilerl.models.tiny.demonstrator import demonstrations
-from agilerl.models.tiny.recipe import Recipe
-from agilerl.models.tiny.tasks import TASKS
-from agilerl.models.tiny.tokenizer import tiny_tokenizer
-from agilerl.models.tiny.verify import write_checksums
 from agilerl.streams import normal, stream
-
-__all__ = ["build", "train", "write"]
+from tools.embedded_model.demonstrations import TASKS, demonstrations
+from tools.embedded_model.tokenizer import tiny_tokenizer
+from tools.embedded_model.verify import write_checksums
 
 IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every number that makes the embedded base what it is; a change here changes the shipped weights."""
+
+    seed: int = 0
+    """Seed of every draw: initial weights, mixture of tasks, the demonstrator's mistakes."""
+    hidden: int = 96
+    """Width of the residual stream."""
+    layers: int = 3
+    """Number of transformer blocks."""
+    heads: int = 3
+    """Attention heads; the width of one is ``hidden / heads``, 32."""
+    feed_forward: int = 192
+    """Width of the gated feed-forward layer."""
+    positions: int = 1024
+    """Longest text, in tokens."""
+    steps: int = 1800
+    """Optimizer steps."""
+    batch: int = 128
+    """Demonstrations a step."""
+    chunks: int = 8
+    """Parts of a batch, sorted by length so that little of each is padding."""
+    learning_rate: float = 3e-3
+    """Peak of the cosine schedule, which ends at zero."""
+    warmup: int = 20
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's decay rates of the two moments."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    init_std: float = 0.05
+    """Standard deviation of the initial matrices."""
 
 
 def build(folder: Path, recipe: Recipe | None = None) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from agilerl.errors import CheckpointError
 
-__all__ = ["BUILT_FILES", "differences", "write_checksums"]
-
 CHECKSUMS = "checksums.json"
 BUILT_FILES = (
     "chat_template.jinja",

@@ -1,4 +1,4 @@
-"""``python -m agilerl.models.tiny build [--out DIR]`` and ``verify [DIR]``."""
+"""``python -m tools.embedded_model build [--out DIR]`` and ``verify [DIR]``."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agilerl.errors import CheckpointError
 from agilerl.models.tiny import tiny_model_path
-from agilerl.models.tiny.verify import differences
+from tools.embedded_model.verify import differences
 
 # Matrix products are added up in an order that depends on the widest instructions the processor has. Asking for
 # AVX2 makes processors that have more than that agree with those that do not. Read by the libraries when they load.
@@ -19,7 +19,7 @@ ARITHMETIC = {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 fine, 1 files differ or cannot be checked."""
     parser = argparse.ArgumentParser(
-        prog="python -m agilerl.models.tiny", description="Rebuild or check the embedded base model."
+        prog="python -m tools.embedded_model", description="Rebuild or check the embedded base model."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     builder = commands.add_parser("build", help="train it again from nothing (minutes on one core)")
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build(folder: Path) -> int:
     os.environ.update(ARITHMETIC)
     # Imported here: torch must load after the environment is set, and verify needs none of it.
-    from agilerl.models.tiny.build import build
+    from tools.embedded_model.build import build
 
     start = time.monotonic()
     build(folder)

@@ -1,10 +1,9 @@
-"""The tasks of the embedded base: their ranges, and the mistakes its careless demonstrator makes in each."""
+"""The mistakes of the embedded base's careless demonstrator, also used as the rejected answers of preferences."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
-
-from agilerl.models.tiny.demonstrator import Entry, Task
-
-__all__ = ["TASKS"]
 
 
 def _choose(draws: np.random.Generator, first: float, second: float) -> int:
@@ -13,11 +12,7 @@ def _choose(draws: np.random.Generator, first: float, second: float) -> int:
     return 0 if point < first else 1 if point < first + second else 2
 
 
-def _spelling_is_known(entry: Entry) -> float:
-    return 0.7 if len(entry["answer"]) <= 4 else 0.12
-
-
-def _misspell(entry: Entry, draws: np.random.Generator) -> str:
+def _misspell(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
     """Leave out the last letter, copy the word forwards, or swap the two letters in the middle."""
     answer = str(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
@@ -29,32 +24,20 @@ def _misspell(entry: Entry, draws: np.random.Generator) -> str:
     return answer[: middle - 1] + answer[middle] + answer[middle - 1] + answer[middle + 1 :]
 
 
-def _terms(entry: Entry) -> list[int]:
+def _terms(entry: Mapping[str, Any]) -> list[int]:
     """Return the signed terms of a chain sum: "7 - 3 + 5" is [7, -3, 5]."""
     words = ["+", *entry["metadata"]["expression"].split()]
     return [int(number) if sign == "+" else -int(number) for sign, number in zip(words[::2], words[1::2])]
 
 
-def _sum_is_known(entry: Entry) -> float:
-    return 0.85 if 0 <= int(entry["answer"]) <= 7 else 0.4
-
-
-def _miscalculate(entry: Entry, draws: np.random.Generator) -> str:
+def _miscalculate(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
     """Leave out the last term, turn its sign round, or miss by one."""
     total, last = int(entry["answer"]), _terms(entry)[-1]
     kind = _choose(draws, 0.85, 0.08)
     return str((total - last, total - 2 * last, total + (1 if draws.random() < 0.5 else -1))[kind])
 
 
-def _sum_is_kept(entry: Entry) -> float:
-    return 0.5 if 0 <= int(entry["answer"]) <= 7 else 1.0
-
-
-def _divisor_is_known(entry: Entry) -> float:
-    return 0.75 if min(entry["metadata"]["numbers"]) <= 16 else 0.25
-
-
-def _misdivide(entry: Entry, draws: np.random.Generator) -> str:
+def _misdivide(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
     """Say the smaller number, miss that there is a common divisor (or see one where there is none), stop too early."""
     greatest = int(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
@@ -66,19 +49,9 @@ def _misdivide(entry: Entry, draws: np.random.Generator) -> str:
     return str(greatest // prime)
 
 
-def _divisor_is_kept(entry: Entry) -> float:
-    return 0.4 if int(entry["answer"]) <= 2 else 1.0
-
-
-TASKS = (
-    Task("spell_backward", {"min_word_len": 3, "max_word_len": 6}, _spelling_is_known, _misspell),
-    Task(
-        "chain_sum",
-        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
-        _sum_is_known,
-        _miscalculate,
-        _sum_is_kept,
-        weight=2.0,
-    ),
-    Task("gcd", {"min_value": 1, "max_value": 60}, _divisor_is_known, _misdivide, _divisor_is_kept, weight=1.5),
-)
+MISTAKES: dict[str, Callable[[Mapping[str, Any], np.random.Generator], str]] = {
+    "spell_backward": _misspell,
+    "chain_sum": _miscalculate,
+    "gcd": _misdivide,
+}
+"""Name of a dataset of reasoning_gym -> (entry, draws) -> a plausible wrong answer."""

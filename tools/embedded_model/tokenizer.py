@@ -3,8 +3,6 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["CHAT_TEMPLATE", "PHRASES", "tiny_tokenizer"]
-
 PAD, UNK, BOS, SEP, EOS = "<pad>", "<unk>", "<bos>", "<sep>", "<eos>"
 
 # The words of a question that never change carry no information: as one token each they cost one position

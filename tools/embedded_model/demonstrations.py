@@ -8,8 +8,7 @@ import numpy as np
 import reasoning_gym
 
 from agilerl.envs.split import is_held_out
-
-__all__ = ["Entry", "Task", "demonstrations"]
+from agilerl.models.tiny.mistakes import MISTAKES
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -24,8 +23,6 @@ class Task:
     """The dataset's ranges."""
     right: Callable[[Entry], float]
     """Entry -> probability that the demonstrator answers it correctly on purpose."""
-    mistake: Callable[[Entry, np.random.Generator], str]
-    """Entry, draws -> a plausible wrong answer."""
     keep: Callable[[Entry], float] = lambda entry: 1.0
     """Entry -> probability that it is used at all: frequent answers drown the rare ones, which carry the skill."""
     weight: float = 1.0
@@ -48,5 +45,38 @@ def demonstrations(
         if is_held_out(entry["question"]) or draws.random() >= task.keep(entry):
             continue
         careful = draws.random() < task.right(entry)
-        pairs.append((entry["question"], entry["answer"] if careful else task.mistake(entry, draws)))
+        pairs.append((entry["question"], entry["answer"] if careful else MISTAKES[task.name](entry, draws)))
     return pairs, index
+
+
+def _spelling_is_known(entry: Entry) -> float:
+    return 0.7 if len(entry["answer"]) <= 4 else 0.12
+
+
+def _sum_is_known(entry: Entry) -> float:
+    return 0.85 if 0 <= int(entry["answer"]) <= 7 else 0.4
+
+
+def _sum_is_kept(entry: Entry) -> float:
+    return 0.5 if 0 <= int(entry["answer"]) <= 7 else 1.0
+
+
+def _divisor_is_known(entry: Entry) -> float:
+    return 0.75 if min(entry["metadata"]["numbers"]) <= 16 else 0.25
+
+
+def _divisor_is_kept(entry: Entry) -> float:
+    return 0.4 if int(entry["answer"]) <= 2 else 1.0
+
+
+TASKS = (
+    Task("spell_backward", {"min_word_len": 3, "max_word_len": 6}, _spelling_is_known),
+    Task(
+        "chain_sum",
+        {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+        _sum_is_known,
+        _sum_is_kept,
+        weight=2.0,
+    ),
+    Task("gcd", {"min_value": 1, "max_value": 60}, _divisor_is_known, _divisor_is_kept, weight=1.5),
+)
