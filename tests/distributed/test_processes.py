@@ -12,6 +12,7 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
+from agilerl.distributed.exchange import Exchange
 from agilerl.errors import ConfigError, EngineError
 from agilerl.processes import ALONE, Processes, joined
 
@@ -149,3 +150,13 @@ def test_a_launcher_that_says_nonsense_is_named(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="set RANK='zero', expected a whole number"), joined():
         pass
+
+
+def test_alone_everything_is_what_it_was() -> None:
+    exchange, said = Exchange(), {1: object()}
+    assert exchange.all(said) == [said]
+    assert exchange.merged(said) == said
+    assert exchange.first(lambda: 5) == 5
+    with pytest.raises(EngineError), exchange.telling():
+        raise EngineError("nobody to tell")
+    assert not exchange.told

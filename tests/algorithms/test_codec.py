@@ -8,7 +8,6 @@ import torch
 
 from agilerl.algorithms.codec import packed, unpacked
 from agilerl.algorithms.state import AgentState, CriticState
-from agilerl.distributed.exchange import Exchange
 from agilerl.errors import EngineError
 
 
@@ -67,13 +66,3 @@ def test_all_of_an_agent_arrives(kind: str) -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(EngineError, match="no agent of this version"):
         unpacked(data)
-
-
-def test_alone_everything_is_what_it_was() -> None:
-    exchange, said = Exchange(), {1: object()}
-    assert exchange.all(said) == [said]
-    assert exchange.merged(said) == said
-    assert exchange.first(lambda: 5) == 5
-    with pytest.raises(EngineError), exchange.telling():
-        raise EngineError("nobody to tell")
-    assert not exchange.told
