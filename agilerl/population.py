@@ -8,15 +8,14 @@ from time import perf_counter
 from typing import Annotated, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked
 from agilerl.data import Trajectory, collate
-from agilerl.envs.core import Split, Task
+from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import DataTask, trajectories
+from agilerl.envs.examples import examples_at
 from agilerl.envs.graded import all_weights, check_evolving_weights
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
@@ -27,11 +26,11 @@ from agilerl.hpo.parameters import Value
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
 from agilerl.members import Checkup, Evolution, Known, check_source, own_weights, sick_members
 from agilerl.rollouts import SamplingSettings
-from agilerl.rollouts.collect import CollectReport, grader_metrics
+from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import episode_metrics
 from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
+from agilerl.rollouts.questions import grader_metrics
 from agilerl.rollouts.rollout import Rollout, teaches_nothing
-from agilerl.rollouts.sources import Ask, EpisodeSource, Panel, QuestionSource, Source
 
 __all__ = ["Evolution", "Panels", "Population", "Rollout"]
 
@@ -87,13 +86,10 @@ class Population:
         self.ungraded: dict[int, int] = {}
         """How many answers of each agent the grader gave no grade in the latest exam, without a failure."""
         self.next_index = max(a.index for a in agents) + 1
-        if isinstance(task, Task):
-            task.fit(self.tokenizer, self.context_length - 1)
-        self.source: Source = (
-            EpisodeSource(task, self.tokenizer)
-            if isinstance(task, EpisodeTask)
-            else QuestionSource(task, self.tokenizer)
-        )
+        self._panels: dict[tuple[Split, int, int], list[Place]] = {}
+        self._lengths: dict[tuple[Split, int, int], Lengths] = {}
+        """Panels and lengths by split, size and context: they are made once."""
+        task.fit(self.tokenizer, self.context_length - 1)
 
     def __repr__(self) -> str:
         return f"Population({len(self.agents)} agents on {self.runtime.base.name!r}, next_index={self.next_index})"
@@ -130,7 +126,7 @@ class Population:
         Raises RewardError, or EnvError for episodes, where more than ``max_error_rate`` of all samples failed.
         """
         rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
-        rollout = Rollout({a.index: [] for a in self.agents}, CollectReport(), mark=self._mark)
+        rollout = Rollout({a.index: [] for a in self.agents}, mark=self._mark)
         rollout.dropped = {index: set() for index, most in rounds.items() if most > 1}
         sampled = dict.fromkeys(rounds, 0)
         missing = dict.fromkeys(rounds, self.prompts_per_step)
@@ -139,9 +135,9 @@ class Population:
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
-            groups, report = self.runtime.collect(self.source, asks)
+            groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
             owners = [a.index for a in asking for _ in range(missing[a.index])]
-            rollout.note(report, owners, [ask.samples for ask in asks])
+            rollout.note(report, owners, asks)
             for agent in asking:
                 own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
                 rollout.trajectories[agent.index] += [t for group in own for t in group]
@@ -152,16 +148,13 @@ class Population:
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
         for agent in self.agents:
-            positions = range(agent.position, agent.position + sampled[agent.index])
-            rollout.skipped[agent.index] = self.source.skipped(positions, agent.context_length)
-            rollout.levels[agent.index] = self.source.levels(positions)
             agent.position += sampled[agent.index]
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
         return rollout
 
     def _check_rollout(self, rollout: Rollout) -> None:
-        rollout.check(self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
+        rollout.check(self.max_error_rate, episodes=self.task.multi_turn)
 
     def _asks(self, agent: LLMAlgorithm, first: int, count: int) -> list[Ask]:
         """Return what to ask for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
@@ -169,14 +162,13 @@ class Population:
         return [
             Ask(
                 agent.slot,
-                "train",
-                agent.position + number,
+                self.task.place_at("train", agent.position + number, self.tokenizer, agent.context_length),
                 agent.config.group_size,  # type: ignore[attr-defined]
                 agent.sampling,
                 agent.context_length,
-                getattr(agent.config, "max_output_tokens", None) or 1,
                 group=number,
                 key=(agent.index, agent.rollouts, number),
+                reserve=getattr(agent.config, "max_output_tokens", None) or 1,
                 weights=weights,
             )
             for number in range(first, first + count)
@@ -185,25 +177,24 @@ class Population:
     @property
     def learns_from_data(self) -> bool:
         """Whether batches are drawn from the task's own answers instead of being sampled."""
-        return isinstance(self.agents[0], DataAlgorithm)
+        return self.agents[0].env_type != "reasoning"
 
     def draw(self) -> Rollout:
         """Take one training batch of examples for every agent from the task, from where each agent's stream stands.
 
         The counterpart of :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
         """
-        start, known = perf_counter(), dict[int, list[Trajectory]]()
-        rollout = Rollout({}, CollectReport(), mark=self._mark)
+        start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
+        rollout = Rollout({}, mark=self._mark)
         for agent in self.agents:
             drawn = rollout.trajectories[agent.index] = []
             for number in range(self.prompts_per_step):
                 position = agent.position + number
                 if position not in known:
-                    known[position] = self.examples(position)
-                drawn += [replace(t, group=number) for t in known[position]]
-            positions = range(agent.position, agent.position + self.prompts_per_step)
-            rollout.skipped[agent.index] = self.source.skipped(positions, self.context_length)
-            rollout.levels[agent.index] = self.source.levels(positions)
+                    known[position] = examples_at(self.task, position, self.tokenizer, self.context_length)
+                examples, place = known[position]
+                drawn += [replace(t, group=number) for t in examples]
+                rollout.note_place(agent.index, place)
             agent.position += self.prompts_per_step
         rollout.times.rollout = perf_counter() - start
         return rollout
@@ -211,11 +202,7 @@ class Population:
     @checked
     def examples(self, position: Whole) -> list[Trajectory]:
         """Return what the task's training row at a position teaches; where it is too long, what its stand-in does."""
-        task, limit = self.task, self.context_length
-        if not isinstance(task, DataTask) or not isinstance(self.source, QuestionSource):
-            raise ConfigError(f"{self.task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
-        row, made = self.source.train(position, limit, lambda row: task.examples(self.tokenizer, row, limit))
-        return trajectories(made, 0, row)
+        return examples_at(self.task, position, self.tokenizer, self.context_length)[0]
 
     @checked
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
@@ -231,8 +218,7 @@ class Population:
         outcomes = [rollout.outcome(agent.index) for agent in self.agents]
         metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches, outcomes)))
         for agent in self.agents:
-            if isinstance(agent, DataAlgorithm):
-                metrics[agent.index] = agent.report(metrics[agent.index])
+            metrics[agent.index] = agent.report(metrics[agent.index])
             if agent.index in rollout.dropped:
                 everything, dropped = rollout.trajectories[agent.index], len(rollout.dropped[agent.index])
                 sampled = len({t.group for t in everything})
@@ -306,14 +292,14 @@ class Population:
     def _examine(
         self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, everybody: bool
     ) -> list[list[float]]:
-        size = self.task.panel_size(split)
-        limit, reserve = self.context_length, self.eval_max_new_tokens or 1
+        panel, limit, reserve = self.places(split), self.context_length, self.eval_max_new_tokens or 1
+        size = len(panel)
         asks = [
-            Ask(slot, split, number, 1, self._exam_sampling, limit, reserve, number, (number,))
+            Ask(slot, place, 1, self._exam_sampling, limit, number, split, (number,), reserve)
             for slot, _ in who
-            for number in range(size)
+            for number, place in enumerate(panel)
         ]
-        groups, report = self.runtime.collect(self.source, asks)
+        groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
         lost = self._check_exam(report.failures, len(who), size, everybody=everybody)
         scores = []
         for k, (_, agent) in enumerate(who):
@@ -333,7 +319,7 @@ class Population:
         own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not everybody:
             return {place for places in own if len(places) <= size / 2 for place in places}
-        episodes = isinstance(self.task, EpisodeTask)
+        episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
         return lost_places(own, size, episodes=episodes)
@@ -343,11 +329,27 @@ class Population:
         return SamplingSettings(max_new_tokens=max(1, min(self.eval_max_new_tokens or room, room)), temperature=0.0)
 
     @checked
-    def panel(self, split: Panels) -> Panel:
+    def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
         """Return the rows of a task's fixed panel with their rendered prompts."""
-        if not isinstance(self.source, QuestionSource):
+        if self.task.multi_turn:
             raise ConfigError(f"{self.task.name} is an environment: it has episodes, no panel of questions")
-        return self.source.panel(split, self.context_length)
+        return [(place.row, list(place.prompt_ids)) for place in self.places(split)]
+
+    def places(self, split: Split) -> list[Place]:
+        """Return the places of a fixed panel; of training those that are looked at before it begins."""
+        size = TRIED_ROWS if split == "train" else self.task.panel_size(split)
+        key = (split, size, self.context_length)
+        if key not in self._panels:
+            self._panels[key] = [self.task.place_at(split, k, self.tokenizer, self.context_length) for k in range(size)]
+        return self._panels[key]
+
+    def lengths(self, split: Split) -> Lengths:
+        """Return how long the rows of these places are; raises EnvError where one does not fit."""
+        places = self.places(split)
+        key = (split, len(places), self.context_length)
+        if key not in self._lengths:
+            self._lengths[key] = self.task.lengths(places, self.tokenizer, self.context_length)
+        return self._lengths[key]
 
     @property
     def context_length(self) -> int:

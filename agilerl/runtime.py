@@ -15,7 +15,9 @@ from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, checked
 from agilerl.config.base_model import LOADING, SharedOptions, contradiction
 from agilerl.config.distributed import Sharding
 from agilerl.config.vllm import VLLMConfig
-from agilerl.data import Completion, RolloutBatch, Trajectory
+from agilerl.data import Completion, RolloutBatch
+from agilerl.envs.core import Task
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
 from agilerl.models.accelerators import check_accelerator, check_whole, loading_whole, processes_of, sharding_of
@@ -37,10 +39,8 @@ from agilerl.models.sharding import shard_base
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.models.targets import lora_layers
 from agilerl.processes import ALONE, Processes
-from agilerl.rollouts.collect import CollectReport
-from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
-from agilerl.rollouts.shared import collect_shared, generate_beside
-from agilerl.rollouts.sources import Ask, Source
+from agilerl.rollouts.collect import Collected, collect, generate_beside
+from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS
@@ -341,9 +341,9 @@ class Runtime:
         self.share(processes_of(accelerator), sharding_of(accelerator))
         self.accelerator = accelerator
 
-    def collect(self, source: Source, asks: Sequence[Ask]) -> tuple[list[list[Trajectory]], CollectReport]:
+    def collect(self, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
         """Return the graded trajectories of each ask, in order; the processes share the work."""
-        return collect_shared(self.processes, self.lockstep, source, self.engine, asks)
+        return collect(self.processes, self.lockstep, self.engine, task, tokenizer, asks)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of each request of this process, in order; all processes generate at the same time."""

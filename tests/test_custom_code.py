@@ -19,10 +19,10 @@ from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.stepping import call_all
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
-from agilerl.rollouts.stepping import call_all
 from agilerl.training.setup import build
 from tests.algorithms.conftest import make_agents, sample
 from tests.algorithms.off_policy import SETTINGS

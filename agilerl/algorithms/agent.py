@@ -77,6 +77,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
     config: LLMConfig
+    env_type: ClassVar[str] = "reasoning"
+    """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     rows_per_unit: ClassVar[int] = 1
     """Rows that belong together and stay in one optimizer step; 2 where rows come in pairs."""
     trained_slots: ClassVar[int] = 1
@@ -238,6 +240,10 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
                 f"{self.context_length} tokens; shorten the prompt or raise max_model_len={c.max_model_len}"
             )
         return c.sampling(room, greedy=greedy)
+
+    def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an update in the algorithm's own terms."""
+        return dict(metrics)
 
     @property
     def context_length(self) -> int:

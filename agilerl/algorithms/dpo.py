@@ -134,7 +134,7 @@ class DPO(DataAlgorithm):
 
     algorithm = Algorithm("DPO", DPOConfig)
     config: DPOConfig
-    env_type: ClassVar[Literal["sft", "preference"]] = "preference"
+    env_type: ClassVar[str] = "preference"
     rows_per_unit: ClassVar[int] = 2
 
     def prepare(self, batch: RolloutBatch) -> Experience:

@@ -1,7 +1,7 @@
 """What algorithms that learn from data instead of their own samples have in common."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -35,8 +35,6 @@ class DataAlgorithm(LLMAlgorithm):
 
     Config: ClassVar[type[AlgorithmConfig]] = DataConfig
     config: DataConfig
-    env_type: ClassVar[Literal["sft", "preference"]]
-    """Kind of environment that its examples come from."""
 
     def learn(
         self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None

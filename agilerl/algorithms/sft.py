@@ -39,7 +39,7 @@ class SFT(DataAlgorithm):
 
     algorithm = Algorithm("SFT", SFTConfig)
     config: SFTConfig
-    env_type: ClassVar[Literal["sft", "preference"]] = "sft"
+    env_type: ClassVar[str] = "sft"
     _lengths: Tensor | None = None
     """Of the rows of the batch being learned, for ``packing``."""
 

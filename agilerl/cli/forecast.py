@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.config.base_model import quantization_settings
 from agilerl.config.run import RunConfig
-from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
@@ -22,7 +20,6 @@ from agilerl.models.targets import lora_layers
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Workload
-from agilerl.rollouts.sources import EpisodeSource, QuestionSource
 from agilerl.sizes import MICRO_TOKENS, padded_length
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.sampling import largest_rank
@@ -186,23 +183,21 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
             return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not at hand")
         tokenizer = load_tokenizer(name, **config.network.padding)
         made = task(config, allow_code=allow_code)
-        if isinstance(made, EpisodeTask):
-            found = EpisodeSource(made, tokenizer).prompt_lengths("exam", limit)
-            made.close()
-            return sum(found) / len(found), f"prompts of {sum(found) / len(found):,.0f} tokens: the first of an episode"
         made.fit(tokenizer, limit - 1)
-        found = QuestionSource(made, tokenizer).prompt_lengths("exam", limit)
+        places = [made.place_at("exam", k, tokenizer, limit) for k in range(made.panel_size("exam"))]
+        found = made.lengths(places, tokenizer, limit).prompts
+        made.close()
     except AgileRLError as error:
         return ASSUMED_PROMPT, assumed.format(str(error))
-    mean = sum(found) / len(found)
-    return mean, f"prompts of {mean:,.0f} tokens: the mean of the exam's"
+    mean, of_exam = sum(found) / len(found), "the mean of the exam's"
+    return mean, f"prompts of {mean:,.0f} tokens: {'the first of an episode' if made.multi_turn else of_exam}"
 
 
 def workload(config: RunConfig, found: Lengths, *, row_multiple: int = 1) -> Workload:
     """Return the workload of a run."""
     algorithm, t = algorithm_class(config), config.training
     values: Mapping[str, Any] = hyperparameters(config).model_dump()
-    from_data = issubclass(algorithm, DataAlgorithm)
+    from_data = algorithm.env_type != "reasoning"
     group = values.get("group_size", algorithm.rows_per_unit)
     length = found.prompt + found.completion
     micro = values.get("micro_batch_size_per_gpu")

@@ -24,8 +24,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
     iterations = planned_iterations(session)
     groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
-    source, limit = population.source, population.context_length
-    prompts = [length for split in SPLITS for length in source.prompt_lengths(split, limit)]
+    limit, lengths = population.context_length, [population.lengths(split) for split in SPLITS]
+    prompts = [length for panel in lengths for length in panel.prompts]
     room = limit - max(prompts)
     memory, topology = estimate(config, population), session.topology
     indices = [agent.index for agent in population.everyone]
@@ -46,7 +46,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
-        "rows": dict(getattr(session.task, "counts", {})),
+        "rows": dict(session.task.counts),
         "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
@@ -58,7 +58,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "prompt_tokens": [min(prompts), max(prompts)],
             "completion_tokens_at_most": completion,
             "tokens_per_iteration_at_most": samples_per_iteration(session)
-            * max(source.row_length(split, completion, limit) for split in SPLITS),
+            * max(panel.row(completion, limit) for panel in lengths),
         },
         "length": {
             "iterations": iterations,

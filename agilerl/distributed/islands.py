@@ -103,7 +103,7 @@ class IslandPopulation(Population):
         found = self.exchange.all((sum(rollout.samples.values()), own))
         failures = [Failure(**failure) for _, part in found for failure in part]
         samples = sum(count for count, _ in found)
-        check_error_rate(samples, failures, self.max_error_rate, episodes=isinstance(self.task, EpisodeTask))
+        check_error_rate(samples, failures, self.max_error_rate, episodes=self.task.multi_turn)
 
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine every agent of the run, each on its island; or some ``agents``, on this one alone."""

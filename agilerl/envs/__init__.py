@@ -1,6 +1,6 @@
 """Tasks and environments. ``ReasoningGym``, which needs torch, is in ``agilerl.llm_envs``."""
 
-from agilerl.envs.core import MultiTurnEnv, Row, Task, score_completions
+from agilerl.envs.core import Row, Task, score_completions
 from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
@@ -22,7 +22,6 @@ __all__ = [
     "GuessTheNumber",
     "Mastermind",
     "MultiInputConditional",
-    "MultiTurnEnv",
     "ReasoningGymTask",
     "Row",
     "Task",

@@ -1,17 +1,17 @@
-"""What a task and an environment must offer: two small protocols."""
+"""What a single-turn task must offer, and how its rows become prompts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from agilerl.arguments import Hint, checked
 from agilerl.custom_code import left, torch_restored
+from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import EnvError, RewardError
 from agilerl.rewards.grader import Outcome, check_score, outcome_of
 from agilerl.rewards.grades import Grades, grades_of
-
-__all__ = ["AnyTask", "Message", "MultiTurnEnv", "Row", "Split", "Task", "grade_completions", "score_completions"]
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that fitness is measured on; ``test`` is never selected on."""
@@ -21,6 +21,43 @@ Row = dict[str, Any]
 
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": str}``."""
+
+Made = TypeVar("Made")
+
+TRIED_ROWS = 256
+"""Training rows that are rendered before a run starts, to see whether they fit."""
+_STRIDE, _MOST_SKIPPED = 1009, 256
+"""How far away the stand-in for a row that does not fit is, so that it is in another batch; and how many are tried."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stands at one place of a split: a question with its prompt, or an episode that has not begun."""
+
+    row: Row
+    """The row; of an episode its ``seed``, for what it is about shows when it has begun."""
+    prompt_ids: Sequence[int] = ()
+    """Tokens of the prompt; none of an episode."""
+    skipped: int = 0
+    """Rows that are too long, in whose place this one stands."""
+    level: int | None = None
+    """Level of the curriculum; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many tokens the rows of some places have."""
+
+    prompts: Sequence[int]
+    """Of each first prompt."""
+    reply: int = 0
+    """Of what an environment writes between two completions, at most."""
+    turns: int = 1
+    """Completions of a row, at most."""
+
+    def row(self, completion: int, context_length: int) -> int:
+        """Return the most tokens that a row may have, with completions of at most ``completion`` tokens."""
+        return min(max(self.prompts) + self.turns * (completion + self.reply), context_length)
 
 
 class Task(ABC):
@@ -41,6 +78,8 @@ class Task(ABC):
     """Rows of one training epoch; None for an endless stream without epochs."""
     counts: Mapping[str, int] = MappingProxyType({})
     """How many rows were read, used, and left out for what reason; empty where nothing is read."""
+    multi_turn: ClassVar[bool] = False
+    """Whether an answer is an episode, as it is of an ``EpisodeTask``."""
 
     @abstractmethod
     def row(self, split: Split, index: int) -> Row:
@@ -118,6 +157,39 @@ class Task(ABC):
         rejected = row.get("rejected")
         return None if rejected is None else str(rejected)
 
+    def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
+        """Return the row at a place with its prompt, which leaves room for a completion in ``context_length`` tokens.
+
+        In training another row, always the same one, stands in for a row whose prompt is too long.
+
+        Raises:
+            EnvError: a prompt of a panel is too long, or those of the stand-ins are as well.
+        """
+
+        def rendered(row: Row) -> list[int]:
+            return render_prompt(tokenizer, self.messages(row), max_tokens=context_length - 1)
+
+        if split != "train":
+            row = self.row(split, index)
+            return Place(row, rendered(row))
+        row, ids, skipped = self.first_that_fits(index, rendered)
+        return Place(row, ids, skipped, self.level(index))
+
+    def first_that_fits(self, position: int, make: Callable[[Row], Made]) -> tuple[Row, Made, int]:
+        """Return a training row, what ``make`` makes of it, and how many rows were too long for that before it."""
+        first = None
+        for number in range(_MOST_SKIPPED):
+            row = self.row("train", position + number * _STRIDE)
+            try:
+                return row, make(row), number
+            except PromptTooLongError as error:
+                first = first or error
+        raise EnvError(f"none of {_MOST_SKIPPED} training rows of {self.name} fits; the first: {first}") from first
+
+    def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
+        """Return how long the rows of some places are."""
+        return Lengths([len(place.prompt_ids) for place in places])
+
     def panel_size(self, split: Split) -> int:
         """Return how many rows ``exam`` or ``test`` has."""
         return self.exam_prompts if split == "exam" else self.test_prompts
@@ -130,6 +202,64 @@ class Task(ABC):
         if not whole or index < 0 or (split != "train" and index >= self.panel_size(split)):
             limit = "0 or more" if split == "train" else f"0 to {self.panel_size(split) - 1}"
             raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index!r}")
+
+
+class TaskWrapper(Task):
+    """A task that another one is made of: all that a subclass does not override is the inner task's."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._describe()
+
+    def _describe(self) -> None:
+        """Take over what the task says of itself; the name of its grader is the subclass's business."""
+        self.name, self.counts, self.train_size = self.task.name, self.task.counts, self.task.train_size
+        self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return the task's row."""
+        return self.task.row(split, index)
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the task's conversation."""
+        return self.task.messages(row)
+
+    def level(self, position: int) -> int | None:
+        """Return the task's level of a curriculum."""
+        return self.task.level(position)
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the task's reward."""
+        return self.task.reward(completion, row)
+
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades."""
+        return self.task.grade(completions, rows)
+
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades of an exam."""
+        return self.task.grade_exam(completions, rows)
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+        """Return the task's response to imitate."""
+        return self.task.demonstration(row)
+
+    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+        """Return the task's worse response."""
+        return self.task.counterexample(row)
+
+    def prepare(self) -> None:
+        """Let the task prepare itself."""
+        self.task.prepare()
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Let the task leave out what does not fit."""
+        self.task.fit(tokenizer, max_tokens)
+        self._describe()
+
+    def close(self) -> None:
+        """Close what the task has opened."""
+        self.task.close()
 
 
 AnyTask = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]
@@ -156,19 +286,3 @@ def grade_completions(
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
     return task.grade_exam(texts, rows) if exam else task.grade(texts, rows)
-
-
-class MultiTurnEnv(Protocol):
-    """An episode of text: gymnasium's five-tuple, where observation and action are strings."""
-
-    max_turns: int
-    """Most actions in one episode."""
-
-    def reset(self, *, seed: int | None = None) -> tuple[str, Mapping[str, Any]]:
-        """Begin an episode that is a pure function of ``seed``; return the first observation and info."""
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Take an action; return observation, reward, terminated, truncated, info."""
-
-    def close(self) -> None:
-        """Release what the environment holds."""

@@ -1,23 +1,27 @@
 """Where the episodes of a run come from: an environment, its seeds, and how it is talked to."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import gymnasium
 
 from agilerl.arguments import Count, Positive, Seed, Whole, checked
 from agilerl.custom_code import contained
+from agilerl.data import Completion
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.conversation import ChatFormat
-from agilerl.envs.core import Split
+from agilerl.envs.core import Lengths, Place, Split
 from agilerl.envs.episodes import Episode, EpisodeLimits
+from agilerl.envs.stepping import call_all
 from agilerl.envs.text_env import TextEnv
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import AgileRLError, ConfigError, EnvError
 from agilerl.streams import stream
 
-__all__ = ["EpisodeTask"]
-
 _SPLITS: tuple[Split, ...] = ("train", "exam", "test")
+_TRIED = 8
+"""Episodes of a split that are begun before training, to see how long prompts are."""
 
 
 class EpisodeTask:
@@ -30,6 +34,9 @@ class EpisodeTask:
 
     grader = "return"
     """What the metrics call the reward: the sum over the turns of an episode."""
+    multi_turn: ClassVar[bool] = True
+    counts: Mapping[str, int] = MappingProxyType({})
+    """Of rows that were left out: there are none."""
 
     @checked
     def __init__(
@@ -76,6 +83,7 @@ class EpisodeTask:
         self.apply_chat_template, self.strict = apply_chat_template, strict_chat_template_boundary
         self.sliding_window, self.step_timeout = enable_sliding_window, step_timeout
         self._idle: list[TextEnv] = []
+        self._chat: ChatFormat | None = None
         self._wanted_turns = max_turns
         first = self._made()
         self._idle.append(first)
@@ -98,13 +106,44 @@ class EpisodeTask:
         draw = int(stream(self.seed, f"episode/{split}", index).integers(2**31 // len(_SPLITS)))
         return draw * len(_SPLITS) + _SPLITS.index(split)
 
+    def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
+        """Return the episode at a place; where its prompt is too long, the episode has no grade."""
+        return Place({"seed": self.episode_seed(split, index)})
+
+    def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
+        """Return how long the first prompts of the first few episodes are, and the replies to an empty action.
+
+        Raises EnvError for an environment that cannot even do that.
+        """
+        chat, first, replies = self.chat(tokenizer), [], []
+        nothing = Completion([tokenizer.eos_token_id], None, "stop")
+        for place in places[:_TRIED]:
+            episode = self.episode(chat, context_length, 1)
+            (error,) = call_all([partial(episode.begin, place.row["seed"])], self.step_timeout)
+            first.append(0 if error is not None else len(episode.prompt_ids))
+            if error is None:
+                (error,) = call_all([partial(episode.act, nothing, "")], self.step_timeout)
+            if error is not None:
+                what = str(error) if isinstance(error, AgileRLError) else f"{type(error).__name__}: {error}"
+                raise EnvError(f"{self.name} failed in the first turn of an episode: {what}") from error
+            replies.append(max(len(episode.prompt_ids) - first[-1] - 1, 0))
+            self.give_back(episode.env)
+        return Lengths(first, max(replies, default=0), self.max_turns)
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Learn how the environment is talked to with this tokenizer; raises as ``chat``."""
+        self._chat = None
+        self.chat(tokenizer)
+
     def chat(self, tokenizer: Any) -> ChatFormat:
-        """Return how the environment is talked to with this tokenizer.
+        """Return how the environment is talked to with this tokenizer; what was learned of it last is remembered.
 
         Raises:
             ConfigError: a chat template that the environment cannot be used with: one without a system role where it
                 has a system prompt, one without tools where it has tools, or one that rewrites earlier turns.
         """
+        if self._chat is not None and self._chat.tokenizer is tokenizer:
+            return self._chat
         env = self.take()
         env.bind(tokenizer)
         chat = ChatFormat(tokenizer, tools=env.tools, apply_chat_template=self.apply_chat_template)
@@ -115,6 +154,7 @@ class EpisodeTask:
                 "transcript cannot just grow; follow it with strict_chat_template_boundary=False (one training row for "
                 "each turn after a change), or write turns without it: apply_chat_template=False"
             )
+        self._chat = chat
         return chat
 
     def episode(self, chat: ChatFormat, context_length: int | None, reserve: int) -> Episode:

@@ -10,25 +10,15 @@ from jinja2 import TemplateError
 
 from agilerl.arguments import Count, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.envs.core import AnyTask, Message, Row, Split, Task
+from agilerl.envs.core import AnyTask, Place, Split, Task, TaskWrapper
 from agilerl.envs.curation import check_rows
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.forms import Form, Sample
 from agilerl.envs.order import TrainingOrder
 from agilerl.envs.prompts import Accelerator, PromptTooLongError, check_tokenizer, render_prompt, saved_batches
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.grades import Grades
 from agilerl.templates import TemplateBrokenError, apply_chat_template
-
-__all__ = [
-    "DataGym",
-    "DataTask",
-    "Example",
-    "LossOn",
-    "render_completion",
-    "render_conversation",
-    "trajectories",
-]
 
 LossOn = Literal["completion", "assistant"]
 """What a conversation teaches: its last answer, or every message of the assistant."""
@@ -187,7 +177,7 @@ def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]
     return made
 
 
-class DataTask(Task):
+class DataTask(TaskWrapper):
     """A task that answers itself: another task's training rows as examples, its exam and test as they are."""
 
     kind: ClassVar[Literal["sft", "preference"]]
@@ -195,8 +185,8 @@ class DataTask(Task):
 
     @checked
     def __init__(self, task: AnyTask) -> None:
-        self.task = task
-        self._describe()
+        super().__init__(task)
+        self.grader = task.grader
 
     @abstractmethod
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
@@ -204,48 +194,6 @@ class DataTask(Task):
 
         Raises EnvError where the row has no answer, or one that is too long.
         """
-
-    def row(self, split: Split, index: int) -> Row:
-        """Return the task's row."""
-        return self.task.row(split, index)
-
-    def level(self, position: int) -> int | None:
-        """Return the task's level of a curriculum."""
-        return self.task.level(position)
-
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return the task's reward, which exams are graded by."""
-        return self.task.reward(completion, row)
-
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the task's conversation."""
-        return self.task.messages(row)
-
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the task's grades."""
-        return self.task.grade(completions, rows)
-
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the task's grades of an exam."""
-        return self.task.grade_exam(completions, rows)
-
-    def close(self) -> None:
-        """Close the task's graders."""
-        self.task.close()
-
-    def prepare(self) -> None:
-        """Let the task prepare itself."""
-        self.task.prepare()
-
-    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
-        """Let the task leave out what does not fit."""
-        self.task.fit(tokenizer, max_tokens)
-        self._describe()
-
-    def _describe(self) -> None:
-        self.name, self.grader, self.counts = self.task.name, self.task.grader, self.task.counts
-        self.train_size = self.task.train_size
-        self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
 
     def answer(self, row: Mapping[str, Any]) -> str:
         """Return the right answer of a row; raises EnvError where there is none."""
@@ -256,6 +204,19 @@ class DataTask(Task):
                 "can only be trained on their rewards (env_type: reasoning)"
             )
         return answer
+
+
+def examples_at(
+    task: Task | EpisodeTask, position: int, tokenizer: Any, context_length: int
+) -> tuple[list[Trajectory], Place]:
+    """Return what the training row at a position teaches; where it is too long, what its stand-in does.
+
+    Raises ConfigError for a task that has no examples, EnvError where the stand-ins are too long as well.
+    """
+    if not isinstance(task, DataTask):
+        raise ConfigError(f"{task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
+    row, made, skipped = task.first_that_fits(position, lambda row: task.examples(tokenizer, row, context_length))
+    return trajectories(made, 0, row), Place(row, skipped=skipped, level=task.level(position))
 
 
 class DataGym(ABC):

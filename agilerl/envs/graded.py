@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agilerl.arguments import checked
-from agilerl.envs.core import AnyTask, Message, Row, Split, Task
+from agilerl.envs.core import AnyTask, Task, TaskWrapper
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.base import BaseGrader, close, setup
@@ -12,8 +12,6 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
 from agilerl.validation import nearest
-
-__all__ = ["GradedTask", "TaskGrader", "all_weights", "check_evolving_weights"]
 
 
 class TaskGrader(BaseGrader):
@@ -38,7 +36,7 @@ class TaskGrader(BaseGrader):
         return self.task.grade(completions, rows)
 
 
-class GradedTask(Task):
+class GradedTask(TaskWrapper):
     """The questions of a task, graded by ``grader`` in training and by ``fitness_grader`` in exams and tests.
 
     Without a ``fitness_grader`` exams are graded as training is. With one, selection compares agents by a measure that
@@ -52,8 +50,8 @@ class GradedTask(Task):
         Raises:
             ConfigError: a grader that cannot be called.
         """
-        self.task, self._grader, self.fitness_grader = task, grader, fitness_grader
-        self._describe()
+        super().__init__(task)
+        self._grader, self.fitness_grader, self.grader = grader, fitness_grader, grader_name(grader)
 
     def __repr__(self) -> str:
         fitness = "" if self.fitness_grader is None else f", fitness_grader={grader_name(self.fitness_grader)}"
@@ -63,14 +61,6 @@ class GradedTask(Task):
     def weights(self) -> Mapping[str, float]:
         """Weights of the parts of the reward of training, by name; empty where it is not a ``CombinedGrader``."""
         return self._grader.weights if isinstance(self._grader, CombinedGrader) else {}
-
-    def row(self, split: Split, index: int) -> Row:
-        """Return the task's row."""
-        return self.task.row(split, index)
-
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the task's conversation."""
-        return self.task.messages(row)
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return what the grader of training says."""
@@ -84,39 +74,17 @@ class GradedTask(Task):
         """Return the grades of exams."""
         return grade(self._grader if self.fitness_grader is None else self.fitness_grader, completions, rows)
 
-    def level(self, position: int) -> int | None:
-        """Return the task's."""
-        return self.task.level(position)
-
-    def demonstration(self, row: Mapping[str, Any]) -> str | None:
-        """Return the task's."""
-        return self.task.demonstration(row)
-
-    def counterexample(self, row: Mapping[str, Any]) -> str | None:
-        """Return the task's."""
-        return self.task.counterexample(row)
-
     def prepare(self) -> None:
         """Prepare the task and set the graders up."""
-        self.task.prepare()
+        super().prepare()
         setup(self._grader)
         setup(self.fitness_grader)
-
-    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
-        """Let the task leave out what does not fit."""
-        self.task.fit(tokenizer, max_tokens)
-        self._describe()
 
     def close(self) -> None:
         """Close the graders and the task."""
         close(self._grader)
         close(self.fitness_grader)
-        self.task.close()
-
-    def _describe(self) -> None:
-        self.name, self.grader, self.counts = self.task.name, grader_name(self._grader), self.task.counts
-        self.train_size = self.task.train_size
-        self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
+        super().close()
 
 
 def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str, float] | None:

@@ -1,151 +1,94 @@
-"""From prompts to graded trajectories: all agents' completions in one generate call, then the graders."""
+"""From asks to graded trajectories; in a group of processes each does a part, and all of them get the whole."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from time import perf_counter
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-import torch
+from agilerl.data import Completion, EpisodeOutcome, Trajectory
+from agilerl.envs.core import Row, Task
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.models.lockstep import Lockstep, agreed
+from agilerl.processes import Processes
+from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
+from agilerl.rollouts.episodes import collect_episodes
+from agilerl.rollouts.failures import Failure
+from agilerl.rollouts.questions import collect_answers
+from agilerl.rollouts.rollout import CollectReport
 
-from agilerl.data import Completion, Trajectory
-from agilerl.envs.core import Row, Task, grade_completions
-from agilerl.envs.prompts import decode_completions
-from agilerl.errors import RewardError
-from agilerl.functional import MetricReducer
-from agilerl.rewards.combine import weighted
-from agilerl.rewards.grades import AllGradesFailedError, Grade, Grades
-from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
-from agilerl.rollouts.failures import Failure, failure_of
-
-__all__ = ["CollectReport", "TaskRequest", "collect", "grader_metrics"]
-
-
-@dataclass(frozen=True)
-class TaskRequest:
-    """Some samples of one row of a task for one agent."""
-
-    row: Row
-    generation: GenerationRequest
-    group: int
-    weights: Mapping[str, float] | None = None
-    """The agent's own weights of all parts of the reward; None: the grader's."""
-
-
-@dataclass
-class CollectReport:
-    """Wall seconds of the two halves of a collection, and what went wrong in it."""
-
-    rollout: float = 0.0
-    reward: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
-    """By request, one for each sample that has no grade because something failed."""
+Collected = tuple[list[list[Trajectory]], CollectReport]
+"""The trajectories of each ask, in order, with the seconds spent and what failed."""
 
 
 def collect(
-    engine: RolloutEngine, task: Task, tokenizer: Any, requests: Sequence[TaskRequest]
-) -> tuple[list[list[Trajectory]], CollectReport]:
-    """Return the trajectories of each request, in order, with the seconds spent and what failed.
+    processes: Processes,
+    lockstep: Lockstep | None,
+    engine: RolloutEngine,
+    task: Task | EpisodeTask,
+    tokenizer: Any,
+    asks: Sequence[Ask],
+) -> Collected:
+    """Sample and grade what is asked for, each process some consecutive asks, which are decoded together.
 
-    A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
-    the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
+    Every process gives the same asks. Seconds are those of the slowest.
     """
-    report = CollectReport()
-    start = perf_counter()
-    groups = engine.generate([r.generation for r in requests])
-    report.rollout = perf_counter() - start
-    flat = [(place, completion) for place, group in enumerate(groups) for completion in group]
-    # Finished decoding belongs to the reward phase: it is what the grader reads.
-    start = perf_counter()
-    texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
-    whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
-    graded = [requests[flat[n][0]] for n in whole]
-    rows = [{**request.row, "completion_ids": flat[n][1].token_ids} for n, request in zip(whole, graded)]
-    verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
-    result: list[list[Trajectory]] = [[] for _ in requests]
-    for n, (place, completion) in enumerate(flat):
-        verdict = verdicts.get(n, _Verdict())
-        if completion.finish_reason == "oom":
-            report.failures.append(Failure(place, "oom", "memory does not hold a single completion"))
-        elif verdict.reward is None and verdict.error is not None:
-            report.failures.append(failure_of(place, verdict.error))
-        result[place].append(_trajectory(requests[place], completion, texts[n], verdict))
-    report.reward = perf_counter() - start
-    return result, report
+    if processes.size == 1:
+        return _collected(engine, task, tokenizer, asks)
+    # Of a question every process knows the row; that of an episode shows when it has been played.
+    own, rows = processes.share(len(asks)), [None if task.multi_turn else ask.place.row for ask in asks]
 
+    def sample() -> bytes:
+        groups, report = _collected(engine, task, tokenizer, asks[own.start : own.stop])
+        return json.dumps(
+            {
+                "groups": [[_encoded(t, row) for t in group] for group, row in zip(groups, rows[own.start : own.stop])],
+                "seconds": [report.rollout, report.reward],
+                "failures": [[own.start + f.request, f.kind, f.message] for f in report.failures],
+            }
+        ).encode()
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What the graders said about one completion."""
-
-    reward: Grade = None
-    scores: Mapping[str, Grade] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()
-    error: RewardError | None = None
-    """What went wrong first."""
-
-
-def _verdicts(task: Task, requests: Sequence[TaskRequest], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
-    """Grade completions; where a grader fails on a whole batch, that is what is said of each of them."""
-    exam = any(r.generation.purpose != "rollout" for r in requests)
-    try:
-        grades = grade_completions(task, rows, texts, exam=exam)
-    except AllGradesFailedError as error:
-        return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(requests))]
-    except RewardError as error:
-        slots = {request.generation.slot for request in requests}
-        if len(slots) < 2:
-            return [_Verdict(error=error) for _ in requests]
-        # It broke its protocol on the batch as a whole: the texts of one agent must not cost the others theirs.
-        found: dict[int, _Verdict] = {}
-        for slot in slots:
-            own = [place for place, request in enumerate(requests) if request.generation.slot == slot]
-            parts = [requests[k] for k in own], [rows[k] for k in own], [texts[k] for k in own]
-            found |= dict(zip(own, _verdicts(task, *parts)))
-        return [found[place] for place in range(len(requests))]
-    rewards = _rewards(requests, grades)
-    return [
-        _Verdict(reward, grades.scores_at(place), grades.failed_at(place), grades.reasons.get(place))
-        for place, reward in enumerate(rewards)
-    ]
-
-
-def _rewards(requests: Sequence[TaskRequest], grades: Grades) -> list[Grade]:
-    """Return the reward of each completion, by the weights of the agent that it is for."""
-    # One mapping an agent, so one sum over the batch for each of them.
-    distinct = {id(r.weights): r.weights for r in requests if r.weights is not None}
-    sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
-    return [sums.get(id(r.weights), grades.rewards)[place] for place, r in enumerate(requests)]
-
-
-def _trajectory(request: TaskRequest, completion: Completion, text: str, verdict: _Verdict) -> Trajectory:
-    return Trajectory(
-        prompt_ids=list(request.generation.prompt_ids),
-        token_ids=completion.token_ids,
-        action_mask=[True] * len(completion.token_ids),
-        logprobs=completion.logprobs,
-        rewards=[float("nan") if verdict.reward is None else float(verdict.reward)],
-        group=request.group,
-        finish_reason=completion.finish_reason,
-        text=text,
-        row=request.row,
-        scores=verdict.scores,
-        failed=verdict.failed,
+    parts = [json.loads(part) for part in agreed(processes, sample, lockstep)]
+    report = CollectReport(
+        max(part["seconds"][0] for part in parts),
+        max(part["seconds"][1] for part in parts),
+        [Failure(*failure) for part in parts for failure in part["failures"]],
     )
+    found = [group for part in parts for group in part["groups"]]
+    return [[_decoded(t, row) for t in group] for group, row in zip(found, rows, strict=True)], report
 
 
-def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return mean and spread of what each grader said, and how often it failed; empty where none is kept apart.
+def generate_beside(
+    processes: Processes, lockstep: Lockstep | None, engine: RolloutEngine, requests: Sequence[GenerationRequest]
+) -> list[list[Completion]]:
+    """Return the completions of this process's own requests, while the others generate theirs."""
+    if processes.size == 1:
+        return engine.generate(requests)
+    found: list[list[list[Completion]]] = []
 
-    ``rewards/<grader>/mean`` and ``/std`` are over the completions that it applied to, and missing if there are none.
-    """
-    said = MetricReducer()
-    failures = {name: 0.0 for t in trajectories for name in t.scores}
-    for name in failures:
-        scores = torch.tensor([s for t in trajectories if (s := t.scores.get(name)) is not None], dtype=torch.float64)
-        if len(scores):
-            said.add(f"rewards/{name}/mean", scores)
-            said.add(f"rewards/{name}/std", scores, reduction="std")
-    for trajectory in trajectories:
-        for name in trajectory.failed:
-            failures[name] += 1
-    return said.result() | {f"reward_errors/{name}": count for name, count in failures.items()}
+    def sample() -> bytes:
+        found.append(engine.generate(requests))
+        return b""
+
+    agreed(processes, sample, lockstep)
+    return found[0]
+
+
+def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
+    if isinstance(task, EpisodeTask):
+        return collect_episodes(engine, task, tokenizer, asks)
+    return collect_answers(engine, task, tokenizer, asks)
+
+
+def _encoded(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
+    """Return a trajectory as plain data, without its ``row`` where every process knows that already."""
+    values = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
+    if trajectory.outcome is not None:
+        values["outcome"] = asdict(trajectory.outcome)
+    return {**values, "scores": dict(trajectory.scores), "row": dict(trajectory.row) if row is None else {}}
+
+
+def _decoded(values: dict[str, Any], row: Row | None) -> Trajectory:
+    outcome = values["outcome"]
+    values["outcome"] = None if outcome is None else EpisodeOutcome(**outcome)
+    trajectory = Trajectory(**{**values, "failed": tuple(values["failed"])})
+    return trajectory if row is None else replace(trajectory, row=row)

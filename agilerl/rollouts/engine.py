@@ -1,13 +1,12 @@
-"""The rollout engine protocol: prompts, slots and sampling settings in, completions out."""
+"""What is asked for: samples of a task by a population (``Ask``), completions by an engine (``GenerationRequest``)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from agilerl.data import Completion
+from agilerl.envs.core import Place, Split
 from agilerl.errors import ConfigError
-
-__all__ = ["GenerationRequest", "RolloutEngine", "SamplingSettings"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,38 @@ class SamplingSettings:
             and self.repetition_penalty == 1.0
             and self.min_new_tokens == 0
         )
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Some samples of one place of a task for one agent."""
+
+    slot: int | None
+    """Adapter slot; None asks the base model."""
+    place: Place
+    samples: int
+    sampling: Callable[[int], SamplingSettings]
+    """From the length of a prompt to how its completion is drawn."""
+    context_length: int
+    """Most tokens of prompt and completion together."""
+    group: int
+    split: Split = "train"
+    key: tuple[int, ...] = ()
+    """Names the random streams of the samples, beside the purpose; those of an episode add turn and sample."""
+    reserve: int = 1
+    """Tokens that later prompts of an episode leave for the completion, or else it is cut."""
+    weights: Mapping[str, float] | None = None
+    """The agent's own weights of all parts of the reward; None: the grader's."""
+
+    @property
+    def purpose(self) -> str:
+        """What the samples are for: training and exams never share draws."""
+        return "rollout" if self.split == "train" else self.split
+
+    def generation(self, prompt_ids: Sequence[int], samples: int, *key: int) -> "GenerationRequest":
+        """Return what the engine is asked for: completions of a prompt, with ``key`` added to the ask's own."""
+        sampling = self.sampling(len(prompt_ids))
+        return GenerationRequest(self.slot, prompt_ids, samples, sampling, self.purpose, (*self.key, *key))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From seeds to trajectories: the episodes of all agents advance together, turn by turn, in one decode batch."""
+"""Asks of a multi-turn environment: the episodes of all agents advance together, turn by turn, in one decode batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,45 +7,23 @@ from time import perf_counter
 from typing import Any, Literal
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.conversation import ChatFormat
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import decode_completions
+from agilerl.envs.stepping import call_all
 from agilerl.errors import EnvError
-from agilerl.rollouts.collect import CollectReport
-from agilerl.rollouts.engine import GenerationRequest, RolloutEngine, SamplingSettings
+from agilerl.rollouts.engine import Ask, RolloutEngine
 from agilerl.rollouts.failures import Failure
-from agilerl.rollouts.stepping import call_all
-
-__all__ = ["EpisodeRequest", "collect_episodes", "episode_metrics"]
-
-
-@dataclass(frozen=True)
-class EpisodeRequest:
-    """Some episodes of one seed for one agent."""
-
-    slot: int | None
-    """Adapter slot; None asks the base model."""
-    seed: int
-    samples: int
-    sampling: Callable[[int], SamplingSettings]
-    """From the length of a prompt to how its completion is drawn."""
-    context_length: int
-    reserve: int
-    """Tokens that a prompt leaves for the completion."""
-    group: int
-    purpose: str = "rollout"
-    key: tuple[int, ...] = ()
-    """Turn t of sample s draws from a stream of its own, named by ``(purpose, *key, t, s)``."""
+from agilerl.rollouts.rollout import CollectReport
 
 
 @dataclass
 class _Playing:
     """An episode that is being played."""
 
-    request: EpisodeRequest
-    place: int
-    """Of the request, among all of them."""
+    ask: Ask
+    number: int
+    """Of the ask, among all of them."""
     sample: int
     episode: Episode
     lost: bool = field(default=False)
@@ -55,28 +33,29 @@ class _Playing:
 
     def fail(self, kind: Literal["oom", "reward_error", "timeout"], message: str) -> None:
         """End the episode without a grade."""
-        self.failure = Failure(self.place, kind, message)
+        self.failure = Failure(self.number, kind, message)
         self.episode.fail(message)
 
 
 def collect_episodes(
-    engine: RolloutEngine, task: EpisodeTask, chat: ChatFormat, requests: Sequence[EpisodeRequest]
+    engine: RolloutEngine, task: EpisodeTask, tokenizer: Any, asks: Sequence[Ask]
 ) -> tuple[list[list[Trajectory]], CollectReport]:
-    """Return the trajectories of each request, in order, with the seconds of decoding and of the environments.
+    """Return the trajectories of each ask, in order, with the seconds of decoding and of the environments.
 
+    A sample is one trajectory, or several where the context was rewritten on the way.
     An episode whose environment raises or does not answer in time ends there and has no grade (NaN): it is masked out
     of training and does not stop the others. The report names each of them.
 
     Raises:
         EnvError: one seed began in two ways.
     """
-    report, start = CollectReport(), perf_counter()
+    report, start, chat = CollectReport(), perf_counter(), task.chat(tokenizer)
     playing = [
-        _Playing(request, place, sample, task.episode(chat, request.context_length, request.reserve))
-        for place, request in enumerate(requests)
-        for sample in range(request.samples)
+        _Playing(ask, number, sample, task.episode(chat, ask.context_length, ask.reserve))
+        for number, ask in enumerate(asks)
+        for sample in range(ask.samples)
     ]
-    _call(task, playing, [partial(p.episode.begin, p.request.seed) for p in playing])
+    _call(task, playing, [partial(p.episode.begin, p.ask.place.row["seed"]) for p in playing])
     _check_pure(playing)
     report.reward += perf_counter() - start
     turn = 0
@@ -85,7 +64,7 @@ def collect_episodes(
         completions = _complete(engine, live, turn)
         report.rollout += perf_counter() - start
         start = perf_counter()
-        texts = decode_completions(chat.tokenizer, [c.token_ids for c in completions])
+        texts = decode_completions(tokenizer, [c.token_ids for c in completions])
         acting = [(p, c, text) for p, c, text in zip(live, completions, texts) if c.finish_reason != "oom"]
         _call(task, [p for p, _, _ in acting], [partial(p.episode.act, c, text) for p, c, text in acting])
         for p, completion in zip(live, completions):
@@ -97,9 +76,9 @@ def collect_episodes(
     for p in playing:
         if not p.lost:
             task.give_back(p.episode.env)
-    groups: list[list[Trajectory]] = [[] for _ in requests]
+    groups: list[list[Trajectory]] = [[] for _ in asks]
     for p in playing:
-        groups[p.place] += p.episode.trajectories(p.request.group, p.sample)
+        groups[p.number] += p.episode.trajectories(p.ask.group, p.sample)
     return groups, report
 
 
@@ -130,12 +109,9 @@ def _call(task: EpisodeTask, playing: Sequence[_Playing], calls: Sequence[Callab
 
 def _complete(engine: RolloutEngine, live: Sequence[_Playing], turn: int) -> list[Completion]:
     """Return the next completion of every episode, all of them decoded together."""
-    generation: list[GenerationRequest] = []
-    for p in live:
-        r, prompt = p.request, p.episode.prompt_ids
-        key = (*r.key, turn, p.sample)
-        generation.append(GenerationRequest(r.slot, prompt, 1, r.sampling(len(prompt)), r.purpose, key))
-    return [group[0] for group in engine.generate(generation)]
+    # Turn t of sample s draws from a stream of its own, whatever else is in the batch.
+    requests = [p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample) for p in live]
+    return [group[0] for group in engine.generate(requests)]
 
 
 def _check_pure(playing: Sequence[_Playing]) -> None:
@@ -144,9 +120,10 @@ def _check_pure(playing: Sequence[_Playing]) -> None:
     for p in playing:
         if p.episode.error is not None:
             continue
-        known = first.setdefault(id(p.request), p.episode.prompt_ids)
+        known = first.setdefault(id(p.ask), p.episode.prompt_ids)
         if known != p.episode.prompt_ids:
+            name, seed = type(p.episode.env.unwrapped).__name__, p.ask.place.row["seed"]
             raise EnvError(
-                f"{type(p.episode.env.unwrapped).__name__}.reset(seed={p.request.seed}) gave two different first "
-                "observations; an episode must be a pure function of its seed, see agilerl check"
+                f"{name}.reset(seed={seed}) gave two different first observations; an episode must be a pure "
+                "function of its seed, see agilerl check"
             )

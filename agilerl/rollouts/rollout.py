@@ -1,4 +1,4 @@
-"""One training batch of every agent of a population."""
+"""What comes of asking: a report of one collection, and the training batch of every agent of a population."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,11 +6,20 @@ from dataclasses import dataclass, field
 import torch
 
 from agilerl.data import Trajectory
+from agilerl.envs.core import Place
 from agilerl.functional import zero_variance_groups
-from agilerl.rollouts.collect import CollectReport
+from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.failures import Failure, Outcome, check_error_rate, sampling_outcome
 
-__all__ = ["Rollout", "teaches_nothing"]
+
+@dataclass
+class CollectReport:
+    """Wall seconds of the two halves of a collection, and what went wrong in it."""
+
+    rollout: float = 0.0
+    reward: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+    """By ask, one for each sample that has no grade because something failed."""
 
 
 @dataclass
@@ -19,7 +28,7 @@ class Rollout:
 
     trajectories: dict[int, list[Trajectory]]
     """All that was sampled, by agent index, groups in prompt order."""
-    times: CollectReport
+    times: CollectReport = field(default_factory=CollectReport)
     dropped: dict[int, set[int]] = field(default_factory=dict)
     """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
     skipped: dict[int, int] = field(default_factory=dict)
@@ -43,14 +52,21 @@ class Rollout:
         broken = any(t.finish_reason == "error" for t in self.trajectories[index])
         return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()), broken=broken)
 
-    def note(self, report: CollectReport, owners: Sequence[int], samples: Sequence[int]) -> None:
-        """Take in what a collection took and what failed in it; request k was for ``samples[k]`` of ``owners[k]``."""
+    def note(self, report: CollectReport, owners: Sequence[int], asks: Sequence[Ask]) -> None:
+        """Take in what a collection took and what failed in it; ``asks[k]`` was of the agent ``owners[k]``."""
         self.times.rollout += report.rollout
         self.times.reward += report.reward
-        for owner, count in zip(owners, samples, strict=True):
-            self.samples[owner] = self.samples.get(owner, 0) + count
+        for owner, ask in zip(owners, asks, strict=True):
+            self.samples[owner] = self.samples.get(owner, 0) + ask.samples
+            self.note_place(owner, ask.place)
         for failure in report.failures:
             self.failures.setdefault(owners[failure.request], []).append(failure)
+
+    def note_place(self, owner: int, place: Place) -> None:
+        """Take in what stood at a training position of an agent."""
+        self.skipped[owner] = self.skipped.get(owner, 0) + place.skipped
+        if place.level is not None:
+            self.levels.setdefault(owner, []).append(place.level)
 
     def check(self, max_error_rate: float, *, episodes: bool) -> None:
         """Raise RewardError, or EnvError for episodes, where more than this share of all samples failed."""

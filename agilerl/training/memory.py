@@ -68,9 +68,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     """
     runtime, options, agents = population.runtime, population.runtime.options, population.agents
     workers, limit = runtime.processes.size, population.context_length
-    longest = max(
-        population.source.row_length(split, population.eval_max_new_tokens or limit, limit) for split in _PANELS
-    )
+    longest = max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in _PANELS)
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     at_once = max(sum(rows), len(agents) * config.environment.eval_prompts) / workers
     passes = [_passes(agent, count, padded_length(longest)) for agent, count in zip(agents, rows)]

@@ -9,15 +9,12 @@ from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.population import Population
-from agilerl.rollouts.sources import QuestionSource
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 
-__all__ = ["TRIED_PROMPTS", "check_room", "check_sampling", "largest_rank", "start_sampling"]
+__all__ = ["check_room", "check_sampling", "largest_rank", "start_sampling"]
 
 _PANELS: tuple[Split, ...] = ("exam", "test")
-TRIED_PROMPTS = 256
-"""Training prompts that are rendered before a run starts, to see whether they fit."""
 
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
@@ -74,7 +71,7 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
     limit, most = population.context_length, population.runtime.base.context_length
     asked = [] if population.learns_from_data else [_training_row(population, limit)]
     if settings.exams == "vllm":
-        exam = max(max(population.source.prompt_lengths(split, limit)) for split in _PANELS)
+        exam = max(max(population.lengths(split).prompts) for split in _PANELS)
         asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
     prompt, completion = max(asked, key=sum, default=(0, 0))
     if prompt + completion > room:
@@ -88,11 +85,6 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
 
 def _training_row(population: Population, limit: int) -> tuple[int, int]:
     """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
-    source = population.source
-    if isinstance(source, QuestionSource):
-        tried = (source.train(k, limit, lambda row: source.render(row, limit))[1] for k in range(TRIED_PROMPTS))
-        prompt = max(map(len, tried))
-    else:
-        prompt = max(source.prompt_lengths("train", limit))
+    prompt = max(population.lengths("train").prompts)
     longest = (agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
     return prompt, min(max(longest), limit - prompt)

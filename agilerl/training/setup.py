@@ -10,13 +10,12 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.algorithms.from_data import DataAlgorithm
 from agilerl.bounds import compiled_pattern
 from agilerl.config.named_files import digests
 from agilerl.config.run import GeneConfig, RunConfig
 from agilerl.distributed.islands import IslandPopulation, founders
 from agilerl.distributed.topology import SOLITARY, Topology, local_share
-from agilerl.envs.core import Task
+from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Mutations
@@ -27,13 +26,12 @@ from agilerl.hpo.truncation import TruncationSelection
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
 from agilerl.population import Population
-from agilerl.rollouts.sources import QuestionSource
 from agilerl.run_date import pinned
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.resolved import algorithm_class, algorithm_classes, document, hyperparameters, shared_options
-from agilerl.training.sampling import TRIED_PROMPTS, check_sampling, start_sampling
+from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown, validated
@@ -176,7 +174,7 @@ def check(config: RunConfig) -> None:
 def _check_source(config: RunConfig) -> None:
     """Raise ConfigError unless the algorithm learns from what the environment offers."""
     algorithm, found = algorithm_class(config), config.environment.env_type
-    wanted = [algorithm.env_type] if issubclass(algorithm, DataAlgorithm) else ["reasoning", "multiturn"]
+    wanted = [algorithm.env_type, *(["multiturn"] if algorithm.env_type == "reasoning" else [])]
     if found not in wanted:
         raise ConfigError(
             f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
@@ -308,12 +306,10 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 
 def try_prompts(population: Population) -> None:
     """Render the panels and what training begins with: a prompt that does not fit stops the run before it starts."""
-    source, limit = population.source, population.context_length
     for split in ("exam", "test"):
-        source.prompt_lengths(split, limit)
+        population.lengths(split)
     if population.learns_from_data:
-        for position in range(TRIED_PROMPTS):
+        for position in range(TRIED_ROWS):
             population.examples(position)
-    elif isinstance(source, QuestionSource):
-        for position in range(TRIED_PROMPTS):
-            source.train(position, limit, lambda row: source.render(row, limit))
+    else:
+        population.places("train")

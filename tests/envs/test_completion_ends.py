@@ -12,15 +12,16 @@ import torch
 
 from agilerl.algorithms.experiences import ActionResult, action_result
 from agilerl.data import Completion
-from agilerl.envs.core import Row, Split, Task
+from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids
 from agilerl.envs.reasoning import ReasoningGym
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.collect import TaskRequest, collect
-from agilerl.rollouts.episodes import EpisodeRequest, collect_episodes
+from agilerl.rollouts.engine import Ask
+from agilerl.rollouts.episodes import collect_episodes
+from agilerl.rollouts.questions import collect_answers
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 
@@ -125,8 +126,8 @@ def acted(case: Case, tokenizer: Any, prompt: dict[str, Any]) -> ActionResult:
 
 def test_all_paths_read_the_same_text(case: Case, tokenizer: Any) -> None:
     task, engine = Listening(), engine_of(case, tokenizer)
-    request = TaskRequest(task.row("train", 0), GenerationRequest(0, [1, 2], 2, SAMPLING), 0)
-    ((first, _),), _ = collect(engine, task, tokenizer, [request])
+    ask = Ask(0, Place(task.row("train", 0), [1, 2]), 2, lambda length: SAMPLING, 100, 0)
+    ((first, _),), _ = collect_answers(engine, task, tokenizer, [ask])
     assert (first.text, first.token_ids, task.heard[0]) == (case.text, case.ids(tokenizer), case.text)
 
     gym = ReasoningGym.from_task(Listening(), tokenizer, 1)
@@ -135,8 +136,8 @@ def test_all_paths_read_the_same_text(case: Case, tokenizer: Any) -> None:
     assert gym.task.heard[0] == case.text
 
     episodes = EpisodeTask(lambda: Echo(length=1), max_turns=1)
-    ask = EpisodeRequest(0, 3, 1, lambda length: SAMPLING, 100, 1, 0)
-    ((row,),), _ = collect_episodes(engine, episodes, episodes.chat(tokenizer), [ask])
+    ask = Ask(0, Place({"seed": 3}), 1, lambda length: SAMPLING, 100, 0)
+    ((row,),), _ = collect_episodes(engine, episodes, tokenizer, [ask])
     assert row.text.startswith(f"> {case.text}\n")
     assert row.token_ids == case.ids(tokenizer)
     assert row.action_mask == [True] * len(row.token_ids)

@@ -298,7 +298,7 @@ GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows"
 SEEN_ELSEWHERE = {
     "ALGORITHMS", "GRADER_CHECKS", "LIBRARY",  # tables
     "LLMPPO", "LLMREINFORCE",  # other names
-    "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "MultiTurnEnv", "BaseGrader",  # to subclass
+    "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader",  # to subclass
     "ToolCallParser",  # also
     "Grader", "Row",  # types
     "GraderCase", "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult", "AgentFiles",  # results

@@ -294,8 +294,8 @@ def test_a_training_row_that_does_not_fit_is_skipped_and_counted(rows: list[dict
     assert [agent.position for agent in population.agents] == [12, 12]
 
     def seen(positions: range) -> list[str]:
-        source = Population(agents, made).source
-        return [source.train(p, 1024, lambda row: source.render(row, 1024))[0]["question"] for p in positions]
+        tokenizer = Population(agents, made).tokenizer
+        return [made.place_at("train", p, tokenizer, 1024).row["question"] for p in positions]
 
     assert seen(range(12)) == [
         t.row["question"] for t in rollout.trajectories[0][:: len(rollout.trajectories[0]) // 12]

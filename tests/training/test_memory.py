@@ -37,7 +37,7 @@ def longest_row(*overrides: str) -> int:
     population = build(load_manifest(None, [*SMALL, *overrides])).population
     limit = population.context_length
     panels: tuple[Split, ...] = ("exam", "test")
-    return max(population.source.row_length(split, population.eval_max_new_tokens or limit, limit) for split in panels)
+    return max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in panels)
 
 
 def test_a_layer_by_hand() -> None:

@@ -21,9 +21,9 @@ def config(*overrides: str) -> RunConfig:
 @pytest.mark.model
 def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> None:
     population = build(config("algorithm.max_output_tokens=9", "training.eval_max_new_tokens=7")).population
-    source, limit = population.source, population.context_length
-    exam = max(max(source.prompt_lengths(split, limit)) for split in ("exam", "test"))
-    train = max(len(source.train(k, limit, lambda row: source.render(row, limit))[1]) for k in range(256))  # type: ignore[attr-defined]
+    exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
+    task, tokenizer, limit = population.task, population.tokenizer, population.context_length
+    train = max(len(task.place_at("train", k, tokenizer, limit).prompt_ids) for k in range(256))
     need = max(exam + 7, train + 9)
     check_room(population, VLLMConfig(), need)
     with pytest.raises(ConfigError, match=rf"holds {need - 1} tokens .* together {need}; raise algorithm"):

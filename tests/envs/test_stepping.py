@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agilerl.rollouts.stepping import call_all
+from agilerl.envs.stepping import call_all
 
 
 def fail() -> None:
