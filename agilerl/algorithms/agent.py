@@ -23,7 +23,7 @@ from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import Environment, examine, of_all
 from agilerl.algorithms.experiences import ActionResult, action_result, prompt_ids, to_batch
 from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.reference import fingerprint
+from agilerl.algorithms.logprobs import fingerprint
 from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,

@@ -9,7 +9,7 @@ from torch import Tensor
 from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
 from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.reference import ReferenceLogprobs
+from agilerl.algorithms.logprobs import ReferenceLogprobs
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,26 +20,8 @@ from agilerl.models.memory import attempt
 from agilerl.models.slots import AdapterStore
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
-__all__ = ["Piece", "Share", "accumulate", "accumulate_all"]
-
 _HEADER = 8
 """Bytes that say how long the JSON before the gradients is."""
-
-
-@dataclass
-class Piece:
-    """One micro-batch of one agent and the window it belongs to."""
-
-    agent: Learner
-    experience: Experience
-    rows: Tensor
-    denominator: float
-    loss: LossFunction | None = None
-    """Used in place of the agent's own; None: the agent's."""
-    metrics: MetricReducer = field(default_factory=MetricReducer)
-    """Of this micro-batch alone, until all of them have been computed."""
-    is_finite: bool = True
-    """Whether its loss was."""
 
 
 @dataclass
@@ -54,7 +36,7 @@ class Share:
     loss: LossFunction | None = None
     """Used in place of the agent's own; None: the agent's."""
 
-    def cut(self) -> tuple[list[Piece], int]:
+    def cut(self) -> tuple[list["_Piece"], int]:
         """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
 
         Idle rows are idle under the algorithm's own objective only; another loss sees every row.
@@ -65,7 +47,29 @@ class Share:
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
         parts = torch.split(busy, self.agent.micro_rows(batch)) if len(busy) else ()
-        return [Piece(self.agent, self.experience, rows, self.denominator, self.loss) for rows in parts], skipped
+        return [_Piece(self, rows) for rows in parts], skipped
+
+
+@dataclass
+class _Piece:
+    """One micro-batch: rows of one agent that go through the base together."""
+
+    share: Share
+    rows: Tensor
+    metrics: MetricReducer = field(default_factory=MetricReducer)
+    """Of this micro-batch alone, until all of them have been computed: a pass that memory did not hold leaves none."""
+    is_finite: bool = True
+    """Whether its loss was."""
+
+    @property
+    def slot(self) -> int:
+        """Slot of the agent's policy."""
+        return self.share.agent.slot
+
+    @cached_property
+    def batch(self) -> RolloutBatch:
+        """The rows, cut to the shortest padded length that holds them."""
+        return self.share.experience.batch.select(self.rows)
 
 
 class _Overflow(NamedTuple):
@@ -79,7 +83,7 @@ class _Overflow(NamedTuple):
     """Rows of it where it was of one agent alone, else 0."""
 
 
-def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list[Learner]:
+def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list[Learner]:
     """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
 
     All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
@@ -94,7 +98,7 @@ def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: b
     pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
     while True:
         cuts = [share.cut() for share in left]
-        full = _accumulate_pieces(runtime, [pieces for pieces, _ in cuts])
+        full = _divided(runtime, [pieces for pieces, _ in cuts])
         if full is None:
             break
         for slot in slots:
@@ -113,16 +117,16 @@ def accumulate_all(runtime: Runtime, shares: Sequence[Share], *, keep_pending: b
     return unfit
 
 
-def _accumulate_pieces(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> _Overflow | None:
-    """Add the gradients of each agent's micro-batches; returns what memory did not hold, if there is such a thing.
+def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
+    """Compute each agent's micro-batches, on all processes together; returns what memory did not hold, if anything.
 
     On a CPU the processes add up one micro-batch of each after the other, in the order in which one process would, to
     the same bits. Elsewhere each adds up its own, and the sums are added: a single transfer.
     """
     processes, store = runtime.processes, runtime.store
     if processes.size == 1:
-        return _accumulate_packs(runtime, pieces)
-    slots = {i: list(own[0].agent.optimizer_settings()) for i, own in enumerate(pieces) if own}
+        return _in_packs(runtime, pieces)
+    slots = {i: list(own[0].share.agent.optimizer_settings()) for i, own in enumerate(pieces) if own}
     every = [slot for own in slots.values() for slot in own]
     longest = max((len(own) for own in pieces), default=0)
     in_order = _adds_in_order(store)
@@ -163,10 +167,10 @@ def _adds_in_order(store: AdapterStore) -> bool:
 
 
 def _compute(
-    runtime: Runtime, pieces: Sequence[Sequence[Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
+    runtime: Runtime, pieces: Sequence[Sequence[_Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
 ) -> bytes:
     """Compute this process's micro-batches; returns what the others have to know, with the gradients of ``slots``."""
-    full = _accumulate_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
+    full = _in_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
     done = [(i, k) for i, mine in enumerate(places) for k in mine] if full is None else []
     reports = [[i, k, pieces[i][k].metrics.state(), pieces[i][k].is_finite] for i, k in done]
     header = json.dumps([full, reports]).encode()
@@ -180,27 +184,25 @@ def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
     return None if full is None else _Overflow(*full), reports, bytearray(part[end:])
 
 
-def _accumulate_packs(runtime: Runtime, pieces: Sequence[Sequence[Piece]]) -> _Overflow | None:
-    """Add the gradients of each agent's micro-batches, the k-th ones of all agents together."""
+def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
+    """Compute each agent's micro-batches, the k-th ones of all agents together, until memory does not hold a pass."""
     for k in range(max((len(own) for own in pieces), default=0)):
         for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
-            if attempt(partial(accumulate, runtime, pack)) is None:
-                first = pack[0]
-                length = first.experience.batch.select(first.rows).ids.shape[1]
-                rows = sum(len(piece.rows) for piece in pack)
-                return _Overflow(rows * length, first.agent.slot, rows if len(pack) == 1 else 0)
+            if attempt(partial(_forward_backward, runtime, pack)) is None:
+                first, rows = pack[0], sum(len(piece.rows) for piece in pack)
+                return _Overflow(rows * first.batch.ids.shape[1], first.slot, rows if len(pack) == 1 else 0)
     return None
 
 
-def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
+def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
     """Group micro-batches of equal padded length into forward passes of at most ``max_tokens`` tokens.
 
     Lengths never mix: a row's bits in the backward pass of attention depend on the padded length.
     """
-    by_length: dict[int, list[Piece]] = {}
-    for piece in sorted(pieces, key=lambda p: p.agent.slot):
-        by_length.setdefault(piece.experience.batch.select(piece.rows).ids.shape[1], []).append(piece)
-    packs: list[list[Piece]] = []
+    by_length: dict[int, list[_Piece]] = {}
+    for piece in sorted(pieces, key=lambda p: p.slot):
+        by_length.setdefault(piece.batch.ids.shape[1], []).append(piece)
+    packs: list[list[_Piece]] = []
     for length, group in by_length.items():
         packs.append([])
         for piece in group:
@@ -210,30 +212,27 @@ def _packs(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
     return packs
 
 
-def _forward_rows(piece: Piece) -> int:
+def _forward_rows(piece: _Piece) -> int:
     """Return the rows that a micro-batch adds to a forward pass: a critic reads them once more."""
-    return len(piece.rows) * (1 if piece.agent.critic_slot is None else 2)
+    return len(piece.rows) * (1 if piece.share.agent.critic_slot is None else 2)
 
 
-def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> float:
+def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
 
     The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
     window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
     skip the next step. Returns the total.
     """
-    batches = [p.experience.batch.select(p.rows) for p in pieces]
-    parts = [
-        AgentRows(p.agent.slot, batch, getattr(p.agent.config, "temperature", 1.0)) for p, batch in zip(pieces, batches)
-    ]
-    critics = [i for i, p in enumerate(pieces) if p.agent.critic_slot is not None]
-    parts += [AgentRows(pieces[i].agent.critic_slot, batches[i], 1.0, values=True) for i in critics]
+    agents = [piece.share.agent for piece in pack]
+    parts = [AgentRows(p.slot, p.batch, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
+    critics = [i for i, agent in enumerate(agents) if agent.critic_slot is not None]
+    parts += [AgentRows(agents[i].critic_slot, pack[i].batch, 1.0, values=True) for i in critics]
     outputs = runtime.forward(parts, entropy=True)
-    values = {i: output.values for i, output in zip(critics, outputs[len(pieces) :])}
+    values = {i: output.values for i, output in zip(critics, outputs[len(pack) :])}
     losses = []
-    for i, (piece, output) in enumerate(zip(pieces, outputs)):
-        inputs = _inputs(piece, batches[i], output, values.get(i))
-        loss = compute_loss(piece.agent, piece.loss, inputs, piece.metrics)
+    for i, (piece, output) in enumerate(zip(pack, outputs)):
+        loss = compute_loss(agents[i], piece.share.loss, _inputs(piece, output, values.get(i)), piece.metrics)
         piece.is_finite = bool(torch.isfinite(loss))
         losses.append(loss)
     total = torch.stack(losses).sum()
@@ -242,8 +241,8 @@ def accumulate(runtime: Runtime, pieces: Sequence[Piece]) -> float:
     return float(total.detach())
 
 
-def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Tensor | None) -> LossInputs:
-    e, logp = piece.experience, output.logp
+def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossInputs:
+    e, batch, logp = piece.share.experience, piece.batch, output.logp
     assert logp is not None
     width, device = logp.shape[1], logp.device
 
@@ -257,7 +256,7 @@ def _inputs(piece: Piece, batch: RolloutBatch, output: TokenOutputs, values: Ten
         mask=batch.action_mask.to(device),
         old_logp=logp.detach() if old is None else old,
         advantages=advantages,
-        denominator=piece.denominator,
+        denominator=piece.share.denominator,
         ref_logp=rows(e.ref_logp),
         sampling_logp=rows(e.sampling_logp),
         entropy=output.entropy,

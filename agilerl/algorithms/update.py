@@ -1,7 +1,8 @@
 """One update of many agents: every micro-batch of every agent through one base, one backward, one stacked step.
 
-Two operations change an agent by training: :func:`accumulate` adds gradients, :func:`optim_step` spends them. Learning
-is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and ``agent.optim_step``.
+Two operations change an agent by training: :func:`gradients.accumulate` adds gradients, :func:`optim_step` spends them.
+Learning is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and
+``agent.optim_step``.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.custom_loss import LossFunction, loss_denominator
-from agilerl.algorithms.gradients import Piece, Share, accumulate, accumulate_all
+from agilerl.algorithms.gradients import Share, accumulate
 from agilerl.algorithms.learner import Experience, Learner
 from agilerl.algorithms.logprobs import sampled_as_trained
 from agilerl.algorithms.metrics import record_batch
@@ -24,17 +25,6 @@ from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
 from agilerl.sizes import MICRO_TOKENS
-
-__all__ = [
-    "Experience",
-    "Piece",
-    "accumulate",
-    "accumulate_all",
-    "clear_gradients",
-    "learn_together",
-    "optim_step",
-    "usual_micro_rows",
-]
 
 
 def usual_micro_rows(agent: Learner, batch: RolloutBatch) -> int:
@@ -102,7 +92,7 @@ def learn_together(
     clear_gradients(agents)
     for step in range(max((len(u.windows) for u in updates), default=0)):
         active = [u for u in updates if step < len(u.windows) and u.outcome == "ok"]
-        unfit = accumulate_all(runtime, [u.windows[step] for u in active])
+        unfit = accumulate(runtime, [u.windows[step] for u in active])
         for update in active:
             if update.agent in unfit:
                 update.outcome = "oom"
@@ -157,7 +147,7 @@ def accumulate_batch(
     if denominator is None:
         denominator = loss_denominator(agent, loss, experience.batch.action_mask)
     share = Share(agent, experience, torch.arange(len(experience)), denominator, metrics, loss)
-    if accumulate_all(agent.runtime, [share], keep_pending=True):
+    if accumulate(agent.runtime, [share], keep_pending=True):
         raise MemoryExhaustedError(
             f"memory does not hold an update on {agent.rows_per_unit} x {experience.batch.ids.shape[1]} tokens"
         )
