@@ -63,8 +63,11 @@ format: $(READY) ## Format the code and mend what can be mended
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## Write docs/manifest.md anew from the code
+docs: $(READY) ## Write docs/manifest.md and the typed keywords again from the code
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_keywords.py
+	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py
+	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

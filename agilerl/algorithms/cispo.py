@@ -1,11 +1,12 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, not the update, so no token is left out."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import CISPOKeywords
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 
@@ -46,3 +47,7 @@ class CISPO(GRPO):
     """
 
     algorithm = PolicyAlgorithm("CISPO", CISPOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``CISPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[CISPOKeywords]) -> None: ...

@@ -1,6 +1,6 @@
 """Direct Preference Optimization (arXiv 2305.18290), with the losses that came after it."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
+from agilerl.algorithms.keywords import DPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import ReferenceLogprobs
 from agilerl.data import LossInputs, RolloutBatch
@@ -136,6 +137,10 @@ class DPO(DataAlgorithm):
     config: DPOConfig
     env_type: ClassVar[str] = "preference"
     rows_per_unit: ClassVar[int] = 2
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``DPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[DPOKeywords]) -> None: ...
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return the batch with the reference's log-probs; raises ConfigError unless its rows are pairs."""

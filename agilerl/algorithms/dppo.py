@@ -1,11 +1,12 @@
 """DPPO (arXiv 2602.04879): a trust region around the policy in place of bounds of each token's ratio."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 from pydantic import Field
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import DPPOKeywords
 from agilerl.algorithms.objective import PolicyParts
 from agilerl.functional import Divergence
 from agilerl.hpo.parameters import Evolve
@@ -56,3 +57,7 @@ class DPPO(GRPO):
     """
 
     algorithm = PolicyAlgorithm("DPPO", DPPOConfig, parts=dppo_parts)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``DPPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[DPPOKeywords]) -> None: ...

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -13,6 +13,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
+from agilerl.algorithms.keywords import GRPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import behaviour_entropy, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
@@ -105,22 +106,25 @@ class GRPO(LLMAlgorithm):
     kl_scale: float = 1.0
     """Factor on ``beta`` that ``kl_target`` has found so far."""
 
+    if TYPE_CHECKING:  # at run time the keywords are what ``GRPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[GRPOKeywords]) -> None: ...
+
     # -- presets --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def dr_grpo(cls, **arguments: Any) -> Self:
+    def dr_grpo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
         """Dr. GRPO (arXiv 2503.20783): no division by the spread, every token weighs the same in every sequence."""
         return cls._preset("dr_grpo", {"adv_norm": "mean_only", "loss_norm": "fixed-length", "beta": 0.0}, arguments)
 
     @classmethod
-    def dapo(cls, **arguments: Any) -> Self:
+    def dapo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
         """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, dynamic sampling, overlong punishment.
 
         The punishment sets in a fifth before ``max_output_tokens`` (the paper: 4,096 of 20,480 tokens) unless
         ``overlong_cache_tokens`` says otherwise; None leaves it out.
         """
-        config = arguments.get("config")
-        limit = arguments.get("max_output_tokens", getattr(config, "max_output_tokens", None))
+        limit = arguments.get("max_output_tokens", getattr(arguments.get("config"), "max_output_tokens", None))
         if limit is None and "overlong_cache_tokens" not in arguments:
             raise ConfigError(
                 "GRPO.dapo punishes completions that come near max_output_tokens, found None; set it, or give "
@@ -132,7 +136,7 @@ class GRPO(LLMAlgorithm):
         return cls._preset("dapo", values, arguments)
 
     @classmethod
-    def _preset(cls, name: str, values: Mapping[str, Any], arguments: Mapping[str, Any]) -> Self:
+    def _preset(cls, name: str, values: Mapping[str, Any], arguments: Any) -> Self:
         if cls.Config is not GRPOConfig:
             raise ConfigError(f"{name}() is a preset of GRPO, found {cls.__name__}; use GRPO.{name}(...)")
         return cls(**{**values, **arguments})

@@ -1,9 +1,10 @@
 """Group Sequence Policy Optimization (arXiv 2507.18071): GRPO with the importance ratio of whole completions."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import GSPOKeywords
 from agilerl.hpo.parameters import Evolve
 
 __all__ = ["GSPO", "GSPOConfig"]
@@ -26,3 +27,7 @@ class GSPO(GRPO):
     """
 
     algorithm = PolicyAlgorithm("GSPO", GSPOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``GSPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[GSPOKeywords]) -> None: ...

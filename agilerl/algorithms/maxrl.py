@@ -1,9 +1,10 @@
 """MaxRL (arXiv 2602.02710): the likelihood of success, not its expectation; what rarely succeeds weighs more."""
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import MaxRLKeywords
 
 __all__ = ["MaxRL", "MaxRLConfig"]
 
@@ -25,3 +26,7 @@ class MaxRL(GRPO):
     """
 
     algorithm = PolicyAlgorithm("MaxRL", MaxRLConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``MaxRLConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[MaxRLKeywords]) -> None: ...

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -12,6 +12,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
+from agilerl.algorithms.keywords import PPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
@@ -128,6 +129,10 @@ class PPO(LLMAlgorithm):
     """Factor on ``beta`` that ``kl_target`` has found so far."""
     critic_slot: int
     _critic_lease: Callable[[], object]
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``PPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[PPOKeywords]) -> None: ...
 
     @classmethod
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:

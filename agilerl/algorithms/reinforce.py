@@ -1,6 +1,6 @@
 """REINFORCE (Williams, 1992) on batch-normalised returns (arXiv 2510.01051), and REINFORCE++ (arXiv 2501.03262)."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 import torch
 from pydantic import Field, model_validator
@@ -15,6 +15,7 @@ from agilerl.algorithms.credit import (
     shaped_rewards,
 )
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import REINFORCEKeywords
 from agilerl.data import RolloutBatch
 from agilerl.functional import (
     broadcast_rows,
@@ -132,14 +133,28 @@ class REINFORCE(GRPO):
 
     algorithm = PolicyAlgorithm("REINFORCE", REINFORCEConfig, credit=reinforce_credit)
 
-    @classmethod
-    def plus_plus(cls, **arguments: Any) -> Self:
-        """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
-        preset = {"advantage_estimator": "reinforce++", "kl_placement": "reward", "kl_estimator": "k1"}
-        return cls(**{**preset, **arguments})
+    if TYPE_CHECKING:  # at run time the keywords are what ``REINFORCEConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[REINFORCEKeywords]) -> None: ...
 
     @classmethod
-    def plus_plus_baseline(cls, **arguments: Any) -> Self:
+    def plus_plus(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
+        """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
+        keywords: REINFORCEKeywords = {
+            "advantage_estimator": "reinforce++",
+            "kl_placement": "reward",
+            "kl_estimator": "k1",
+            **arguments,
+        }
+        return cls(**keywords)
+
+    @classmethod
+    def plus_plus_baseline(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
         """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
-        preset = {"advantage_estimator": "reinforce++-baseline", "kl_placement": "loss", "kl_estimator": "k2"}
-        return cls(**{**preset, **arguments})
+        keywords: REINFORCEKeywords = {
+            "advantage_estimator": "reinforce++-baseline",
+            "kl_placement": "loss",
+            "kl_estimator": "k2",
+            **arguments,
+        }
+        return cls(**keywords)

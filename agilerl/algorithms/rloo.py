@@ -1,11 +1,12 @@
 """REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the others of its prompt are its baseline."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 from pydantic import Field, model_validator
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
+from agilerl.algorithms.keywords import RLOOKeywords
 from agilerl.functional import KLEstimator, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 
@@ -54,3 +55,7 @@ class RLOO(GRPO):
     """
 
     algorithm = PolicyAlgorithm("RLOO", RLOOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``RLOOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[RLOOKeywords]) -> None: ...

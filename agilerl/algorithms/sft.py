@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
 from pydantic import Field
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
+from agilerl.algorithms.keywords import SFTKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -42,6 +43,10 @@ class SFT(DataAlgorithm):
     env_type: ClassVar[str] = "sft"
     _lengths: Tensor | None = None
     """Of the rows of the batch being learned, for ``packing``."""
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``SFTConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[SFTKeywords]) -> None: ...
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return the batch with the share of its tokens that the present policy would choose."""
