@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Value
@@ -73,6 +75,11 @@ class ExamDone(Event):
     """What each agent has spent so far: ``generated``, ``trained``, ``evaluated``; a clone starts at its parent's."""
     seconds: float = 0.0
 
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """By agent index, under the names of metrics.jsonl."""
+        return {index: {**_result(f), "time/eval": self.seconds} for index, f in self.fitness.items()}
+
 
 @dataclass(frozen=True)
 class Evolved(Event):
@@ -99,6 +106,26 @@ class Evolved(Event):
     """How far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
     seconds: float
 
+    @property
+    def metrics(self) -> dict[str, Value]:
+        """Those of the population, under the names of metrics.jsonl; the genes are those of the new one."""
+        means = [f.mean for f in self.fitness.values() if f.is_finite]
+        genes = {
+            f"evo/hp/{name}/{index}": value
+            for index, values in self.hyperparameters.items()
+            for name, value in values.items()
+        }
+        return {
+            "evo/generation": self.generation,
+            "evo/fitness/best": max(means, default=float("nan")),
+            "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
+            "evo/fitness/std": float(np.std(means)) if means else float("nan"),
+            "evo/replacements": len(self.plan.births),
+            "evo/diversity": self.diversity,
+            "time/evolve": self.seconds,
+            **genes,
+        }
+
 
 @dataclass(frozen=True)
 class HeldOutTest(Event):
@@ -110,6 +137,11 @@ class HeldOutTest(Event):
     """Its index; None for the base model."""
     fitness: Fitness
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under the names of metrics.jsonl."""
+        return _result(self.fitness)
+
 
 @dataclass(frozen=True)
 class RunFinished(Event):
@@ -118,3 +150,7 @@ class RunFinished(Event):
     out: Path
     summary: Mapping[str, Any]
     """What summary.json says."""
+
+
+def _result(fitness: Fitness) -> dict[str, float]:
+    return {"eval/reward_mean": fitness.mean, "eval/stderr": fitness.stderr, "eval/n": fitness.n}

@@ -6,12 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
 from agilerl.hpo import lineage
-from agilerl.hpo.fitness import Fitness
 from agilerl.population import Population
 from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
@@ -58,7 +55,7 @@ class RunWriter:
             case Evolved():
                 self._evolution(event)
             case HeldOutTest():
-                self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **_result(event.fitness)})
+                self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **event.metrics})
 
     def _iteration(self, event: IterationDone) -> None:
         """Write one metrics line an agent, and what was sampled."""
@@ -71,10 +68,9 @@ class RunWriter:
     def _exam(self, event: ExamDone) -> None:
         """Write the result of each agent."""
         g, step = event.generation, event.iteration
-        for index, result in event.fitness.items():
-            place = {"kind": "eval", "generation": g, "step": step, "agent": index}
-            self.metrics.write({**place, **_result(result), "time/eval": event.seconds})
-            self.lineage.write(lineage.fitness_record(index, g, step, result, event.tokens[index]))
+        for index, values in event.metrics.items():
+            self.metrics.write({"kind": "eval", "generation": g, "step": step, "agent": index, **values})
+            self.lineage.write(lineage.fitness_record(index, g, step, event.fitness[index], event.tokens[index]))
 
     def _evolution(self, event: Evolved) -> None:
         """Write births, deaths, mutations and the elite of a generation change."""
@@ -91,27 +87,7 @@ class RunWriter:
         for mutation in event.changes:
             if mutation.kind != "none":
                 self.lineage.write(lineage.mutation_record(mutation, g))
-        means = [f.mean for f in event.fitness.values() if f.is_finite]
-        genes = {
-            f"evo/hp/{name}/{index}": value
-            for index, values in event.hyperparameters.items()
-            for name, value in values.items()
-        }
-        self.metrics.write(
-            {
-                "kind": "evolution",
-                "generation": g,
-                "step": step,
-                "evo/generation": g,
-                "evo/fitness/best": max(means, default=float("nan")),
-                "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
-                "evo/fitness/std": float(np.std(means)) if means else float("nan"),
-                "evo/replacements": len(plan.births),
-                "evo/diversity": event.diversity,
-                "time/evolve": event.seconds,
-                **genes,
-            }
-        )
+        self.metrics.write({"kind": "evolution", "generation": g, "step": step, **event.metrics})
 
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
         """Commit the whole population after an iteration: every agent, and the state around them."""
@@ -168,7 +144,3 @@ class RunWriter:
         from agilerl.report import build_report
 
         build_report([self.run.root], self.run.report)
-
-
-def _result(fitness: Fitness) -> dict[str, Any]:
-    return {"eval/reward_mean": fitness.mean, "eval/stderr": fitness.stderr, "eval/n": fitness.n}
