@@ -139,11 +139,12 @@ def whole_run(rounds: int) -> dict[str, Any]:
     from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
     from agilerl.config.manifest import load_manifest
     from agilerl.planning.layout import forecast
+    from agilerl.training.resolved import resolve
     from agilerl.training.setup import build
 
     config = load_manifest(None)
-    shape = model_shape(config, device="cpu")
-    load = workload(config, lengths(config, shape, None, None), row_multiple=CPU_ROWS)
+    shape = model_shape(resolve(config), device="cpu")
+    load = workload(resolve(config), lengths(resolve(config), shape, None, None), row_multiple=CPU_ROWS)
     population = build(config).population
     times: dict[str, list[float]] = {"rollout": [], "update": [], "exam": []}
     for _ in range(rounds + 1):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.config.base_model import quantization_settings
+from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
@@ -22,8 +22,8 @@ from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Workload
 from agilerl.sizes import MICRO_TOKENS, padded_length
 from agilerl.training.memory import adapter_slots, available_bytes
+from agilerl.training.resolved import Resolved
 from agilerl.training.sampling import largest_rank
-from agilerl.training.setup import algorithm_class, hyperparameters
 from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
@@ -35,7 +35,7 @@ _SECONDS = 0.3
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
-def model_shape(config: RunConfig, *, device: str) -> ModelShape:
+def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
     """Return the shape of the base of a run as it would lie on a device, ``cpu`` or ``cuda``.
 
     Raises ConfigError where there is no such model, and for an architecture that cannot be made from its config.json.
@@ -43,7 +43,7 @@ def model_shape(config: RunConfig, *, device: str) -> ModelShape:
     from peft import LoraConfig
     from transformers import AutoConfig
 
-    name = config.network.pretrained_model_name_or_path
+    config, name = resolved.config, resolved.config.network.pretrained_model_name_or_path
     path = resolve_model(name)
     try:
         offline = name != EMBEDDED and path == name and is_out_of_reach()
@@ -52,9 +52,9 @@ def model_shape(config: RunConfig, *, device: str) -> ModelShape:
         with torch.device("meta"):
             model = auto_class(found).from_config(found, trust_remote_code=False)
         lora = LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
-        scope = config.algorithm.get("lora_target_scope")
+        scope = resolved.options.lora_target_scope
         shape = shape_of(model, lora, name=name, width=_width(config, found, device), scope=scope)
-        return replace(shape, linear_width=_quantised(config) or shape.width)
+        return replace(shape, linear_width=_quantised(resolved.options) or shape.width)
     except AgileRLError:
         raise
     except Exception as error:  # of any library that reads files: no list of their errors is complete
@@ -116,16 +116,13 @@ def _width(config: RunConfig, found: Any, device: str) -> float:
     return float(getattr(torch, name).itemsize)
 
 
-def _quantised(config: RunConfig) -> float | None:
+def _quantised(options: SharedOptions) -> float | None:
     """Return the bytes of a quantised weight with its scales; None where nothing is quantised."""
-    found = config.network.quantization or quantization_settings(config.algorithm.get("quantization_config"))
-    if not found:
-        return None
-    settings = found if isinstance(found, Mapping) else found.model_dump()
-    if settings.get("load_in_8bit"):
-        return 1.0
+    settings = options.quantization_config
+    if settings is None or settings.load_in_8bit:
+        return None if settings is None else 1.0
     # One fp32 scale for 64 weights; quantised themselves, one byte and a little.
-    return 0.5 + (1.03 if settings.get("bnb_4bit_use_double_quant") else 4.0) / 64
+    return 0.5 + (1.03 if settings.bnb_4bit_use_double_quant else 4.0) / 64
 
 
 # -- the manifest ---------------------------------------------------------------------------------------------------
@@ -143,18 +140,18 @@ class Lengths:
 
 
 def lengths(
-    config: RunConfig, shape: ModelShape, prompt: int | None, completion: int | None, *, allow_code: bool = False
+    resolved: Resolved, shape: ModelShape, prompt: int | None, completion: int | None, *, allow_code: bool = False
 ) -> Lengths:
     """Return the lengths that were given; else those of the exam's prompts, and the longest completion allowed.
 
     Raises ConfigError where they leave no room in the context.
     """
-    values = hyperparameters(config).model_dump()
+    values = resolved.hyperparameters.model_dump()
     limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
     said = []
     mean: float = prompt or 0
     if prompt is None:
-        mean, sentence = _exam_prompts(config, limit, allow_code=allow_code)
+        mean, sentence = _exam_prompts(resolved.config, limit, allow_code=allow_code)
         said.append(sentence)
     room = limit - int(mean)
     if room < 1 or (completion or 1) > room:
@@ -193,10 +190,10 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     return mean, f"prompts of {mean:,.0f} tokens: {'the first of an episode' if made.multi_turn else of_exam}"
 
 
-def workload(config: RunConfig, found: Lengths, *, row_multiple: int = 1) -> Workload:
+def workload(resolved: Resolved, found: Lengths, *, row_multiple: int = 1) -> Workload:
     """Return the workload of a run."""
-    algorithm, t = algorithm_class(config), config.training
-    values: Mapping[str, Any] = hyperparameters(config).model_dump()
+    config, algorithm, t = resolved.config, resolved.algorithm, resolved.config.training
+    values: Mapping[str, Any] = resolved.hyperparameters.model_dump()
     from_data = algorithm.env_type != "reasoning"
     group = values.get("group_size", algorithm.rows_per_unit)
     length = found.prompt + found.completion
@@ -212,13 +209,13 @@ def workload(config: RunConfig, found: Lengths, *, row_multiple: int = 1) -> Wor
         window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
         epochs=values["update_epochs"],
         reference=bool(values.get("beta")) and not from_data,
-        old_pass=not from_data and bool(config.algorithm.get("use_vllm")),
+        old_pass=not from_data and resolved.options.use_vllm,
         critic=algorithm.trained_slots > 1,
         samples=not from_data,
         exam_prompts=config.environment.eval_prompts,
         iterations=t.evo_steps,
-        slots=adapter_slots(config),
-        checkpointing=bool(config.algorithm.get("gradient_checkpointing")),
+        slots=adapter_slots(config, algorithm),
+        checkpointing=resolved.options.gradient_checkpointing,
         micro_tokens=micro * algorithm.rows_per_unit * padded_length(length) if micro else MICRO_TOKENS,
         row_multiple=row_multiple,
         max_tokens=t.max_tokens_in_flight,

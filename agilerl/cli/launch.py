@@ -216,7 +216,7 @@ def agreed(
 
     Raises what any process finds wrong, in all of them.
     """
-    from agilerl.training.resolved import given
+    from agilerl.training.resolved import resolve
 
     own: list[Job | None] = []
 
@@ -227,7 +227,7 @@ def agreed(
             return None
         # One date for all of them, whatever their clocks say.
         date = (job.config.date or datetime.now()).isoformat()
-        return {"config": given(job.config), "date": date, "root": str(job.root)}
+        return {"config": resolve(job.config).given(), "date": date, "root": str(job.root)}
 
     with topology.world.telling():
         if isinstance(request.config, ConfigError):

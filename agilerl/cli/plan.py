@@ -10,7 +10,6 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.running import configuration
-from agilerl.config.run import RunConfig
 from agilerl.planning.footprint import SHARE, gib
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import (
@@ -29,6 +28,7 @@ from agilerl.sizes import CPU_ROWS, MICRO_TOKENS, padded_length
 
 if TYPE_CHECKING:
     from agilerl.cli.forecast import Lengths
+    from agilerl.training.resolved import Resolved
 
 
 def run_plan(
@@ -48,16 +48,17 @@ def run_plan(
     import torch
 
     from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.training.resolved import resolve
 
     torch.set_num_threads(config.training.threads)
-    shape = model_shape(config, device="cpu" if known is None else "cuda")
+    resolved = resolve(config)
+    shape = model_shape(resolved, device="cpu" if known is None else "cuda")
     machine = measured_machine() if known is None else known
     costs = CPU_COSTS if known is None else GPU_COSTS
-    found = lengths(config, shape, prompt, completion, allow_code=allow_code)
-    vllm = bool(config.algorithm.get("use_vllm"))
-    load = workload(config, found, row_multiple=CPU_ROWS if known is None else 1)
-    capacity = proposed(shape, load, machine, costs, devices, vllm=vllm)
-    document = _document(config, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
+    found = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
+    load = workload(resolved, found, row_multiple=CPU_ROWS if known is None else 1)
+    capacity = proposed(shape, load, machine, costs, devices, vllm=resolved.options.use_vllm)
+    document = _document(resolved, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
     if as_json:
         print(json.dumps(document, indent=1))
     else:
@@ -65,7 +66,7 @@ def run_plan(
 
 
 def _document(
-    config: RunConfig,
+    resolved: "Resolved",
     arguments: Sequence[str],
     capacity: Capacity,
     *,
@@ -87,7 +88,8 @@ def _document(
         "machine": asdict(machine) | {"source": source, "costs": costs.origin},
         "workload": asdict(best.load),
         "assumed": list(found.said),
-        "proposal": _facts(best) | {"overrides": overrides(config, best), "command": command(config, best, arguments)},
+        "proposal": _facts(best)
+        | {"overrides": overrides(resolved, best), "command": command(resolved, best, arguments)},
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
         "refused": list(capacity.refused),
@@ -107,21 +109,19 @@ def _facts(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def overrides(config: RunConfig, best: Forecast) -> list[str]:
+def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
     """Return the settings of the manifest that the proposal asks for."""
-    from agilerl.training.setup import algorithm_class
-
     load, split = best.load, best.split
-    length, unit = padded_length(load.length), algorithm_class(config).rows_per_unit
+    length, unit = padded_length(load.length), resolved.algorithm.rows_per_unit
     found = [
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]
     # What agents take by themselves, or were told to take, may be more than fits, or less than pays.
     usual = min(MICRO_TOKENS, load.window * length)
-    if not usual <= load.micro_tokens <= MICRO_TOKENS or config.algorithm.get("micro_batch_size_per_gpu"):
+    if not usual <= load.micro_tokens <= MICRO_TOKENS or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
         found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
-    if load.checkpointing and not config.algorithm.get("gradient_checkpointing"):
+    if load.checkpointing and not resolved.options.gradient_checkpointing:
         found.append("algorithm.gradient_checkpointing=true")
     if split.processes > 1:
         found.append(f"distributed.processes_per_island={split.processes}")
@@ -132,10 +132,10 @@ def overrides(config: RunConfig, best: Forecast) -> list[str]:
     return found
 
 
-def command(config: RunConfig, best: Forecast, arguments: Sequence[str]) -> str:
+def command(resolved: "Resolved", best: Forecast, arguments: Sequence[str]) -> str:
     """Return the command that starts the proposal."""
     processes = best.split.islands * best.split.processes
-    given = [*arguments, *overrides(config, best)]
+    given = [*arguments, *overrides(resolved, best)]
     quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in given)
     if processes == 1:
         return f"agilerl train {quoted}"

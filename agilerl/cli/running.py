@@ -76,12 +76,12 @@ def opened_run(
     info, layout = read_run(root), RunLayout(root)
     check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
     from agilerl.runs.strict_json import read_json
-    from agilerl.training.resolved import document, recorded
+    from agilerl.training.resolved import recorded, resolve
     from agilerl.training.saved import open_run
 
     if expected is not None:
         recorded(info)
-        _check_same(info["config"], document(expected), root)
+        _check_same(info["config"], resolve(expected).document(), root)
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)
     _complete(layout)

@@ -16,13 +16,12 @@ from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Member, Mutation, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
-from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.members import Checkup, Known
 from agilerl.population import Panels, Population
 from agilerl.rollouts.failures import Failure, check_error_rate
 from agilerl.rollouts.rollout import Rollout
 
-__all__ = ["AgentFacts", "IslandPopulation", "founders", "shared_fitness"]
+__all__ = ["AgentFacts", "IslandPopulation", "shared_fitness"]
 
 
 @dataclass(frozen=True)
@@ -219,27 +218,6 @@ class IslandPopulation(Population):
             state = self.state_of(index)
             if state is not None:
                 yield state
-
-
-def founders(
-    algorithm: type[LLMAlgorithm],
-    places: range,
-    size: int,
-    *,
-    init: str,
-    hp_config: Any,
-    **arguments: Any,
-) -> list[LLMAlgorithm]:
-    """Return those of ``algorithm.population(size, ...)`` that stand in these places, without making the others."""
-    first = algorithm(hp_config=hp_config, index=places.start, **arguments)
-    first.runtime.store.reserve(len(places) * algorithm.trained_slots)
-    starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)  # type: ignore[arg-type]
-    agents = [first, *(first.clone(index) for index in places[1:])]
-    for agent in agents:
-        agent.parent = None
-        if agent.index:  # the first of all has the given values
-            agent.set_hyperparameters(starts[agent.index])
-    return agents
 
 
 def shared_fitness(exchange: Exchange, rank: int, work: Callable[[], Fitness]) -> Fitness:

@@ -5,24 +5,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.config.base_model import NetworkConfig, SharedOptions
-from agilerl.config.run import RunConfig
+from agilerl.config.base_model import NetworkConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, resolve_model
 from agilerl.models.targets import lora_layers
 from agilerl.runtime import Runtime
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights
-
-__all__ = ["load_runtime"]
+from agilerl.training.resolved import Resolved
 
 Loaded = TypeVar("Loaded")
 
 
-def load_runtime(config: RunConfig, options: SharedOptions) -> Runtime:
+def load_runtime(resolved: Resolved) -> Runtime:
     """Load the base with its tokenizer as the options say, and make the adapters' bank.
 
     Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
     """
+    config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
     path = resolve_model(name)
     check_weights(path, t.device, options.quantization_config)
@@ -35,9 +34,10 @@ def load_runtime(config: RunConfig, options: SharedOptions) -> Runtime:
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
     settings = _lora(network)
+    layers = lora_layers(base.model, settings, options.lora_target_scope)
     sizes = {
         "base": base.weight_bytes,
-        "adapters": adapter_bytes(config, lora_layers(base.model, settings, options.lora_target_scope)),
+        "adapters": adapter_bytes(config, resolved.algorithm, layers),
     }
     check_memory(sizes, t.device)
     return Runtime(

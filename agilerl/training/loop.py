@@ -32,7 +32,6 @@ from agilerl.training.events import (
 )
 from agilerl.training.progress import Progress
 from agilerl.training.records import RunWriter
-from agilerl.training.resolved import document, given
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session
 
@@ -72,9 +71,9 @@ def train(
     config = session.config
     run = RunDirectory.create(
         out,
-        document(config),
+        session.resolved.document(),
         config.training.seed,
-        given=given(config),
+        given=session.resolved.given(),
         command=command,
         files=session.files,
         date=session.date,

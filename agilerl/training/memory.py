@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.bounds import memory_bytes
 from agilerl.config.base_model import QuantizationConfig
@@ -43,9 +42,9 @@ _CURES = {
 }
 
 
-def adapter_bytes(config: RunConfig, layers: Sequence[LinearShape]) -> int:
+def adapter_bytes(config: RunConfig, algorithm: type[LLMAlgorithm], layers: Sequence[LinearShape]) -> int:
     """Return the bytes of the slots of all agents and the elite, at the largest rank they may get."""
-    return bank_bytes(_adapter(config, layers), config.training.pop_size, adapter_slots(config))
+    return bank_bytes(_adapter(config, layers), config.training.pop_size, adapter_slots(config, algorithm))
 
 
 def _adapter(config: RunConfig, layers: Sequence[LinearShape]) -> int:
@@ -53,11 +52,9 @@ def _adapter(config: RunConfig, layers: Sequence[LinearShape]) -> int:
     return largest_rank(config) * sum(layer.in_features + layer.out_features for layer in layers)
 
 
-def adapter_slots(config: RunConfig) -> int:
+def adapter_slots(config: RunConfig, algorithm: type[LLMAlgorithm]) -> int:
     """Return the slots of an agent: one, one more for a critic, one more for a reference policy of its own."""
-    name = config.algorithm["name"]
-    own = ALGORITHMS[name].trained_slots if name in ALGORITHMS else 1  # a choice is among algorithms without critic
-    return own + (config.network.adapter is not None)
+    return algorithm.trained_slots + (config.network.adapter is not None)
 
 
 def estimate(config: RunConfig, population: Population) -> dict[str, float]:
@@ -80,7 +77,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         base=runtime.base.weight_bytes,
         adapter=_adapter(config, runtime.store.layers),
         agents=len(agents),
-        slots=adapter_slots(config),
+        slots=adapter_slots(config, type(agents[0])),
         decoded=rows_at_once(at_once, len(agents), config.training.max_rows_in_flight) if samples else None,
         longest=longest,
         tokens=tokens,

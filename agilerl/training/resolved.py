@@ -1,37 +1,110 @@
-"""A configuration resolved: every hyperparameter and option with its default, and back to what was set."""
+"""The settings of a run, resolved once: what the manifest says, with what the algorithm declares and its ranges.
+
+Everything after this reads the typed result. It is also what goes into run.json, and how it comes back from there.
+"""
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.run import RunConfig
+from agilerl.config.run import GeneConfig, RunConfig
+from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
+from agilerl.hpo.selection import NoSelection, SelectionStrategy
+from agilerl.hpo.tournament import TournamentSelection
+from agilerl.hpo.truncation import TruncationSelection
 from agilerl.runs.directory import run_date
 from agilerl.training.graders import own_weights
 from agilerl.validation import nearest, shown, validated
 
-__all__ = [
-    "algorithm_class",
-    "algorithm_classes",
-    "document",
-    "given",
-    "hyperparameters",
-    "recorded",
-    "shared_options",
-]
-
 _CHOICE = re.compile(r"choice\[(.*)\]")
 
 
-def algorithm_class(config: RunConfig) -> type[LLMAlgorithm]:
-    """Return the class that ``algorithm.name`` stands for, of several the first."""
-    return algorithm_classes(config)[0]
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration with all that follows from it before a model is loaded or a task is made."""
+
+    config: RunConfig
+    """What was asked for."""
+    algorithms: tuple[type[LLMAlgorithm], ...]
+    """The class of ``algorithm.name``; of ``choice[GRPO, CISPO]``, which is a gene, each of them."""
+    hyperparameters: AlgorithmConfig
+    """Of the first algorithm, with the run's seed unless they have their own; pydantic knows which of them were set."""
+    options: SharedOptions
+    """Of the base: those under ``algorithm``, and those of ``network`` that mean the same."""
+    own_options: SharedOptions
+    """Those under ``algorithm`` alone, as run.json has them."""
+    genes: Mapping[str, Gene]
+    """What evolves: the algorithms' declared ranges, as far as ``mutation.rl_hp_selection`` has no others."""
+    mutations: Mutations
+    selection: SelectionStrategy
+
+    @property
+    def algorithm(self) -> type[LLMAlgorithm]:
+        """The algorithm that every agent starts as, or the first of several."""
+        return self.algorithms[0]
+
+    def seen_from(self, topology: Topology) -> "Resolved":
+        """Return what holds for one of several processes: its device, its share of the agents, its vLLM server."""
+        here = local_share(self.config, topology)
+        return self if here is self.config else replace(self, config=here, options=_options(here, _own_options(here)))
+
+    def document(self) -> dict[str, Any]:
+        """Return the resolved manifest, defaults included, as plain data; it gives the same run again.
+
+        What it does not say is on how many processes: any number resumes the run.
+        """
+        made = self.hyperparameters
+        values = made.model_dump(mode="json")
+        # The defaults of one algorithm are not those of another: where there are several, they stay unsaid. So they do
+        # where a setting takes the place of others: a default that is written out would contradict it.
+        if len(self.algorithms) > 1 or not _is_valid(type(made), values):
+            values = made.model_dump(mode="json", exclude_unset=True)
+        options = self.own_options.model_dump(mode="json")
+        resolved = self.config.model_dump(mode="json", exclude={"distributed"})
+        resolved["selection_strategy"]["tournament_size"] = self.config.tournament_size
+        return {**resolved, "algorithm": {"name": self.config.algorithm["name"], **values, **options}}
+
+    def given(self) -> dict[str, Any]:
+        """Return what was set, as plain data, without the defaults: one that is written out can mean something else."""
+        names = set(split_options(self.config.algorithm)[0])
+        values = self.hyperparameters.model_dump(mode="json", include=names)
+        shared = self.own_options.model_dump(mode="json", exclude_unset=True)
+        algorithm = {"name": self.config.algorithm["name"], **values, **shared}
+        whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
+        return {**whole, "algorithm": algorithm}
 
 
-def algorithm_classes(config: RunConfig) -> list[type[LLMAlgorithm]]:
+def resolve(config: RunConfig) -> Resolved:
+    """Resolve a configuration and check all that needs neither a model nor this machine.
+
+    Raises ConfigError, with a sentence that names the key, for an unknown algorithm or hyperparameter, a value out of
+    range, settings that contradict each other, and a gene whose range is empty, leaves what an algorithm accepts, or
+    excludes the start.
+    """
+    algorithms = _algorithms(config)
+    starts = [_hyperparameters(config, algorithm) for algorithm in algorithms]
+    own_options = _own_options(config)
+    options = _options(config, own_options)
+    genes: dict[str, Gene] = {}
+    for algorithm, start in zip(algorithms, starts):
+        # Those of the last are those of the first: a range that an algorithm does not declare itself is the first's.
+        genes = _genes_of(config, algorithm, start, genes)
+    if len(algorithms) > 1:
+        names = tuple(algorithm.__name__ for algorithm in algorithms)
+        genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
+    _check_adapters(config)
+    return Resolved(config, algorithms, starts[0], options, own_options, genes, _mutations(config), _selection(config))
+
+
+def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
     """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
 
     Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
@@ -50,16 +123,15 @@ def algorithm_classes(config: RunConfig) -> list[type[LLMAlgorithm]]:
             )
     if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
         raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
-    return [ALGORITHMS[name] for name in names]
+    return tuple(ALGORITHMS[name] for name in names)
 
 
-def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = None) -> AlgorithmConfig:
-    """Return the hyperparameters of the agents, checked; the run's seed is theirs unless they have their own.
+def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
+    """Return the hyperparameters of an algorithm, checked; the run's seed is theirs unless they have their own.
 
-    Where ``algorithm.name`` is a choice, those of ``algorithm``, or of the first. Raises ConfigError for an unknown
-    one, a value out of range, and two different limits of the context.
+    Raises ConfigError for an unknown one, a value out of range, and two different limits of the context.
     """
-    model = (algorithm or algorithm_class(config)).Config
+    model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
     for key in values:
         if key not in model.model_fields and key not in GRPO.Config.model_fields:  # of which the others say why not
@@ -79,12 +151,12 @@ def hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm] | None = No
     return validated(model, values, "algorithm")
 
 
-def shared_options(config: RunConfig) -> SharedOptions:
-    """Return the options of the base: those under ``algorithm``, and those of ``network`` that mean the same.
+def _own_options(config: RunConfig) -> SharedOptions:
+    return validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
 
-    Raises ConfigError for a value out of range, and where the two sections disagree.
-    """
-    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
+
+def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
+    """Return the options under ``algorithm`` with those of ``network`` that mean the same, unless they disagree."""
     same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
     for name, option in same.items():
         value, present = getattr(config.network, name), getattr(options, option)
@@ -98,30 +170,103 @@ def shared_options(config: RunConfig) -> SharedOptions:
     return options
 
 
-def document(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved manifest, defaults included, as plain data; it gives the same run again.
+def _genes_of(
+    config: RunConfig, algorithm: type[LLMAlgorithm], start: AlgorithmConfig, known: Mapping[str, Gene]
+) -> dict[str, Gene]:
+    """Return the genes of one algorithm, checked against it; a gene that is ``known`` keeps its range."""
+    model = algorithm.Config
+    names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
+    found = {}
+    for name, wanted in config.mutation.rl_hp_selection.items():
+        where = f"mutation.rl_hp_selection.{name}"
+        if name.partition(".")[0] not in model.model_fields:
+            raise ConfigError(
+                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, names)}"
+            )
+        declared = declared_gene(model, name)
+        if declared is None:
+            raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
+        found[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        if not gene.contains(value := values_of(start, [name])[name]):
+            raise ConfigError(
+                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}; widen the range or "
+                "move the start"
+            )
+        _check_ends(gene, start, where)
+    return found
 
-    What it does not say is on how many processes: any number goes on with the run.
-    """
-    made = hyperparameters(config)
-    values = made.model_dump(mode="json")
-    # The defaults of one algorithm are not those of another: where there are several, they stay unsaid. So they do
-    # where a setting takes the place of others: a default that is written out would contradict it.
-    if len(algorithm_classes(config)) > 1 or not _is_valid(type(made), values):
-        values = made.model_dump(mode="json", exclude_unset=True)
-    options = validated(SharedOptions, split_options(config.algorithm)[1], "algorithm").model_dump(mode="json")
-    resolved = config.model_dump(mode="json", exclude={"distributed"})
-    resolved["selection_strategy"]["tournament_size"] = config.tournament_size
-    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options}}
+
+def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
+    """Raise ConfigError where a mutation could lead to a value that the algorithm refuses, beside the others' start."""
+    for value in gene.choices or (gene.min, gene.max):
+        number = int(value) if gene.dtype == "int" else value
+        try:
+            validated(type(start), with_changes(start.model_dump(exclude_unset=True), {gene.name: number}))
+        except ConfigError as error:
+            raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
 
 
-def given(config: RunConfig) -> dict[str, Any]:
-    """Return what was set, as plain data, and none of the defaults: one that is written out can mean something else."""
-    rest, options = split_options(config.algorithm)
-    values = hyperparameters(config).model_dump(mode="json", include=set(rest))
-    shared = validated(SharedOptions, options, "algorithm").model_dump(mode="json", exclude_unset=True)
-    algorithm = {"name": config.algorithm["name"], **values, **shared}
-    return {**config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"}), "algorithm": algorithm}
+def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
+    given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
+    if wanted.choices is not None or declared.dtype == "choice":
+        if len(given) > 1 or (given and wanted.choices is None):
+            names = ", ".join(sorted(given - {"choices"}))
+            raise ConfigError(f"{where}: a gene with choices has no {names}; leave it out")
+        choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
+        if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
+            choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
+        if len(set(choices)) < 2 or len(set(choices)) != len(choices):
+            raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
+        return replace(declared, dtype="choice", choices=choices, scale="choice")
+    low = declared.min if wanted.min is None else wanted.min
+    high = declared.max if wanted.max is None else wanted.max
+    if not low < high:
+        raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
+    if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
+        raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
+    scale = wanted.scale or declared.scale
+    if scale == "log" and low <= 0:
+        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or give scale: linear")
+    gene = replace(declared, min=low, max=high, scale=scale)
+    if wanted.shrink_factor is None and wanted.grow_factor is None:
+        return gene
+    factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
+    return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
+
+
+def _check_adapters(config: RunConfig) -> None:
+    low, high = config.mutation.rank_range
+    rank, pattern = config.network.lora_config.r, config.network.lora_config.target_modules
+    if config.mutation.probabilities.arch_mut > 0 and not low <= rank <= high:
+        raise ConfigError(
+            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
+            "move the start"
+        )
+    if isinstance(pattern, str):
+        compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
+
+
+def _mutations(config: RunConfig) -> Mutations:
+    m = config.mutation
+    return Mutations(
+        no_mutation=m.probabilities.no_mut,
+        architecture=m.probabilities.arch_mut,
+        new_layer_prob=m.probabilities.new_layer,
+        parameters=m.probabilities.params_mut,
+        activation=m.probabilities.act_mut,
+        rl_hp=m.probabilities.rl_hp_mut,
+        mutation_sd=m.mutation_sd,
+        mutate_elite=m.mutate_elite,
+        genes_per_mutation=m.genes_per_mutation,
+        rank_range=m.rank_range,
+    )
+
+
+def _selection(config: RunConfig) -> SelectionStrategy:
+    s, size = config.selection_strategy, config.training.pop_size
+    if s.name == "tournament":
+        return TournamentSelection(config.tournament_size, s.elitism, size)
+    return TruncationSelection() if s.name == "truncation" else NoSelection()
 
 
 def recorded(info: Mapping[str, Any]) -> RunConfig:
@@ -137,10 +282,10 @@ def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | Non
     if was_set is None:
         return RunConfig.from_dict(whole)
     config = RunConfig.from_dict(was_set)
-    if (now := document(config)) == whole:
+    if (now := resolve(config).document()) == whole:
         return config
     config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-    return config if document(config) == whole else RunConfig.from_dict(whole)
+    return config if resolve(config).document() == whole else RunConfig.from_dict(whole)
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

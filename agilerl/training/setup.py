@@ -1,7 +1,7 @@
-"""From a checked configuration to the objects of a run: base, task, agents, operators."""
+"""From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -9,20 +9,16 @@ from pathlib import Path
 import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
-from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.bounds import compiled_pattern
 from agilerl.config.named_files import digests
-from agilerl.config.run import GeneConfig, RunConfig
-from agilerl.distributed.islands import IslandPopulation, founders
-from agilerl.distributed.topology import SOLITARY, Topology, local_share
+from agilerl.config.run import RunConfig
+from agilerl.distributed.islands import IslandPopulation
+from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
-from agilerl.hpo.selection import NoSelection, SelectionStrategy
-from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
+from agilerl.hpo.selection import SelectionStrategy
+from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
 from agilerl.population import Population
@@ -30,38 +26,22 @@ from agilerl.run_date import pinned
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.memory import check_memory, estimate
-from agilerl.training.resolved import algorithm_class, algorithm_classes, document, hyperparameters, shared_options
+from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.tasks import task
-from agilerl.validation import nearest, shown, validated
-
-__all__ = [
-    "Session",
-    "algorithm_class",
-    "algorithm_classes",
-    "build",
-    "check",
-    "document",
-    "first_generation",
-    "genes",
-    "hyperparameters",
-    "shared_options",
-    "task",
-]
+from agilerl.training.tasks import check_source, task
+from agilerl.validation import shown
 
 
 @dataclass
 class Session:
     """Everything a run trains with."""
 
-    config: RunConfig
+    resolved: Resolved
     task: Task | EpisodeTask
     population: Population
-    selection: SelectionStrategy
-    mutations: Mutations
     saved: SavedCheckpoint | None = None
-    """What a run goes on from; None at its beginning."""
+    """What a run is resumed from; None at its beginning."""
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
     topology: Topology = SOLITARY
@@ -69,142 +49,32 @@ class Session:
     date: datetime = field(default_factory=datetime.now)
     """What chat templates take for the present, local time."""
 
+    @property
+    def config(self) -> RunConfig:
+        """What was asked for."""
+        return self.resolved.config
 
-def genes(config: RunConfig) -> dict[str, Gene]:
-    """Return the genes of ``mutation.rl_hp_selection``: the algorithm's declared ranges, as far as not overridden.
+    @property
+    def selection(self) -> SelectionStrategy:
+        """Who survives."""
+        return self.resolved.selection
 
-    Where ``algorithm.name`` is a choice, that is a gene too, and the others suit every algorithm. Raises ConfigError
-    for a range that is empty, leaves what an algorithm accepts, or excludes the start.
-    """
-    classes = algorithm_classes(config)
-    found: dict[str, Gene] = {}
-    for algorithm in classes:
-        # Those of the last are those of the first: a range that an algorithm does not declare itself is the first's.
-        found = _genes_of(config, algorithm, found)
-    if len(classes) > 1:
-        names = tuple(algorithm.__name__ for algorithm in classes)
-        found["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
-    return found
+    @property
+    def mutations(self) -> Mutations:
+        """What mutates."""
+        return self.resolved.mutations
 
 
-def _genes_of(config: RunConfig, algorithm: type[LLMAlgorithm], known: Mapping[str, Gene]) -> dict[str, Gene]:
-    """Return the genes of one algorithm, checked against it; a gene that is ``known`` keeps its range."""
-    model, start = algorithm.Config, hyperparameters(config, algorithm)
-    names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
-    found = {}
-    for name, wanted in config.mutation.rl_hp_selection.items():
-        where = f"mutation.rl_hp_selection.{name}"
-        if name.partition(".")[0] not in model.model_fields:
-            raise ConfigError(
-                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, names)}"
-            )
-        declared = declared_gene(model, name)
-        if declared is None:
-            raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
-        found[name] = gene = known.get(name) or _gene(declared, wanted, where)
-        if not gene.contains(value := values_of(start, [name])[name]):
-            raise ConfigError(
-                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}; widen the range or "
-                "move the start"
-            )
-        _check_ends(gene, start, where)
-    return found
+@dataclass(frozen=True)
+class Loaded:
+    """What agents need to exist: the base with its engine, and something to learn."""
 
-
-def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
-    """Raise ConfigError where a mutation could lead to a value that the algorithm refuses, beside the others' start."""
-    for value in gene.choices or (gene.min, gene.max):
-        number = int(value) if gene.dtype == "int" else value
-        try:
-            validated(type(start), with_changes(start.model_dump(exclude_unset=True), {gene.name: number}))
-        except ConfigError as error:
-            raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
-
-
-def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
-    given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
-    if wanted.choices is not None or declared.dtype == "choice":
-        if len(given) > 1 or (given and wanted.choices is None):
-            names = ", ".join(sorted(given - {"choices"}))
-            raise ConfigError(f"{where}: a gene with choices has no {names}; leave it out")
-        choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
-        if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
-            choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
-        if len(set(choices)) < 2 or len(set(choices)) != len(choices):
-            raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
-        return replace(declared, dtype="choice", choices=choices, scale="choice")
-    low = declared.min if wanted.min is None else wanted.min
-    high = declared.max if wanted.max is None else wanted.max
-    if not low < high:
-        raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
-    if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
-        raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
-    scale = wanted.scale or declared.scale
-    if scale == "log" and low <= 0:
-        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or give scale: linear")
-    gene = replace(declared, min=low, max=high, scale=scale)
-    if wanted.shrink_factor is None and wanted.grow_factor is None:
-        return gene
-    factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
-    return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
-
-
-def check(config: RunConfig) -> None:
-    """Check everything that needs no model: hyperparameters, genes and their start, operators, adapters.
-
-    Raises ConfigError with a sentence.
-    """
-    _check_source(config)
-    check_sampling(config, shared_options(config))
-    genes(config)
-    mutations(config)
-    selection(config)
-    low, high = config.mutation.rank_range
-    rank, pattern = config.network.lora_config.r, config.network.lora_config.target_modules
-    if config.mutation.probabilities.arch_mut > 0 and not low <= rank <= high:
-        raise ConfigError(
-            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
-            "move the start"
-        )
-    if isinstance(pattern, str):
-        compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
-    check_device(config.training.device, "training.device")
-
-
-def _check_source(config: RunConfig) -> None:
-    """Raise ConfigError unless the algorithm learns from what the environment offers."""
-    algorithm, found = algorithm_class(config), config.environment.env_type
-    wanted = [algorithm.env_type, *(["multiturn"] if algorithm.env_type == "reasoning" else [])]
-    if found not in wanted:
-        raise ConfigError(
-            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
-            f"found {found!r}; change one of the two"
-        )
-
-
-def mutations(config: RunConfig) -> Mutations:
-    """Build the mutation operator."""
-    m = config.mutation
-    return Mutations(
-        no_mutation=m.probabilities.no_mut,
-        architecture=m.probabilities.arch_mut,
-        new_layer_prob=m.probabilities.new_layer,
-        parameters=m.probabilities.params_mut,
-        activation=m.probabilities.act_mut,
-        rl_hp=m.probabilities.rl_hp_mut,
-        mutation_sd=m.mutation_sd,
-        mutate_elite=m.mutate_elite,
-        genes_per_mutation=m.genes_per_mutation,
-        rank_range=m.rank_range,
-    )
-
-
-def selection(config: RunConfig) -> SelectionStrategy:
-    """Build the selection strategy."""
-    s, size = config.selection_strategy, config.training.pop_size
-    if s.name == "tournament":
-        return TournamentSelection(config.tournament_size, s.elitism, size)
-    return TruncationSelection() if s.name == "truncation" else NoSelection()
+    resolved: Resolved
+    here: Resolved
+    """The same as this process of several sees it."""
+    task: Task | EpisodeTask
+    runtime: Runtime
+    topology: Topology
 
 
 def build(
@@ -220,31 +90,51 @@ def build(
     for a checkpoint that does not fit.
     """
     topology.check(config.training.pop_size)
-    check(config)
+    resolved = resolve(config)
     # Without what a clock does not show: run.json holds seconds, and what is resumed has no more.
     date = (config.date or datetime.now()).replace(microsecond=0)
     with pinned(date):
-        return _built(config, checkpoint, date, topology, allow_code=allow_code)
+        return assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
 
 
-def _built(
-    config: RunConfig, checkpoint: Path | None, date: datetime, topology: Topology, *, allow_code: bool
-) -> Session:
-    config, whole = local_share(config, topology), config
-    check_device(config.training.device, "training.device")
-    t = config.training
-    torch.set_num_threads(t.threads)
-    made = task(config, allow_code=allow_code)
-    runtime = load_runtime(config, shared_options(config))
-    runtime.share(topology.island, config.distributed.base_sharding())
+def check(config: RunConfig) -> None:
+    """Check everything that needs no model: hyperparameters, genes and their start, operators, adapters, this machine.
+
+    Raises ConfigError with a sentence.
+    """
+    _check_loadable(resolve(config))
+
+
+def _check_loadable(resolved: Resolved) -> None:
+    check_source(resolved.algorithm, resolved.config.environment.env_type)
+    check_sampling(resolved.config, resolved.options)
+    check_device(resolved.config.training.device, "training.device")
+
+
+def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool = False) -> Loaded:
+    """Make the task and load the base, on the device of this process."""
+    _check_loadable(resolved)
+    here = resolved.seen_from(topology)
+    check_device(here.config.training.device, "training.device")
+    torch.set_num_threads(here.config.training.threads)
+    made = task(here.config, allow_code=allow_code)
+    runtime = load_runtime(here)
+    runtime.share(topology.island, here.config.distributed.base_sharding())
+    return Loaded(resolved, here, made, runtime, topology)
+
+
+def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session:
+    """Put the population together, new or from a checkpoint, and try out what training begins with."""
+    resolved, runtime, topology = loaded.resolved, loaded.runtime, loaded.topology
+    config, t = loaded.here.config, loaded.here.config.training
     saved = received(topology, checkpoint, runtime)
-    agents = first_generation(whole, runtime, topology) if saved is None else _survivors(config, saved, runtime)
+    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(config, saved, runtime)
     islands = topology.peers.size > 1
     population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
         agents,
-        made,
+        loaded.task,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
-        eval_max_new_tokens=t.eval_max_new_tokens or hyperparameters(config).model_dump().get("max_output_tokens"),
+        eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         max_error_rate=t.max_error_rate,
     )
     if saved is not None:
@@ -253,24 +143,29 @@ def _built(
     try_prompts(population)
     check_memory(estimate(config, population), t.device)
     start_sampling(config, population)
-    return Session(whole, made, population, selection(whole), mutations(config), saved, digests(config), topology, date)
+    return Session(resolved, loaded.task, population, saved, digests(config), topology, date)
 
 
-def first_generation(config: RunConfig, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
-    """Return the first generation, as far as it lives on this island."""
-    t, classes = config.training, algorithm_classes(config)
+def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
+    """Return those of ``algorithm.population(pop_size, ...)`` that live on this island, without making the others."""
+    t, network, algorithm = resolved.config.training, resolved.config.network, resolved.algorithm
+    places = topology.places(t.pop_size)
     # What was set and no more, for a default that is handed on would count as set; and as run.json has it, so that a
     # run that begins again from that writes the same files.
-    start = hyperparameters(config).model_dump(mode="json", exclude_unset=True)
-    places = topology.places(t.pop_size)
-    agents = founders(
-        classes[0], places, t.pop_size, runtime=runtime, init=t.init, hp_config=genes(config) or None, **start
-    )
-    if config.network.adapter is not None:
-        _start_from(Path(config.network.adapter).expanduser(), agents)
-    if len(classes) > 1 and t.init == "spread":
+    settings = resolved.hyperparameters.model_dump(mode="json", exclude_unset=True)
+    first = algorithm(hp_config=dict(resolved.genes) or None, index=places.start, runtime=runtime, **settings)
+    runtime.store.reserve(len(places) * algorithm.trained_slots)
+    starts = initial_hyperparameters(first.genes, first.hyperparameters, t.pop_size, first.config.seed, t.init)
+    agents = [first, *(first.clone(index) for index in places[1:])]
+    for agent in agents:
+        agent.parent = None
+        if agent.index:  # the first of all has the given values
+            agent.set_hyperparameters(starts[agent.index])
+    if network.adapter is not None:
+        _start_from(Path(network.adapter).expanduser(), agents)
+    if len(resolved.algorithms) > 1 and t.init == "spread":
         for place, agent in zip(places, agents):
-            agent.set_hyperparameters({"algorithm": classes[place % len(classes)].__name__})
+            agent.set_hyperparameters({"algorithm": resolved.algorithms[place % len(resolved.algorithms)].__name__})
     return agents
 
 

@@ -20,7 +20,8 @@ from agilerl.hpo.tournament import TournamentSelection
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.training.setup import algorithm_classes, build, document, genes
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build
 from tests.algorithms.conftest import batch_of, equal, lora, sample, weights
 from tests.tiny_models import PAD, qwen2, random_model
 
@@ -283,17 +284,17 @@ def manifest(name: str, **algorithm: Any) -> RunConfig:
 
 def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
     config = manifest("choice[GRPO, CISPO, GSPO]")
-    assert algorithm_classes(config) == [GRPO, CISPO, GSPO]
-    assert genes(config)["algorithm"].choices == ("GRPO", "CISPO", "GSPO")
+    assert resolve(config).algorithms == (GRPO, CISPO, GSPO)
+    assert resolve(config).genes["algorithm"].choices == ("GRPO", "CISPO", "GSPO")
     agents = build(config).population.agents
     assert [a.algorithm.name for a in agents] == ["GRPO", "CISPO", "GSPO", "GRPO", "CISPO"]
     assert agents[0].lr == 1e-3
     assert agents[2].config.clip_range == (1 - 3e-4, 1 + 4e-4)
     # The resolved manifest is a manifest: it gives the same run again.
-    again = RunConfig.from_dict(document(config))
-    assert algorithm_classes(again) == [GRPO, CISPO, GSPO]
-    assert document(again) == document(config)
-    assert genes(manifest("GRPO")).keys() == {"lr"}
+    again = RunConfig.from_dict(resolve(config).document())
+    assert resolve(again).algorithms == (GRPO, CISPO, GSPO)
+    assert resolve(again).document() == resolve(config).document()
+    assert resolve(manifest("GRPO")).genes.keys() == {"lr"}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
 )
 def test_a_choice_that_cannot_work_is_refused_before_the_run(name: str, algorithm: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        genes(manifest(name, **algorithm))
+        resolve(manifest(name, **algorithm))
 
 
 # -- learning --------------------------------------------------------------------------------------------------------

@@ -137,9 +137,9 @@ def test_another_date_than_that_of_the_run_is_refused_where_it_is_shown(model: P
 @pytest.mark.parametrize("date", ["today", "2024-01-01T00:00:00+00:00", 5])
 def test_what_is_no_date_is_refused(date: object, tmp_path: Path) -> None:
     from agilerl.runs.directory import RunDirectory
-    from agilerl.training.resolved import document
+    from agilerl.training.resolved import resolve
 
-    RunDirectory.create(tmp_path / "run", document(load_manifest(None)), 1).close()
+    RunDirectory.create(tmp_path / "run", resolve(load_manifest(None)).document(), 1).close()
     change_json(tmp_path / "run" / "run.json", lambda info: {**info, "date": date})
     with pytest.raises(CheckpointError, match="dates"):
         open_run(tmp_path / "run", report=print)

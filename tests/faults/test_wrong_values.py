@@ -96,7 +96,7 @@ from agilerl.rewards import (
     library_grader,
 )
 from agilerl.runs import CheckpointStore, Journal, JsonLines, RunDirectory, agent_files, read_lines, read_run
-from agilerl.training.setup import genes
+from agilerl.training.resolved import resolve
 from agilerl.utils.algo_utils import VLLMConfig
 from agilerl.utils.utils import save_llm_checkpoint
 from tests.faults.mistaken import (
@@ -376,7 +376,7 @@ def test_masks_of_zero_and_one_of_any_type_are_one_update(world: World) -> None:
 
 def test_one_factor_of_a_gene_is_enough() -> None:
     config = manifest(mutation={"rl_hp_selection": {"lr": {"min": 1e-5, "max": 1e-2, "shrink_factor": 0.5}}})
-    assert genes(config)["lr"].factors == (0.5, 1.2)
+    assert resolve(config).genes["lr"].factors == (0.5, 1.2)
 
 
 def test_more_genes_a_mutation_than_there_are_is_said_once(world: World) -> None:

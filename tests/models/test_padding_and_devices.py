@@ -15,7 +15,8 @@ from agilerl.errors import ConfigError
 from agilerl.models.base import check_device, load_tokenizer
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runtime import Runtime
-from agilerl.training.setup import build, document
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build
 from tests.algorithms.conftest import lora
 from tests.tiny_models import PAD, random_model
 
@@ -60,7 +61,7 @@ def test_a_pad_token_that_is_given_acts_with_a_model_s_name(
     key, value = next(iter(given.items()))
     session = build(load_manifest(None, [f"network.pretrained_model_name_or_path={folder}", f"network.{key}={value}"]))
     assert {a.pad_token_id for a in session.population.agents} == {number}
-    assert document(session.config)["network"][key] == value
+    assert resolve(session.config).document()["network"][key] == value
     assert not caplog.records
 
 

@@ -19,7 +19,9 @@ from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.sft import SFTTask
 from agilerl.errors import ConfigError, EnvError
 from agilerl.population import Population
-from agilerl.training.setup import build, document, task
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build
+from agilerl.training.tasks import task
 from tests.training.small_runs import SMALL, less_times, lines, run_here
 
 SIZES = ("environment.eval_prompts=8", "environment.test_prompts=10")
@@ -150,8 +152,8 @@ environment:
     assert {made.row("exam", i)["question"] for i in range(4)} <= {row["problem"] for row in renamed[40:50]}
     assert {made.row("test", i)["question"] for i in range(6)} <= {row["problem"] for row in renamed[50:]}
     assert made.messages(made.row("exam", 0))[0]["content"].startswith("Please: Spell")
-    assert RunConfig.from_dict(document(config)) == config.model_copy(
-        update={"algorithm": document(config)["algorithm"]}
+    assert RunConfig.from_dict(resolve(config).document()) == config.model_copy(
+        update={"algorithm": resolve(config).document()["algorithm"]}
     )
     mixed = load_manifest(None, ["environment.dataset=[{path: rows.jsonl, weight: 3}, rows.csv]", *SIZES])
     assert [entry.weight for entry in mixed.environment.dataset] == [3.0, 1.0]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agilerl.config.run import RunConfig
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.models.tiny import tiny_model_path
-from agilerl.training.setup import document
+from agilerl.training.resolved import resolve
 from tests.training.small_runs import FinishedRun, lines
 
 pytestmark = pytest.mark.model
@@ -60,7 +60,7 @@ def test_run_json_holds_every_setting_and_gives_the_same_run_again(finished_run:
     assert info["command"][:3] == ["agilerl", "train", "training.pop_size=3"]
     algorithm = info["config"]["algorithm"]
     assert (algorithm["lr"], algorithm["group_size"], algorithm["clip_coef"]) == (1e-5, GROUP, 0.2)
-    assert document(RunConfig.from_dict(info["config"])) == info["config"]
+    assert resolve(RunConfig.from_dict(info["config"])).document() == info["config"]
 
 
 def test_metrics_have_the_promised_lines_and_keys(finished_run: FinishedRun) -> None:

@@ -8,7 +8,9 @@ import pytest
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.training.setup import build, check, document, genes, hyperparameters, task
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build, check
+from agilerl.training.tasks import task
 from agilerl.validation import nearest, shown
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "tutorials" / "manifests"
@@ -67,14 +69,14 @@ def test_every_documented_section_and_setting(tmp_path: Path) -> None:
     config = load_manifest(tmp_path / "full.yaml")
     check(config)
     assert config.training.max_steps == 1000
-    agent = hyperparameters(config)
+    agent = resolve(config).hyperparameters
     assert agent.model_dump(include={"lr", "clip_coef", "max_model_len", "seed"}) == {
         "lr": 5e-6,
         "clip_coef": (0.8, 1.3),
         "max_model_len": 256,
         "seed": 7,
     }
-    found = genes(config)
+    found = resolve(config).genes
     assert (found["lr"].min, found["lr"].max, found["lr"].factors) == (1e-7, 1e-4, None)
     assert (found["group_size"].dtype, found["group_size"].factors) == ("int", (0.5, 2.0))
     for section in ("environment", "training", "mutation", "selection_strategy", "network"):
@@ -117,9 +119,9 @@ def test_a_new_task_drops_the_old_ones_parameters_in_any_order() -> None:
 
 def test_the_resolved_document_gives_the_same_configuration() -> None:
     config = load_manifest(None, ["algorithm.clip_coef=[0.8, 1.3]", "network.max_context_length=64"])
-    resolved = json.loads(json.dumps(document(config)))
+    resolved = json.loads(json.dumps(resolve(config).document()))
     assert resolved["algorithm"]["temperature"] == 1.0  # defaults included
-    assert document(RunConfig.from_dict(resolved)) == document(config)
+    assert resolve(RunConfig.from_dict(resolved)).document() == resolve(config).document()
 
 
 @pytest.mark.parametrize("path", [None, *sorted(MANIFESTS.glob("*.yaml"))], ids=lambda p: p.stem if p else "sparse")
@@ -129,9 +131,9 @@ def test_the_resolved_document_survives_json_with_its_types(path: Path | None, t
         path = tmp_path / "sparse.yaml"
         path.write_text("algorithm: {name: GRPO}")
     config = load_manifest(path)
-    written = json.dumps(document(config))
+    written = json.dumps(resolve(config).document())
     again = RunConfig.from_dict(json.loads(written))
-    assert json.dumps(document(again)) == written
+    assert json.dumps(resolve(again).document()) == written
     assert repr(again.network) == repr(config.network)  # what is dumped has the declared type, whatever the default is
 
 

@@ -18,6 +18,7 @@ from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_
 from agilerl.runtime import AgentRows, Runtime
 from agilerl.sizes import VLLM_CPU_CACHE
 from agilerl.training import memory
+from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.distributed.together import ends, started
 from tests.models.test_layers import SavedBytes
@@ -139,9 +140,9 @@ def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
     config = load_manifest(None, [*SMALL, *overrides])
     found, row = parts(*overrides), longest_row(*overrides)
     # The check supposes rows of the longest length, all of whose tokens may be actions.
-    load = workload(config, Lengths(prompt=0, completion=row, longest=row, said=()))
+    load = workload(resolve(config), Lengths(prompt=0, completion=row, longest=row, said=()))
     found.pop("rollouts")  # which lie in the host's memory
-    assert footprint.memory(model_shape(config, device="cpu"), load) == found
+    assert footprint.memory(model_shape(resolve(config), device="cpu"), load) == found
 
 
 @pytest.mark.model

@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.loop import resume, train
-from agilerl.training.resolved import document
+from agilerl.training.resolved import resolve
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.training.small_runs import SMALL, agilerl, less_times, lines
@@ -40,7 +40,7 @@ def test_a_run_with_one_agent_goes_on_as_if_never_interrupted(elitism: str, tmp_
     events.close()  # type: ignore[attr-defined]
     saved = open_run(root, report=print)
     assert saved.checkpoint is not None
-    assert document(saved.config) == document(config)
+    assert resolve(saved.config).document() == resolve(config).document()
     for _ in resume(build(saved.config, saved.checkpoint), saved.run):
         pass
     for name in ("metrics.jsonl", "lineage.jsonl"):
@@ -49,6 +49,6 @@ def test_a_run_with_one_agent_goes_on_as_if_never_interrupted(elitism: str, tmp_
 
 def test_a_tournament_that_was_asked_for_stays_as_large_or_is_refused() -> None:
     config = load_manifest(None, ["training.pop_size=1"])
-    assert document(config)["selection_strategy"]["tournament_size"] == config.tournament_size == 1
+    assert resolve(config).document()["selection_strategy"]["tournament_size"] == config.tournament_size == 1
     assert load_manifest(None).tournament_size == 2
     assert load_manifest(None, ["selection_strategy.tournament_size=3"]).tournament_size == 3

@@ -10,7 +10,8 @@ from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.hpo.schedule import hyperparameter_schedule
-from agilerl.training.setup import check, document, genes, hyperparameters
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import check
 from tests.training.small_runs import lines, run_here
 
 GRADERS = [
@@ -36,23 +37,23 @@ def manifest(
 
 def test_a_gene_starts_at_the_weight_of_its_grader() -> None:
     config = manifest({SHORT: {"max": 0.4}, "reward_weights.only.letters": {"min": 0.1, "max": 2, "scale": "log"}})
-    assert genes(config) == {
+    assert resolve(config).genes == {
         SHORT: Gene(SHORT, "float", min=0.0, max=0.4, scale="linear"),
         "reward_weights.only.letters": Gene("reward_weights.only.letters", "float", min=0.1, max=2.0, scale="log"),
     }
-    assert document(config)["algorithm"]["reward_weights"] == {"short": 0.1, "only.letters": 0.5}
-    again = RunConfig.from_dict(document(config))
-    assert (document(again), genes(again)) == (document(config), genes(config))
+    assert resolve(config).document()["algorithm"]["reward_weights"] == {"short": 0.1, "only.letters": 0.5}
+    again = RunConfig.from_dict(resolve(config).document())
+    assert (resolve(again).document(), resolve(again).genes) == (resolve(config).document(), resolve(config).genes)
     check(config)
-    given = hyperparameters(manifest(weights={"task": 2, "short": 0.3}))
+    given = resolve(manifest(weights={"task": 2, "short": 0.3})).hyperparameters
     assert given.model_dump()["reward_weights"] == {"task": 2.0, "short": 0.3}
-    assert document(manifest({}))["algorithm"]["reward_weights"] == {}
-    assert genes(manifest(algorithm="choice[GRPO, CISPO]")).keys() == {SHORT, "algorithm"}
+    assert resolve(manifest({})).document()["algorithm"]["reward_weights"] == {}
+    assert resolve(manifest(algorithm="choice[GRPO, CISPO]")).genes.keys() == {SHORT, "algorithm"}
 
 
 def test_choices_of_a_number_may_be_whole() -> None:
     """They become what the hyperparameter is: else an agent that chose one could not be cloned."""
-    found = genes(manifest({SHORT: {"choices": [0, 0.1, 1]}, "temperature": {"choices": [0.5, 1]}}))
+    found = resolve(manifest({SHORT: {"choices": [0, 0.1, 1]}, "temperature": {"choices": [0.5, 1]}})).genes
     assert [type(choice) for gene in found.values() for choice in gene.choices] == [float] * 5
     assert found["temperature"].contains(1.0)
 

@@ -9,8 +9,9 @@ from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
 from agilerl.rollouts.vllm import colocated
+from agilerl.training.resolved import resolve
 from agilerl.training.sampling import check_room, check_sampling
-from agilerl.training.setup import build, shared_options
+from agilerl.training.setup import build
 from tests.training.small_runs import SMALL
 
 
@@ -58,7 +59,7 @@ def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypa
                 "distributed": wanted.distributed.model_copy(update=distributed),
             }
         )
-        check_sampling(wanted, shared_options(wanted))
+        check_sampling(wanted, resolve(wanted).options)
 
     checked()
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 with distributed\.processes_per_island=2: each"):

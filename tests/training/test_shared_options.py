@@ -11,7 +11,8 @@ from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.runtime import Runtime
-from agilerl.training.setup import build, document, shared_options
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build
 from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, train_pass
 from tests.tiny_models import PAD, random_model
@@ -138,23 +139,23 @@ def test_prompts_are_decoded_in_chunks_to_the_same_tokens() -> None:
 
 def test_manifests_have_them_under_algorithm() -> None:
     config = load_manifest(None, ["algorithm.gradient_checkpointing=true", "network.quantization=nf4"])
-    options = shared_options(config)
+    options = resolve(config).options
     assert options.gradient_checkpointing
     assert options.quantization_config is not None
     assert options.quantization_config.bnb_4bit_quant_type == "nf4"
-    again = type(config).from_dict(document(config))
-    assert document(again) == document(config)
-    assert shared_options(again) == options
+    again = type(config).from_dict(resolve(config).document())
+    assert resolve(again).document() == resolve(config).document()
+    assert resolve(again).options == options
 
 
 def test_what_manifests_contradict_is_a_sentence() -> None:
     wrong = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=int8"])
     with pytest.raises(ConfigError, match=r"network.quantization=.* and algorithm.quantization_config=.* disagree"):
-        shared_options(wrong)
+        resolve(wrong)
     same = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=nf4"])
-    assert shared_options(same) == shared_options(load_manifest(None, ["network.quantization=nf4"]))
+    assert resolve(same).options == resolve(load_manifest(None, ["network.quantization=nf4"])).options
     with pytest.raises(ConfigError, match=r"algorithm.torch_compiler: .*'default'"):
-        shared_options(load_manifest(None, ["algorithm.torch_compiler=fast"]))
+        resolve(load_manifest(None, ["algorithm.torch_compiler=fast"]))
     with pytest.raises(
         ConfigError, match=r"unknown key 'algorithm.gradient_checkpoint'; did you mean 'gradient_checkpoi"
     ):

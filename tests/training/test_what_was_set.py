@@ -19,7 +19,7 @@ from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.loop import resume, train
-from agilerl.training.resolved import document, given, hyperparameters, recorded, shared_options
+from agilerl.training.resolved import recorded, resolve
 from agilerl.training.saved import SavedRun, open_run
 from agilerl.training.setup import build, check, first_generation
 from tests.training.small_runs import SMALL, lines
@@ -34,7 +34,7 @@ SETTINGS = [(name, field) for name, algorithm in ALGORITHMS.items() for field in
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     config = load_manifest(None)
-    return load_runtime(config, shared_options(config))
+    return load_runtime(resolve(config))
 
 
 def choices(annotation: Any) -> list[Any]:
@@ -67,7 +67,7 @@ def another_value(field: FieldInfo) -> Any:
 
 def started(config: RunConfig, root: Path) -> None:
     """Leave the directory of a run that ended before its first checkpoint."""
-    RunDirectory.create(root, document(config), 1, given=given(config)).close()
+    RunDirectory.create(root, resolve(config).document(), 1, given=resolve(config).given()).close()
 
 
 def reopened(root: Path, *, report: Any = print) -> RunConfig:
@@ -97,7 +97,7 @@ def test_one_setting_of_a_manifest(name: str, field: str, runtime: Runtime, tmp_
     if refused is not None:
         assert field in refused
         return
-    (agent, *_) = first_generation(config, runtime, SOLITARY)
+    (agent, *_) = first_generation(resolve(config), runtime, SOLITARY)
     assert agent.config.model_fields_set == expected
     assert json.loads(agent.config.model_dump_json(include={field})) == {field: value}
 
@@ -109,8 +109,8 @@ def test_one_setting_of_a_manifest(name: str, field: str, runtime: Runtime, tmp_
 
     started(config, tmp_path / "run")
     again = reopened(tmp_path / "run")
-    assert (document(again), given(again)) == (document(config), given(config))
-    (resumed, *_) = first_generation(again, runtime, SOLITARY)
+    assert (resolve(again).document(), resolve(again).given()) == (resolve(config).document(), resolve(config).given())
+    (resumed, *_) = first_generation(resolve(again), runtime, SOLITARY)
     assert (resumed.config, resumed.config.model_fields_set) == (agent.config, expected)
 
 
@@ -136,11 +136,11 @@ CISPO_BOUNDS = {
 @pytest.mark.parametrize(("overrides", "bounds"), CISPO_BOUNDS.values(), ids=CISPO_BOUNDS)
 def test_the_bounds_of_cispo(overrides: list[str], bounds: tuple[float, float], tmp_path: Path) -> None:
     config = load_manifest(None, [*SMALL, *overrides])
-    for made in (config, RunConfig.from_dict(document(config))):  # the resolved manifest is a manifest
+    for made in (config, RunConfig.from_dict(resolve(config).document())):  # the resolved manifest is a manifest
         agents = build(made).population.agents
         assert [agent.config.weight_range for agent in agents] == [bounds] * 3  # type: ignore[attr-defined]
     started(config, tmp_path / "run")
-    assert hyperparameters(reopened(tmp_path / "run")).weight_range == bounds  # type: ignore[attr-defined]
+    assert resolve(reopened(tmp_path / "run")).hyperparameters.weight_range == bounds  # type: ignore[attr-defined]
 
 
 @pytest.mark.model
@@ -173,31 +173,33 @@ def test_a_gene_with_choices_survives_run_json(tmp_path: Path) -> None:
         BY_ALGORITHM["SFT"], ["mutation.rl_hp_selection.loss_type.choices=[nll, dft]", "algorithm.loss_type=nll"]
     )
     check(config)
-    check(RunConfig.from_dict(document(config)))
+    check(RunConfig.from_dict(resolve(config).document()))
     started(config, tmp_path / "run")
     check(reopened(tmp_path / "run"))
 
 
 def test_a_run_that_did_not_say_what_was_set_is_read_as_before(tmp_path: Path) -> None:
     config = load_manifest(None, ["algorithm.clip_coef=[0.8, 1.3]"])
-    RunDirectory.create(tmp_path / "run", document(config), 1).close()
+    RunDirectory.create(tmp_path / "run", resolve(config).document(), 1).close()
     assert "given" not in json.loads((tmp_path / "run" / "run.json").read_text())
     again = reopened(tmp_path / "run")
-    assert document(again) == document(config)
-    assert hyperparameters(again).model_fields_set == set(type(hyperparameters(config)).model_fields)
+    assert resolve(again).document() == resolve(config).document()
+    assert resolve(again).hyperparameters.model_fields_set == set(type(resolve(config).hyperparameters).model_fields)
 
 
 def test_a_default_that_has_changed_keeps_the_recorded_value() -> None:
     config = load_manifest(None)
-    info = {"config": document(config), "given": given(config), "date": "2026-01-31T12:00:00"}
+    info = {"config": resolve(config).document(), "given": resolve(config).given(), "date": "2026-01-31T12:00:00"}
     info["config"]["algorithm"]["temperature"] = 0.9  # as if 0.9 had been the default then
     info["config"]["training"]["evo_steps"] = 5
     again = recorded(info)
-    assert document(again) == info["config"]
+    assert resolve(again).document() == info["config"]
     assert (again.algorithm["temperature"], again.training.evo_steps) == (0.9, 5)
     info["config"]["environment"]["params"] = {}  # as if what was set had been resolved to less
-    assert document(recorded(info)) == info["config"]
-    assert hyperparameters(again).model_fields_set == hyperparameters(config).model_fields_set | {"temperature"}
+    assert resolve(recorded(info)).document() == info["config"]
+    assert resolve(again).hyperparameters.model_fields_set == resolve(config).hyperparameters.model_fields_set | {
+        "temperature"
+    }
 
 
 def test_what_was_set_is_guarded_by_its_sha256(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_what_was_set_is_guarded_by_its_sha256(tmp_path: Path) -> None:
 
 def test_values_that_evolve_count_as_set(runtime: Runtime) -> None:
     config = load_manifest(BY_ALGORITHM["CISPO"])
-    agents = first_generation(config, runtime, SOLITARY)
+    agents = first_generation(resolve(config), runtime, SOLITARY)
     for agent in agents:
         assert set(values_of(agent.config, agent.genes)) <= agent.config.model_fields_set | {"clip_max"}
     assert all("clip_max" in agent.config.model_fields_set for agent in agents[1:])

@@ -1,0 +1,63 @@
+"""What a configuration resolves to: one typed object that nothing changes, and what a process of several sees of it."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from agilerl.algorithms import CISPO, GRPO
+from agilerl.config.manifest import load_manifest
+from agilerl.distributed.exchange import Exchange
+from agilerl.distributed.topology import SOLITARY, Topology
+from agilerl.errors import ConfigError
+from agilerl.processes import Processes
+from agilerl.training.resolved import resolve
+
+
+def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
+    found = resolve(
+        load_manifest(
+            None,
+            [
+                *("algorithm={name: 'choice[GRPO, CISPO]', lr: 2e-4, use_sequence_packing: true}", "training.seed=7"),
+                *("mutation.rl_hp_selection={lr: {max: 1e-3}}", "network.attn_implementation=eager"),
+                *("mutation.mutation_sd=0.3", "selection_strategy.tournament_size=3"),
+            ],
+        )
+    )
+    assert (found.algorithm, found.algorithms) == (GRPO, (GRPO, CISPO))
+    assert (found.hyperparameters.lr, found.hyperparameters.seed) == (2e-4, 7)  # type: ignore[attr-defined]
+    assert found.hyperparameters.model_fields_set == {"lr", "seed"}
+    assert (found.options.use_sequence_packing, found.options.attn_implementation) == (True, "eager")
+    assert found.own_options.attn_implementation is None  # which run.json has under network
+    assert (found.genes["lr"].max, set(found.genes)) == (1e-3, {"lr", "algorithm"})
+    assert (found.mutations.mutation_sd, found.selection.tournament_size) == (0.3, 3)  # type: ignore[attr-defined]
+    with pytest.raises(FrozenInstanceError):
+        found.genes = {}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("algorithm.lr=-1", "algorithm.lr"),
+        ("algorithm.use_vlm=true", "use_vllm"),
+        ("mutation.rl_hp_selection={lr: {min: 1}}", "mutation.rl_hp_selection.lr"),
+        ("mutation.probabilities={new_layer: 1.0}", "new_layer"),
+        ("network.lora_config.target_modules='('", "network.lora_config.target_modules"),
+    ],
+)
+def test_what_contradicts_is_refused_at_once(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        resolve(load_manifest(None, [override]))
+
+
+def test_a_process_of_several_sees_its_share_its_device_and_its_server() -> None:
+    whole = resolve(load_manifest(None, ["training.pop_size=5", "algorithm.vllm_config={exams: torch}"]))
+    assert whole.seen_from(SOLITARY) is whole
+    world = Exchange(Processes(1, 2))
+    here = whole.seen_from(Topology(world, peers=world))
+    assert here.config.training.pop_size == 2
+    assert replace(here, config=whole.config) == whole  # it resolves to the same
+    served = whole.seen_from(Topology(server="http://host:8000")).options
+    assert served.use_vllm
+    assert served.vllm_config is not None
+    assert (served.vllm_config.base_url, served.vllm_config.exams) == ("http://host:8000", "torch")
