@@ -13,11 +13,11 @@ _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 Sharding = Literal["none", "fsdp2", "zero3"]
-"""How the processes of a group hold the frozen base: each all of it, or each a part, by torch or by DeepSpeed."""
+"""How the processes of a group hold the frozen base: each holds all of it, or torch or DeepSpeed shards it."""
 
 _ON = ("1", "true", "yes")
 _ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
-"""By stage: 1 and 2 divide gradients and optimizer states of weights that are trained, and a frozen base has none."""
+"""By stage: 1 and 2 shard gradients and optimizer states of trained weights, and a frozen base has neither."""
 
 
 class DistributedConfig(Section):
@@ -106,7 +106,7 @@ def by_accelerate(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
-    """Return what the configuration of accelerate launch says; ``none`` without one.
+    """Return the sharding that ``accelerate launch`` is configured for; ``none`` if it was not used.
 
     Raises ConfigError for offloading, and FSDP of version 1, which cannot hold a frozen base beside adapters.
     """
@@ -122,8 +122,8 @@ def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
 def _refuse_offload(asked: bool) -> None:
     if asked:
         raise ConfigError(
-            "accelerate is configured to keep the base in the memory of the host (offload_param_device, "
-            "fsdp_offload_params), which is not available here; set it to none (false), or use more processes"
+            "accelerate is configured to keep the base in the host's memory (offload_param_device, "
+            "fsdp_offload_params), which is not supported; set it to none (false), or use more processes"
         )
 
 
@@ -145,9 +145,9 @@ def sharding_by_version(version: Any) -> Sharding:
 
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where accelerate launch was asked for several processes and has started one."""
+    """Raise ConfigError if accelerate launch was asked for several processes but started only one."""
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
         raise ConfigError(
-            "accelerate launch was asked for several processes and has started one, as it does with --cpu; use "
+            "accelerate launch was asked for several processes but started only one, as it does with --cpu; use "
             "torchrun --nproc-per-node 2 -m agilerl.cli train ... distributed.processes_per_island=2"
         )

@@ -1,4 +1,4 @@
-"""Typed containers between the stops of the data: completions, trajectories, batches."""
+"""Typed containers for the data on its way from rollout to loss: completions, trajectories, batches."""
 
 from agilerl.data.batch import LossInputs, RolloutBatch, collate
 from agilerl.data.trajectories import Completion, EpisodeOutcome, Trajectory

@@ -1,6 +1,6 @@
-"""Tensors that a user hands in, checked once at the door: token ids, masks, rewards, whole batches.
+"""Checks of tensors that a user passes in: token ids, masks, rewards, whole batches.
 
-Nothing in here is called between a rollout of the package and the update on it: what it makes itself, fits.
+None of this runs between a rollout of the package and its update: tensors that the package makes are not checked again.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ _IDS = "pass whole token ids, as a tokenizer returns them (int64)"
 def token_rows(value: Any, where: str) -> Tensor:
     """Return token ids as a matrix ``[rows, T]`` of int64; one row may come without its first dimension.
 
-    Raises ConfigError for anything but whole numbers, one or two dimensions, and at least one row and token.
+    Raises ConfigError for anything but integers, one or two dimensions, and at least one row and token.
     """
     ids = _tensor(value, where, "token ids [rows, T]", _IDS)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ConfigError(f"{where}: expected token ids, which are whole numbers, found {described(ids)}; {_IDS}")
+        raise ConfigError(f"{where}: expected token ids, which are integers, found {described(ids)}; {_IDS}")
     if ids.dim() not in (1, 2) or not ids.numel():
         raise ConfigError(
             f"{where}: expected token ids [rows, T] of at least one row and one token, found {described(ids)}; {_IDS}"
@@ -37,8 +37,8 @@ def one_row(value: Any, where: str) -> list[int]:
     ids = token_rows(value, where)
     if len(ids) != 1:
         raise ConfigError(
-            f"{where}: expected the token ids of one sequence, [1, T], found {described(ids)}, which is {len(ids)} of "
-            "them; pass each in an entry of the list by itself"
+            f"{where}: expected the token ids of one sequence, [1, T], found {described(ids)}, which is {len(ids)} "
+            "sequences; pass each as a separate entry of the list"
         )
     found: list[int] = ids[0].tolist()
     return found
@@ -54,7 +54,7 @@ def mask_rows(value: Any, where: str) -> Tensor:
         if odd.numel():
             raise ConfigError(
                 f"{where}: expected a mask of 0 and 1, found {odd.reshape(-1)[0].item():g} in it; pass True where the "
-                "agent generated the next token and False elsewhere (weights belong into rewards or a loss)"
+                "agent generated the next token and False elsewhere (weights belong in rewards or a loss)"
             )
     mask = mask.bool()
     return mask if mask.dim() == 2 else mask[None]
@@ -69,7 +69,7 @@ def number_rows(value: Any, where: str) -> Tensor:
 
 
 def check_vocabulary(ids: Tensor | Sequence[int], size: int, where: str) -> None:
-    """Raise ConfigError unless all token ids are those of a vocabulary of this size."""
+    """Raise ConfigError unless all token ids are valid for a vocabulary of this size."""
     low, high = (int(ids.min()), int(ids.max())) if isinstance(ids, Tensor) else (min(ids), max(ids))
     if low < 0 or high >= size:
         raise ConfigError(
@@ -79,12 +79,12 @@ def check_vocabulary(ids: Tensor | Sequence[int], size: int, where: str) -> None
 
 
 def check_context(lengths: Tensor, most: int, wanted: int | None, where: str) -> None:
-    """Raise ConfigError where a row of a batch is longer than the context; ``wanted`` is ``max_model_len``."""
+    """Raise ConfigError if a row of a batch is longer than the context; ``wanted`` is ``max_model_len``."""
     longest = int(lengths.max()) if lengths.numel() else 0
     if longest > most:
         raise ConfigError(
             f"{where}: expected rows of at most {most} tokens, the context of this agent (max_model_len={wanted}, or "
-            f"what the base model holds), found one of {longest}; shorten such rows, or raise max_model_len"
+            f"the base model's limit), found one of {longest}; shorten such rows, or raise max_model_len"
         )
 
 

@@ -1,7 +1,7 @@
 """Pure functions on tensors, of which every algorithm is composed: credit, ratios, objectives, KL, aggregation.
 
-Token tensors are ``[B, L]`` with a bool mask ``[B, L]``. What stands at a masked position never reaches a value or a
-gradient, not even a NaN. fp32 and fp64 both work; log-probs are natural logarithms.
+Token tensors are ``[B, L]`` with a bool mask ``[B, L]``. The content of a masked position never reaches a value or a
+gradient, not even if it is NaN. fp32 and fp64 both work; log-probs are natural logarithms.
 """
 
 from agilerl.functional.advantages import (

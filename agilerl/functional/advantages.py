@@ -39,12 +39,12 @@ def group_advantages(
     | mean_std | ``(r - mean_g) / (std_g + adv_eps)`` | GRPO, arXiv 2402.03300 |
     | mean_only | ``r - mean_g`` | Dr.GRPO, arXiv 2503.20783 |
     | batch_std | ``(r - mean_g) / (std_batch + adv_eps)`` | arXiv 2508.08221 |
-    | rloo | ``G / (G - 1) (r - mean_g)``: against the mean of the others | RLOO, arXiv 2402.14740 |
+    | rloo | ``G / (G - 1) (r - mean_g)``: against the mean of the other rows | RLOO, arXiv 2402.14740 |
     | mean | ``(r - mean_g) / mean_g``: rare successes weigh more; 0 unless mean_g > 0 | MaxRL, arXiv 2602.02710 |
 
     Standard deviations have ddof 1. A group whose std is below 1e-6, and a group of one, give exactly 0. A reward that
     is not finite (NaN: no grade) is left out of all statistics and has the advantage 0. Raises ValueError for an
-    unknown norm or where the shapes differ.
+    unknown norm or if the shapes differ.
     """
     if norm not in get_args(AdvantageNorm):
         raise ValueError(f"norm must be one of {', '.join(get_args(AdvantageNorm))}, found {norm!r}")
@@ -62,22 +62,22 @@ def group_advantages(
         advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
     else:
         advantages = centred
-    # Not only the division: a group of equal rewards must not leave the rounding error of its mean behind either.
+    # Guarding the division is not enough: in a group of equal rewards, ``centred`` is the rounding error of the mean.
     advantages = torch.where((std < ZERO_STD) | (count < 2), torch.zeros_like(advantages), advantages)
     return advantages.to(_float(rewards))
 
 
 def zero_variance_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return a bool ``[B]``: rows of groups that teach nothing (std below 1e-6, or fewer than two grades)."""
+    """Return a bool ``[B]``: rows of groups without a learning signal (std below 1e-6, or fewer than two grades)."""
     _, std, count, _ = _group_statistics(rewards, groups)
     return (std < ZERO_STD) | (count < 2)
 
 
 def informative_groups(advantages: Tensor, groups: Tensor) -> Tensor:
-    """Return a bool ``[E, K]``: cells of groups of which some member has an advantage in that column that is not 0.
+    """Return a bool ``[E, K]``: cells of groups in which some member has a non-zero advantage in that column.
 
-    ``advantages [E, K]`` are those of ``group_advantages`` (K = 1) or of turns, ``groups [E]`` integer labels. All
-    members of the other groups earned the same, or there is only one.
+    ``advantages [E, K]`` are those of ``group_advantages`` (K = 1) or of turns, ``groups [E]`` integer labels. In every
+    other group all members earned the same reward, or there is only one member.
     """
     _, index = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     labels = torch.arange(int(index.max()) + 1 if len(index) else 0, device=index.device)
@@ -97,10 +97,10 @@ def turn_advantages(
 ) -> Tensor:
     """Return advantages ``[B, L]`` per turn, given to each token of the turn, 0 where ``turn_ids`` is -1.
 
-    ``rewards [B, K]`` holds each turn's reward, NaN where the row has no such turn; ``groups [B]``;
+    ``rewards [B, K]`` holds each turn's reward, NaN for turns that the row does not have; ``groups [B]``;
     ``turn_ids [B, L]``. A turn's reward is compared with the same turn of the group's other members that played it
-    (statistics as in ``group_advantages``; ``batch_std`` is that of the turn). Where fewer than two members played it,
-    the advantage of the row's summed reward stands in (``trajectory_fallback``), or 0.
+    (statistics as in ``group_advantages``; ``batch_std`` is that of the turn). If fewer than two members played it, the
+    advantage of the row's summed reward is used instead (``trajectory_fallback``), or 0.
     """
     _check_turns(rewards, turn_ids)
     graded = torch.isfinite(rewards)
@@ -131,9 +131,9 @@ def broadcast_turns(values: Tensor, turn_ids: Tensor) -> Tensor:
 def place_rewards(turn_rewards: Tensor, turn_ids: Tensor) -> Tensor:
     """Put each turn's reward ``[B, K]`` on the last action token of its turn: ``[B, L]``, 0 elsewhere.
 
-    On every token of the turn instead, the returns would grow with the length: 5, 4, 3, 2, 1 where 1, 1, 1, 1, 1 is
-    right. A NaN (no grade) places 0: rows without a grade are to be left out of the mask. The reward of a turn without
-    action tokens has no place and is dropped.
+    On every token of the turn, the rewards would add up to returns that grow with its length: 5, 4, 3, 2, 1 instead of
+    1, 1, 1, 1, 1. A NaN (no grade) becomes 0, so leave rows without a grade out of the mask. The reward of a turn
+    without action tokens is dropped.
     """
     _check_turns(turn_rewards, turn_ids)
     member, positions = _members(turn_ids, turn_rewards.shape[1])
@@ -145,10 +145,10 @@ def place_rewards(turn_rewards: Tensor, turn_ids: Tensor) -> Tensor:
 def pool_turn_values(
     values: Tensor, turn_ids: Tensor, turns: int, reduction: Literal["final_value", "mean"] = "final_value"
 ) -> Tensor:
-    """Return one value per turn ``[B, turns]`` from values per token ``[B, L]``, 0 where there is no such turn.
+    """Return one value per turn ``[B, turns]`` from values per token ``[B, L]``, 0 for turns that a row does not have.
 
     ``final_value``: the value at the turn's last action token; ``mean``: over its action tokens. With ``gae`` over the
-    turn axis this gives turn-level advantages. Differentiable, so that it serves the value loss as well.
+    turn axis this gives turn-level advantages. Differentiable, so the value loss can use it as well.
     """
     if reduction not in ("final_value", "mean"):
         raise ValueError(f"reduction must be 'final_value' or 'mean', found {reduction!r}")
@@ -197,7 +197,7 @@ def rebn(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, penalty: Tensor | None = None) -> Tensor:
-    """Return whitened returns ``[B, L]`` of rewards ``[B]`` that stand at each row's last valid token.
+    """Return whitened returns ``[B, L]`` of rewards ``[B]``, each placed on its row's last valid token.
 
     ``penalty [B, L]`` (``beta * kl`` per token) is subtracted from the token rewards first. Rows whose reward is NaN
     (no grade) are left out and get 0. Source: REINFORCE++, arXiv 2501.03262.
@@ -215,8 +215,8 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """Return ``reinforce_plus_plus`` of rewards minus their group's mean (a group of one or without spread: 0).
 
-    As in the paper, the normalisation is that of the whole batch: where completions differ in length its mean over
-    tokens is not 0, and a group of equal rewards gets minus that mean, divided by the batch's spread.
+    As in the paper, the normalisation is that of the whole batch: if completions differ in length, its mean over tokens
+    is not 0, and a group of equal rewards gets minus that mean, divided by the batch's spread.
     """
     centred = group_advantages(rewards, groups, norm="mean_only")
     centred = torch.where(torch.isfinite(rewards), centred, torch.nan)

@@ -31,8 +31,8 @@ def aggregate(loss: Tensor, mask: Tensor, mode: LossNorm, denominator: float | T
     | fixed-length | sum over valid tokens | sequences * max_length | Dr.GRPO, arXiv 2503.20783 |
 
     ``loss`` and ``mask`` are ``[B, L]``. The denominator counts the whole window, so the parts of any split into
-    micro-batches add up to the same loss and gradient. It is a number, or ``[B]`` where rows belong to agents with
-    windows of their own. A denominator of 0 (a window without valid tokens) gives 0.
+    micro-batches add up to the same loss and gradient. It is a number, or ``[B]`` if the rows belong to agents with
+    different windows. A denominator of 0 (a window without valid tokens) gives 0.
     """
     rows = aggregate_rows(loss, mask, mode)
     limit = _as_tensor_like(denominator, rows)

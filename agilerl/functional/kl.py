@@ -26,7 +26,7 @@ def kl_estimate(
 
     | estimator | value | gradient |
     |---|---|---|
-    | k1 | ``pi - ref`` | 1: zero in expectation, so of no use as a loss |
+    | k1 | ``pi - ref`` | 1: zero in expectation, so useless as a loss |
     | k2 | ``(pi - ref)^2 / 2`` | ``pi - ref`` |
     | k3 | ``exp(ref - pi) - (ref - pi) - 1`` | ``1 - exp(ref - pi)`` |
     | k3+ | as k3 | as k2, unbiased on policy |

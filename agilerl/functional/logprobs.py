@@ -45,12 +45,12 @@ def linear_logprobs(
     """Return log-probs ``[M]`` of ``targets`` and, if asked, entropies ``[M]``, without ever storing ``[M, V]``.
 
     Logits are ``cap(scale * (hidden @ weight.T + bias)) / temperature`` with ``cap(z) = softcap * tanh(z / softcap)``.
-    The product runs in the dtype of ``weight``, everything after it in fp32 (fp64 stays fp64), or in that dtype too
-    where not ``wide``. The head is frozen: both outputs are differentiable with respect to ``hidden`` only.
+    The product runs in the dtype of ``weight``, everything after it in fp32 (fp64 stays fp64), or in the same dtype
+    if ``wide`` is False. The head is frozen: both outputs are differentiable with respect to ``hidden`` only.
 
     Shapes: ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``bias [V]``, ``temperature`` a positive number
     or ``[M]``. ``chunk_rows`` is the most rows of logits that exist at a time (at least 16; None: 256 MB of fp32).
-    Raises ValueError where shapes or settings do not fit, or where the head requires a gradient.
+    Raises ValueError if shapes or settings do not fit, or if the head requires a gradient.
 
     On one CPU thread a row's bits, values and gradients, depend neither on the other rows nor on ``chunk_rows``.
     A row whose incoming gradient is exactly 0 gives a gradient of exactly 0, even if its hidden state is NaN.
@@ -86,7 +86,7 @@ class _LinearLogProbs(torch.autograd.Function):
     """Head, log-softmax and gather over tiles of rows.
 
     A row's log-prob is one number, so its gradient is one vector ``[H]``: forward takes it while the tile of logits
-    exists, and backward only scales it. The entropy's is recomputed, since most often nobody asks for it.
+    exists, and backward only scales it. The entropy's is recomputed, since it is rarely needed.
     """
 
     @staticmethod

@@ -92,7 +92,7 @@ def dppo(
 ) -> Tensor:
     """Return ``-M sg(min(rho, weight_max)) A log pi`` ``[B, L]``, M the complement of :func:`divergence_region`.
 
-    The trust region is drawn around the policy, not around the ratio of one token: a rare token may multiply its
+    The trust region bounds the change of the distribution, not the ratio of one token: a rare token may multiply its
     probability, a frequent one may not move far. Source: DPPO, arXiv 2602.04879 (its binary estimates).
     """
     logp, old = fill_masked(logp, mask), fill_masked(old_logp.detach(), mask)
@@ -106,7 +106,7 @@ def dppo(
 def divergence_region(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, limit: float | Tensor, divergence: Divergence = "tv"
 ) -> tuple[Tensor, Tensor]:
-    """Return two bool ``[B, L]``: tokens that DPPO stops on their way down, and on their way up.
+    """Return two bool ``[B, L]``: tokens whose probability DPPO stops from falling, and from rising, any further.
 
     A token is stopped if its update would lead further away from the old policy (up with A > 0, down with A < 0) and
     the two are further apart than ``limit``, measured on the two outcomes "this token" and "any other": total

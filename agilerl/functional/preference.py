@@ -61,8 +61,8 @@ class PreferenceOptions:
     discopop_tau: float = 0.05
     """Temperature of discopop's modulation."""
     reward_baseline: float | None = None
-    """bco_pair: mean of ``beta c`` and ``beta r``, usually a running one. None: that of these pairs, which makes the
-    loss depend on the micro-batch."""
+    """bco_pair: mean of ``beta c`` and ``beta r``, usually a running mean. None: the mean of these pairs, which makes
+    the loss depend on the micro-batch."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 0.5:

@@ -26,7 +26,7 @@ class Statistic:
 
     @property
     def mean(self) -> float:
-        """Mean of all values; 0 where there are none."""
+        """Mean of all values; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
     @property
@@ -35,7 +35,7 @@ class Statistic:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def merge(self, other: "Statistic") -> None:
-        """Take in another statistic. Source: Chan, Golub and LeVeque (1979)."""
+        """Add the values of another statistic. Source: Chan, Golub and LeVeque (1979)."""
         if not other.count:
             return
         count = self.count + other.count
@@ -67,7 +67,7 @@ class MetricReducer:
     def add(
         self, name: str, values: Tensor | float, mask: Tensor | None = None, *, reduction: Reduction = "mean"
     ) -> None:
-        """Take in values (of any shape; those where ``mask`` is False are left out).
+        """Add values (of any shape; those where ``mask`` is False are left out).
 
         A value that is not finite is kept: a metric that was NaN somewhere is NaN. Raises ValueError if the name was
         added with another reduction before, or for an unknown reduction.
@@ -79,7 +79,7 @@ class MetricReducer:
         self.statistics[name].merge(Statistic.of(tensor))
 
     def add_ratio(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
-        """Take in a mean that is already split into its sum and its count."""
+        """Add a mean that is already split into its sum and its count."""
         self._declare(name, "mean")
         count = float(count)
         if count > 0:
@@ -87,7 +87,7 @@ class MetricReducer:
             self.statistics[name].merge(Statistic(count, float(total), math.nan, math.nan, math.nan))
 
     def merge(self, other: "MetricReducer") -> None:
-        """Take in everything that another reducer has seen, for instance on another rank."""
+        """Add everything that another reducer has seen, for instance on another rank."""
         for name, statistic in other.statistics.items():
             self._declare(name, other.reductions[name])
             self.statistics[name].merge(statistic)
@@ -118,7 +118,7 @@ class MetricReducer:
             raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, found {reduction!r}")
         known = self.reductions.setdefault(name, reduction)
         if known != reduction:
-            raise ValueError(f"metric {name!r} is reduced by {known!r} already; found {reduction!r}: use another name")
+            raise ValueError(f"metric {name!r} is already reduced by {known!r}, found {reduction!r}; use another name")
         self.statistics.setdefault(name, Statistic())
 
 

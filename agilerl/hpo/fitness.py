@@ -1,4 +1,4 @@
-"""What the exam says about an agent, how agents are ranked, and how sure one can be that one is better."""
+"""Fitness: the result of an agent's exam, the ranking of agents, and the confidence that one is better than another."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -70,20 +70,20 @@ class Fitness:
 
 @checked
 def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
-    """Return the agent indices from best to worst; equal agents stand in order of age (lower index first)."""
+    """Return the agent indices from best to worst; ties are broken by age (lower index first)."""
     return sorted(fitness, key=lambda index: (-fitness[index].value, index))
 
 
 @checked
 def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
-    """Return the probability that agent ``a`` is truly better than agent ``b``, from the exam both sat.
+    """Return the probability that agent ``a`` is truly better than agent ``b``, from the exam that both took.
 
     Paired t over the prompts: d_i = a_i - b_i, P = T_df(sqrt(trust) * mean(d) / (s / sqrt(N))). Two imaginary prompts,
-    one won and one lost by the largest |d_i|, are added first (N = n + 2, df = n + 1): as with a Beta(1, 1) prior, one
-    prompt of difference is then not enough to be sure (a plain t calls a single differing prompt 84 %).
+    one won and one lost by the largest |d_i|, are added first (N = n + 2, df = n + 1): as with a Beta(1, 1) prior, a
+    single differing prompt is then not enough to be sure (a plain t-test would give it 84 %).
     ``trust`` in [0, 1] is the share of the differences between agents that is real (see ``reliability``).
     Without scores the two standard errors are used as if independent. No evidence, and any tie, gives 0.5.
-    Raises ConfigError when the two were scored on panels of different size.
+    Raises ConfigError if the two were scored on panels of different sizes.
     """
     if not (a.is_finite and b.is_finite):
         return 0.5 if a.is_finite == b.is_finite else float(a.is_finite)
@@ -113,7 +113,7 @@ def reliability(fitness: Sequence[Fitness]) -> float:
 
     max(0, 1 - 1/F) with F the agents' mean square over the residual mean square of the agents x prompts table (without
     scores: the variance of the means over the mean squared standard error). The best and the worst of many equal agents
-    always look different; this is what keeps a comparison of the two honest (empirical Bayes shrinkage).
+    always look different; shrinking by this share (empirical Bayes) keeps a comparison of the two from being fooled.
     Fewer than two finite agents, or unknown errors, give 0.
     """
     finite = [one for one in fitness if one.is_finite]

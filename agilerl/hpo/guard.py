@@ -1,4 +1,4 @@
-"""Who may not be a parent whatever its exam says, and who has collapsed: replaced by a clone of the elite."""
+"""Collapsed agents: how they are recognised, kept from being parents, and replaced by clones of the elite."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,43 +12,42 @@ from agilerl.hpo.selection import Plan
 __all__ = ["Vitals", "collapsed", "quarantined", "replaced_by_elite"]
 
 _ERRORS = 4.0
-"""Standard errors that two means lie apart before their difference counts."""
+"""How many standard errors apart two means must be before their difference counts."""
 _FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}
-"""How many times smaller (a length also: larger) than the elite's a mean is before it counts as collapsed."""
+"""How many times smaller (or, for a length, larger) than the elite's a mean must be to count as collapsed."""
 _LEAST = 3
-"""Iterations of both agents that a comparison needs."""
+"""The least iterations of both agents that a comparison needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What an agent's own samples were like, one number an iteration since the last selection."""
+    """Statistics of an agent's own samples, one number per iteration since the last selection."""
 
     entropy: Sequence[float] = ()
     """Mean entropy of a token, in nats."""
     length: Sequence[float] = ()
     """Mean tokens of a completion."""
     reward: Sequence[float] = ()
-    """Mean reward; empty where the agent's is no measure for others (weights of its own)."""
+    """Mean reward; empty if it cannot be compared between agents, because each weighs its graders differently."""
     reward_before: Sequence[float] = ()
-    """Those of the agent, or of what it was cloned from, in the generation before."""
+    """Mean rewards of the agent, or of the agent it was cloned from, in the generation before."""
 
 
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
     """Return the agents that lie outside the elite's confidence band, each with the reason in words.
 
-    Of the iterations since the last selection the later half counts, and no fewer than the last three: an agent that
-    collapses begins in order. With means m, standard deviations s (ddof 1) and n of these of an agent a and the elite
-    e, a statistic is *apart* where ``|m_a - m_e| > 4 sqrt(s_a^2 / n_a + s_e^2 / n_e)``. An agent has collapsed where
+    Only the later half of the iterations since the last selection counts (at least the last three), because an agent
+    that collapses starts out healthy. With means m, standard deviations s (ddof 1) and counts n of an agent a and the
+    elite e, a statistic is *apart* if ``|m_a - m_e| > 4 sqrt(s_a^2 / n_a + s_e^2 / n_e)``. An agent has collapsed if
     its reward is apart and lower than the elite's, and one of these holds:
 
     * entropy: apart, and ``10 m_a < m_e``;
     * length: apart, and ``4 m_a < m_e`` or ``m_a > 4 m_e``;
     * reward: ``4 m_a < m_e``, and ``4 m_a <`` the mean of its own rewards in the generation before (in the first
-      generation: its first reward). One that is merely slow stands where it was, and one that has only rewards below
-      zero has no such scale: that is what selection is for.
+      generation: its first reward). An agent that is merely slow keeps its reward, and rewards below zero have no such
+      scale: both are left to selection.
 
-    Numbers that are not finite are left out; nothing is said with fewer than three. The elite itself is never among
-    them.
+    Numbers that are not finite are left out; with fewer than three no agent is reported. The elite is never reported.
     """
     leader, found = _late(vitals[elite]), dict[int, str]()
     for index, whole in vitals.items():
@@ -72,15 +71,15 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:
-    """Return fitness as selection may see it: that of a sick agent is not finite, so it is neither elite nor parent."""
+    """Return fitness as selection sees it: a sick agent's is not finite, so it becomes neither elite nor parent."""
     return {index: Fitness(math.nan, n=one.n) if index in sick else one for index, one in fitness.items()}
 
 
 def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) -> Plan:
-    """Return a plan in which every child that stands in the place of a sick agent is a mutant of the elite.
+    """Return a plan in which every child that takes the slot of a sick agent is a mutant of the elite.
 
-    ``before`` are the agents in slot order, as the strategy saw them. Where the plan keeps a sick agent (nobody is
-    fit to be a parent, or its strategy replaces nobody) or gives slots up, it is left as it is.
+    ``before`` are the agents in slot order, as the strategy saw them. A plan that keeps a sick agent (no agent is fit
+    to be a parent, or the strategy replaces none) or that gives slots up is returned unchanged.
     """
     if plan.elite in sick or len(plan.slots) != len(before):
         return plan
@@ -119,6 +118,6 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def _far(ours: Sequence[float], theirs: Sequence[float], factor: float, *, above: bool = False) -> bool:
-    """Return whether our mean is ``factor`` times smaller than theirs or, with ``above``, larger."""
+    """Return whether our mean is more than ``factor`` times smaller than theirs or, with ``above``, larger."""
     a, b = _mean(ours), _mean(theirs)
     return (b > 0 and factor * a < b) or (above and 0 < factor * b < a)

@@ -1,4 +1,4 @@
-"""Successive halving: the better half goes on, and inherits the budget of the other half."""
+"""Successive halving: the better half continues, with the budget of both halves."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,14 +16,14 @@ class SuccessiveHalving:
 
     The plan has fewer slots than before; the tokens per interval stay what they were, so each survivor trains on more.
     Between the halvings ``between`` plans (a strategy that takes any population size, such as TruncationSelection);
-    without it nobody changes. Agents whose fitness is not finite are the first to stop.
+    without it no agent changes. Agents whose fitness is not finite are the first to stop.
     Raises ConfigError for a period or floor below one.
     """
 
     @checked
     def __init__(self, period: int = 1, floor: int = 1, between: SelectionStrategy | None = None) -> None:
         if period < 1 or floor < 1:
-            raise ConfigError(f"period and floor are at least 1, found period={period}, floor={floor}.")
+            raise ConfigError(f"period and floor must be at least 1, found period={period}, floor={floor}.")
         self.period = period
         self.floor = floor
         self.between = between or NoSelection()

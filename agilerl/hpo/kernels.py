@@ -9,7 +9,7 @@ from agilerl.hpo.parameters import Gene, Value
 __all__ = ["mutate_value"]
 
 TAIL = 2.0
-"""Degrees of freedom of the Student-t step: half of the steps are small, one in a hundred crosses the range."""
+"""Degrees of freedom of the Student-t step: half of the steps are small, one in a hundred crosses the whole range."""
 
 
 def mutate_value(gene: Gene, value: Value, rng: np.random.Generator) -> Value:

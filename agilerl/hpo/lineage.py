@@ -1,4 +1,4 @@
-"""Who descends from whom: the records of ``lineage.jsonl`` and the questions one asks of them."""
+"""Which agent descends from which: the records of ``lineage.jsonl``, and queries on them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,10 +44,10 @@ class Life:
     agent: int
     parent: int | None
     born: int
-    """Generation after whose exam the agent was cloned; for founders the one they started in."""
+    """Generation after whose exam the agent was cloned; for a founder, the generation it started in."""
     step: int
     hyperparameters: dict[str, Value]
-    """Values at birth, before any mutation of its own."""
+    """Values at birth, before the agent's first mutation."""
     mutations: list[Record] = field(default_factory=list)
     exams: list[Exam] = field(default_factory=list)
     elite_in: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Life:
     children: list[int] = field(default_factory=list)
 
     def mutated_at_birth(self, record: Record) -> bool:
-        """Whether a mutation fell on a fresh clone; a founder's first mutation comes after it was trained."""
+        """Whether a mutation changed a new clone; a founder's first mutation comes after it was trained."""
         return self.parent is not None and bool(record["generation"] <= self.born)
 
     def values(self, before: int | None = None) -> dict[str, Value]:
@@ -84,7 +84,7 @@ class Ancestor:
     parent: int | None
     from_generation: int
     to_generation: int | None
-    """Generation after whose exam the next in line was cloned off; None for the last of the line."""
+    """Generation after whose exam the next agent of the line was cloned; None for the last one."""
     from_step: int
     to_step: int | None
     hyperparameters: dict[str, Value]
@@ -127,7 +127,7 @@ def elite_record(agent: int, generation: int) -> dict[str, Any]:
 def family_tree(records: Iterable[Record]) -> dict[int, Life]:
     """Return every agent's life by index, in order of birth; founders are those whose ``parent`` is None.
 
-    Raises CheckpointError for a record that is not one of the five events, or speaks of an agent never born.
+    Raises CheckpointError for a record that is not one of the five events, or names an agent that was never born.
     """
     lives: dict[int, Life] = {}
     for record in records:
@@ -135,7 +135,7 @@ def family_tree(records: Iterable[Record]) -> dict[int, Life]:
             _add(lives, record)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The lineage holds a line that does not fit: {dict(record)!r} ({type(error).__name__}: {error}); "
+                f"The lineage has a line that does not fit: {dict(record)!r} ({type(error).__name__}: {error}); "
                 "the run directory is damaged or was written by another version."
             ) from error
     return lives
@@ -200,5 +200,5 @@ def _add(lives: dict[int, Life], record: Record) -> None:
 
 def _life(lives: Mapping[int, Life], agent: int) -> Life:
     if agent not in lives:
-        raise CheckpointError(f"The lineage has no agent {agent}; it knows {sorted(lives) or 'none'}.")
+        raise CheckpointError(f"The lineage has no agent {agent}; it has {sorted(lives) or 'none'}.")
     return lives[agent]

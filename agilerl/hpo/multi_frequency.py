@@ -23,7 +23,7 @@ __all__ = ["MultiFrequencySelection"]
 
 @dataclass(frozen=True, slots=True)
 class _Replacement:
-    """The agent ``dead`` makes room for a clone of ``parent``."""
+    """A clone of ``parent`` takes the slot of ``dead``."""
 
     dead: int
     parent: int
@@ -39,8 +39,8 @@ class MultiFrequencySelection:
     An evolving part is ranked into winners, survivors, open for migration and losers (defaults: a quarter each, and at
     least one winner and one loser). Losers become clones of a random winner and are the only ones open to mutation.
     The k-th agent open for migration is replaced by the k-th best agent of the other parts if that one is better: as a
-    full clone if it comes from a slower part, but from a faster part only its weights move in, under the gene values
-    of the local best. An agent whose fitness is not finite counts as a loser; a part without any finite agent is
+    full clone if it comes from a slower part; from a faster part only its weights are copied, with the gene values of
+    the local best. An agent whose fitness is not finite counts as a loser; a part without any finite agent is
     refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
     """
 
@@ -68,7 +68,7 @@ class MultiFrequencySelection:
         increasing = all(a < b for a, b in zip(self.ratios, self.ratios[1:], strict=False))
         if len(self.ratios) != n_subpopulations or self.ratios[0] != 1 or not increasing:
             raise ConfigError(
-                "evolution_frequency_ratios starts at 1 and increases, one number for each of the "
+                "evolution_frequency_ratios must start at 1 and increase, one number for each of the "
                 f"{n_subpopulations} sub-populations, found {list(self.ratios)}."
             )
         self._set_brackets(n_winners, n_survivors, n_open_for_migration, n_losers)
@@ -100,7 +100,7 @@ class MultiFrequencySelection:
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], list[int]]:
         """Return the elite, the next population in slot order, and the indices that are open to mutation.
 
-        Hand the third to ``Mutations.mutation(pop, nominated)``. Raises ConfigError when an agent was not evaluated.
+        Pass the third to ``Mutations.mutation(pop, nominated)``. Raises ConfigError if an agent was not evaluated.
         """
         fitness = latest_fitness(pop)
         plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
@@ -122,7 +122,7 @@ class MultiFrequencySelection:
         open_places = [i for i in ranked[start:first_loser] if i not in losers] if winners else ranked
         home = {index: part for part, members in enumerate(parts) for index in members}
         outside = ranking({i: one for i, one in fitness.items() if home[i] != number and one.is_finite})
-        # The places of a part that is broken as a whole outnumber the migrants, perhaps: some come more than once.
+        # A part without any finite agent may have more slots than there are migrants: some are then used twice.
         migrants = outside if winners else cycle(outside)
         for local, migrant in zip(open_places, migrants, strict=False):
             if fitness[migrant].value > fitness[local].value:
@@ -140,6 +140,6 @@ class MultiFrequencySelection:
         brackets = (self.n_winners, self.n_survivors, self.n_open_for_migration, self.n_losers)
         if sum(brackets) != size or self.n_winners < 1 or min(brackets) < 0:
             raise ConfigError(
-                f"n_winners, n_survivors, n_open_for_migration and n_losers add up to the {size} agents of a "
+                f"n_winners, n_survivors, n_open_for_migration and n_losers must add up to the {size} agents of a "
                 f"sub-population, with at least one winner; found {brackets}."
             )

@@ -1,4 +1,4 @@
-"""Mutation in two steps: a plan of what changes in whom (numbers only), then each agent applies its own."""
+"""Mutation in two steps: a plan of what changes in which agent (numbers only), then each agent applies its part."""
 
 import math
 import warnings
@@ -52,7 +52,7 @@ class Mutation:
             changes = tuple(Change(**change) for change in data["changes"])
             kind = data["kind"]
             if kind not in get_args(Kind):
-                raise ValueError(f"kind is one of {', '.join(get_args(Kind))}")
+                raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}")
             return cls(int(data["agent"]), kind, changes, dict(data.get("details", {})))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"Expected a mutation, found {dict(data)!r} ({error}).") from error
@@ -86,7 +86,7 @@ class Evolvable(Protocol):
         ...
 
     def clone(self, index: int) -> Self:
-        """Return an independent copy of everything the agent is, its fitness included, under a new index."""
+        """Return an independent copy of the agent, its fitness included, under a new index."""
         ...
 
 
@@ -104,18 +104,18 @@ class Member:
 
     @classmethod
     def of(cls, agent: Evolvable) -> "Member":
-        """Read the record off an agent."""
+        """Return the member that describes an agent."""
         return cls(agent.index, dict(agent.hyperparameters), dict(agent.genes), agent.rank)
 
 
 class Mutations:
-    """Choose one kind of mutation for each agent, with the documented probabilities (they are divided by their sum).
+    """Choose one kind of mutation for each agent, with the given probabilities (they are divided by their sum).
 
     ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``parameters``: noise of relative size
     ``mutation_sd`` on the adapter; ``architecture``: the adapter's rank doubles or halves within ``rank_range``.
     ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
     ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
-    ``activation_selection``, ``device`` and ``accelerator`` are accepted and have nothing to act on here.
+    ``activation_selection``, ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
     Raises ConfigError for probabilities below zero or all zero, and settings out of range.
     """
 
@@ -153,7 +153,7 @@ class Mutations:
                 )
         if not 1 <= rank_range[0] <= rank_range[1]:
             raise ConfigError(
-                f"Mutations: rank_range is (smallest, largest) and starts at 1 or more, found {rank_range}."
+                f"Mutations: rank_range must be (smallest, largest) with smallest >= 1, found {rank_range}."
             )
         self.mutation_sd = mutation_sd
         self.mutate_elite = mutate_elite
@@ -177,8 +177,8 @@ class Mutations:
     ) -> list[Mutation]:
         """Return one mutation for each member, in order; a pure function of its arguments.
 
-        ``nominated``: indices open to mutation (a selection plan's ``mutants``); None: everyone but the elite.
-        What a member gets depends on its own values, ``seed``, ``generation`` and its index, not on the other members.
+        ``nominated``: indices open to mutation (a selection plan's ``mutants``); None: all but the elite.
+        A member's mutation depends on its own values, ``seed``, ``generation`` and its index, not on other members.
         """
         plans = []
         for member in members:
@@ -201,8 +201,8 @@ class Mutations:
     ) -> list[AgentT]:
         """Mutate agents in place and return them; the documented step after ``select``.
 
-        The elite is the agent with index ``elite`` or, by default, the best by last fitness, the elder when equal: a
-        clone carries its parent's fitness and a higher index, so this is the elite that ``select`` returned.
+        The elite is the agent with index ``elite`` or, by default, the best by last fitness, the oldest if there is a
+        tie: a clone has its parent's fitness and a higher index, so this is the elite that ``select`` returned.
         The draws depend on the agents' indices and on how often they were evaluated (or ``generation``).
         """
         if elite is None:
@@ -282,7 +282,7 @@ def _check_probabilities(chances: Mapping[Kind, float]) -> dict[Kind, float]:
     total = sum(chances.values())
     if any(not (math.isfinite(value) and value >= 0) for value in chances.values()) or total <= 0:
         raise ConfigError(
-            "Mutations: no_mutation, architecture, parameters and rl_hp are at least 0 and not all 0, found "
+            "Mutations: no_mutation, architecture, parameters and rl_hp must be at least 0 and not all 0, found "
             f"no_mutation={chances['none']}, architecture={chances['rank']}, parameters={chances['parameters']}, "
             f"rl_hp={chances['hyperparameters']}."
         )

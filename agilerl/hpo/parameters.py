@@ -1,4 +1,4 @@
-"""Which hyperparameters may evolve, and over which range: declared once, beside the hyperparameter itself."""
+"""Which hyperparameters may evolve, and in which range: declared once, beside the hyperparameter itself."""
 
 import difflib
 import math
@@ -40,9 +40,9 @@ class Evolve:
 
     On a field that maps names to numbers it is the range of each entry, and the gene of one is called ``field.entry``.
     The range is inclusive. ``scale="log"`` needs ``min > 0`` and moves by factors, ``"linear"`` by differences and
-    ``"choice"`` picks another of ``choices`` (for a bool or a ``Literal`` field they are known already).
-    ``step`` is the scale of one mutation as a share of the range, ``resample`` the probability of a fresh draw from it.
-    Raises ConfigError when the range is empty, not finite, or does not suit the scale.
+    ``"choice"`` picks another of ``choices`` (read from the annotation for a bool or a ``Literal`` field).
+    ``step`` is the scale of one mutation as a share of the range, ``resample`` the probability of a new draw from it.
+    Raises ConfigError if the range is empty, not finite, or does not suit the scale.
     """
 
     min: float | None = None
@@ -58,10 +58,10 @@ class Evolve:
             object.__setattr__(self, "choices", tuple(self.choices))
             object.__setattr__(self, "scale", "choice")
         if self.scale not in ("log", "linear", "choice"):
-            raise ConfigError(f"Evolve: scale is 'log', 'linear' or 'choice', found {self.scale!r}.")
+            raise ConfigError(f"Evolve: scale must be 'log', 'linear' or 'choice', found {self.scale!r}.")
         if self.scale == "choice":
             if self.min is not None or self.max is not None:
-                raise ConfigError("Evolve: a choice has `choices`, not `min` and `max`; remove one of the two.")
+                raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
             if self.choices is not None:
                 _check_choices("Evolve", self.choices)
         else:
@@ -72,7 +72,8 @@ class Evolve:
                 )
         if not 0 < self.step <= 1 or not 0 <= self.resample <= 1:
             raise ConfigError(
-                f"Evolve: step lies in (0, 1] and resample in [0, 1], found step={self.step}, resample={self.resample}."
+                "Evolve: step must be in (0, 1] and resample in [0, 1], "
+                f"found step={self.step}, resample={self.resample}."
             )
 
 
@@ -98,7 +99,7 @@ class Gene:
         return cls(**{**values, "choices": tuple(values["choices"]), "factors": factors})
 
     def from_unit(self, position: float) -> Value:
-        """Return the value at ``position`` in [0, 1] of the range; an integer owns half a unit on either side of it."""
+        """Return the value at ``position`` in [0, 1] of the range; an integer covers half a unit on either side."""
         if self.dtype == "choice":
             return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
         low, high = self._ends()
@@ -158,17 +159,17 @@ class RLParameter:
         check_fields(self)
         _check_range("RLParameter", self.min, self.max)
         if self.dtype not in (int, float):
-            raise ConfigError(f"RLParameter: dtype is int or float, found {self.dtype!r}.")
+            raise ConfigError(f"RLParameter: dtype must be int or float, found {self.dtype!r}.")
         if self.dtype is int and (self.min != round(self.min) or self.max != round(self.max)):
-            raise ConfigError(f"RLParameter: an integer range has whole ends, found [{self.min}, {self.max}].")
+            raise ConfigError(f"RLParameter: an integer range needs integer bounds, found [{self.min}, {self.max}].")
         if not 0 < self.shrink_factor < 1 < self.grow_factor < math.inf:
             raise ConfigError(
-                "RLParameter: shrink_factor lies between 0 and 1 and grow_factor above 1, "
+                "RLParameter: shrink_factor must be between 0 and 1 and grow_factor above 1, "
                 f"found {self.shrink_factor} and {self.grow_factor}."
             )
 
     def gene(self, name: str) -> Gene:
-        """Return the gene of this range under ``name``; its start is spread in log space where the range allows it."""
+        """Return the gene of this range under ``name``; its start is spread in log space if the range allows it."""
         return Gene(
             name=name,
             dtype="int" if self.dtype is int else "float",
@@ -228,15 +229,15 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 def genes_from(model_class: Any) -> dict[str, Gene]:
     """Return the genes declared with ``Evolve`` on the fields of a pydantic model class, in field order.
 
-    Entries of a mapping are not among them: which there are is no matter of the class (see ``declared_gene``). Raises
-    ConfigError when a declaration does not fit its field (a text without choices, a fractional integer range).
+    Entries of a mapping are not included, since the class does not know their names (see ``declared_gene``). Raises
+    ConfigError if a declaration does not fit its field (a string without choices, an integer range with fractions).
     """
     found = {name: declared_gene(model_class, name) for name in _fields(model_class)}
     return {name: gene for name, gene in found.items() if gene is not None}
 
 
 def declared_gene(model_class: Any, name: str) -> Gene | None:
-    """Return the gene that is declared for a field, or for one entry of a mapping, ``field.entry``; None without one.
+    """Return the gene declared for a field, or for one entry of a mapping (``field.entry``); None if there is none.
 
     Raises ConfigError as ``genes_from`` does.
     """
@@ -251,7 +252,7 @@ def declared_gene(model_class: Any, name: str) -> Gene | None:
 
 
 def gene_names(model_class: Any) -> list[str]:
-    """Return what may be a gene, for messages: the fields, a mapping as ``field.<name>``."""
+    """Return the names that may be genes, for messages: the fields, a mapping as ``field.<name>``."""
     return [f"{name}.<name>" if _is_mapping(field) else name for name, field in _fields(model_class).items()]
 
 
@@ -282,12 +283,12 @@ def values_of(model: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with some of them changed; ``field.entry`` is one entry of a mapping, whose others stay."""
+    """Return ``values`` with some of them changed; ``field.entry`` changes one entry of a mapping."""
     changed = dict(values)
     for name, value in changes.items():
         own, dot, entry = name.partition(".")
         before = changed.get(own, {}) if dot else {}
-        # What is no mapping is a mistake, which the model that is built of the values has a sentence for.
+        # A value that is not a mapping is kept as it is: the model built from these values reports that mistake.
         changed[own] = {**(before if isinstance(before, Mapping) else {}), entry: value} if dot else value
     return changed
 
@@ -299,7 +300,7 @@ def check_values(genes: Mapping[str, Gene], values: Mapping[str, Value]) -> None
         if not gene.contains(values[name]):
             raise ConfigError(
                 f"{name} = {values[name]!r} lies outside the range it evolves in, {gene.span()}"
-                f"{' (whole numbers)' if gene.dtype == 'int' else ''}; change the value, or widen the range with "
+                f"{' (integers)' if gene.dtype == 'int' else ''}; change the value, or widen the range with "
                 f"hp_config=HyperparameterConfig({_keyword(name)})."
             )
 
@@ -323,10 +324,10 @@ def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:
         return Gene(name, "choice", scale="choice", choices=choices, step=mark.step, resample=mark.resample)
     whole = int in kinds and float not in kinds
     if not whole and float not in kinds:
-        raise ConfigError(f"{name}: only numbers have a range, the field is {annotation}; use Evolve(choices=(...)).")
+        raise ConfigError(f"{name}: only numbers have a range, found a field {annotation}; use Evolve(choices=(...)).")
     low, high = float(mark.min or 0), float(mark.max or 0)
     if whole and (low != round(low) or high != round(high)):
-        raise ConfigError(f"{name}: an integer range has whole ends, found [{mark.min}, {mark.max}].")
+        raise ConfigError(f"{name}: an integer range needs integer bounds, found [{mark.min}, {mark.max}].")
     gene = Gene(name, "int" if whole else "float", scale=mark.scale, step=mark.step, resample=mark.resample)
     return replace(gene, min=low, max=high)
 

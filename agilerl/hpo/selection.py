@@ -16,7 +16,7 @@ __all__ = [
     "SelectionStrategy",
     "apply_plan",
     "check_population",
-    "keep_everybody",
+    "keep_all",
     "latest_fitness",
     "next_generation",
 ]
@@ -36,7 +36,7 @@ class Birth:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a selection decided: who lives in which slot next, who is born, who dies, who may be mutated."""
+    """The decision of a selection: the agent of each slot, the births and deaths, and the agents open to mutation."""
 
     generation: int
     elite: int
@@ -48,16 +48,18 @@ class Plan:
     mutants: tuple[int, ...] = ()
     """Agents that are open to mutation after the plan, in slot order."""
     reason: str = ""
-    """Why the plan is what it is, when that is not ordinary."""
+    """Why the plan is unusual; empty for an ordinary one."""
 
     def __post_init__(self) -> None:
         children = [birth.child for birth in self.births]
         if len(set(self.slots)) != len(self.slots) or len(set(children)) != len(children):
-            raise ConfigError(f"A plan has every agent once, found slots {self.slots} and children {children}.")
+            raise ConfigError(
+                f"A plan must hold every agent exactly once, found slots {self.slots} and children {children}."
+            )
         if not set(children) <= set(self.slots) or set(self.deaths) & set(self.slots):
-            raise ConfigError(f"A plan's children live and its dead do not, found {self}.")
+            raise ConfigError(f"A plan's children must be in its slots and its dead must not, found {self}.")
         if not set(self.mutants) <= set(self.slots) - {self.elite}:
-            raise ConfigError(f"A plan mutates living agents and never the elite, found {self}.")
+            raise ConfigError(f"A plan may mutate agents in its slots only, and never the elite, found {self}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""
@@ -97,13 +99,13 @@ class SelectionStrategy(Protocol):
 
 
 class NoSelection:
-    """Keep everybody and mutate nobody: together with the initial spread this is random search, the honest baseline."""
+    """Keep all agents and mutate none: together with the initial spread this is random search, the baseline."""
 
     @checked
     def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
         """Return a plan that only names the elite."""
         check_population(fitness, next_index)
-        return keep_everybody(fitness, generation)
+        return keep_all(fitness, generation)
 
 
 def apply_plan(plan: Plan, agents: Sequence[AgentT]) -> tuple[AgentT, list[AgentT]]:
@@ -115,7 +117,7 @@ def apply_plan(plan: Plan, agents: Sequence[AgentT]) -> tuple[AgentT, list[Agent
     missing = {plan.elite, *plan.slots, *(birth.parent for birth in plan.births)} - set(by_index)
     missing -= {birth.child for birth in plan.births}
     if missing:
-        raise ConfigError(f"The plan speaks of agents {sorted(missing)}, the population is {sorted(by_index)}.")
+        raise ConfigError(f"The plan names agents {sorted(missing)}, but the population is {sorted(by_index)}.")
     children = {birth.child: by_index[birth.parent].clone(birth.child) for birth in plan.births}
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
@@ -124,7 +126,7 @@ def apply_plan(plan: Plan, agents: Sequence[AgentT]) -> tuple[AgentT, list[Agent
     return by_index[plan.elite], [children.get(index) or by_index[index] for index in plan.slots]
 
 
-def keep_everybody(fitness: Mapping[int, Fitness], generation: int, reason: str = "") -> Plan:
+def keep_all(fitness: Mapping[int, Fitness], generation: int, reason: str = "") -> Plan:
     """Return the plan without births and deaths."""
     return Plan(generation, ranking(fitness)[0], tuple(fitness), reason=reason)
 
@@ -154,10 +156,10 @@ def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
             )
     fitness = {agent.index: Fitness(float(agent.fitness[-1])) for agent in agents}
     if len(fitness) != len(agents):
-        raise ConfigError(f"Agents need different indices, found {[agent.index for agent in agents]}.")
+        raise ConfigError(f"Agents must have different indices, found {[agent.index for agent in agents]}.")
     return fitness
 
 
 def next_generation(agents: Sequence[Evolvable]) -> int:
-    """Return the number of the generation that agents on their own are in: evaluations so far, minus one."""
+    """Return the generation of agents outside a population: evaluations so far, minus one."""
     return max(max(len(agent.fitness) for agent in agents) - 1, 0)

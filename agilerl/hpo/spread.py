@@ -21,14 +21,14 @@ def initial_hyperparameters(
 ) -> list[dict[str, Value]]:
     """Return the gene values of each of ``size`` members; member 0 always has ``base_values``.
 
-    ``"spread"``: the others are a scrambled Sobol sequence over the ranges (in log space where declared), so that no
-    region of the space is left out; a larger population keeps the points of a smaller one. ``"same"``: all alike.
+    ``"spread"``: the rest form a scrambled Sobol sequence over the ranges (in log space where declared), so that no
+    region of the space is left out; a larger population keeps the points of a smaller one. ``"same"``: all are equal.
     Raises ConfigError for a size below one, an unknown ``init``, or a base value outside its range.
     """
     if size < 1:
-        raise ConfigError(f"A population has at least one member, found size={size}.")
+        raise ConfigError(f"A population needs at least one member, found size={size}.")
     if init not in ("spread", "same"):
-        raise ConfigError(f"init is 'spread' or 'same', found {init!r}.")
+        raise ConfigError(f"init must be 'spread' or 'same', found {init!r}.")
     check_values(genes, base_values)
     base = {name: base_values[name] for name in genes}
     members = [dict(base) for _ in range(size)]

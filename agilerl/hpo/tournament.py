@@ -14,7 +14,7 @@ from agilerl.hpo.selection import (
     Plan,
     apply_plan,
     check_population,
-    keep_everybody,
+    keep_all,
     latest_fitness,
     next_generation,
 )
@@ -26,21 +26,21 @@ __all__ = ["TournamentSelection"]
 class TournamentSelection:
     """Fill the next population with the winners of random tournaments; with ``elitism`` the best agent keeps its place.
 
-    Each tournament draws ``tournament_size`` different agents; the best of them wins. The winners are the documented
-    ones; only identity is kept where it can be: an agent that won at least once stays in its slot under its index, and
-    its further wins become clones in the slots of agents that never won, which die. The plan opens only the clones to
+    Each tournament draws ``tournament_size`` different agents; the best of them wins. The winners are those of AgileRL,
+    but an agent keeps its identity if possible: one that won at least once stays in its slot under its index, and its
+    further wins become clones in the slots of agents that never won, which die. The plan opens only the clones to
     mutation: mutating the kept agents too costs up to 6 points in the surrogate worlds of the tests. An agent whose
-    fitness is not finite enters no tournament; when that is everyone, nobody changes.
-    Raises ConfigError when the tournament is larger than the population or either is below one.
+    fitness is not finite enters no tournament; if no agent has a finite one, the population stays as it is.
+    Raises ConfigError if the tournament is larger than the population or either is below one.
     """
 
     @checked
     def __init__(self, tournament_size: int, elitism: bool, population_size: int, *, seed: Seed = 0) -> None:
         if population_size < 1:
-            raise ConfigError(f"A population has at least one agent, found population_size={population_size}.")
+            raise ConfigError(f"A population needs at least one agent, found population_size={population_size}.")
         if not 1 <= tournament_size <= population_size:
             raise ConfigError(
-                f"tournament_size lies between 1 and population_size={population_size}, found {tournament_size}."
+                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}."
             )
         self.tournament_size = tournament_size
         self.elitism = elitism
@@ -54,11 +54,11 @@ class TournamentSelection:
         ranked = ranking(fitness)
         finite = [index for index in ranked if fitness[index].is_finite]
         if not finite:
-            return keep_everybody(fitness, generation, "no agent has a finite fitness")
+            return keep_all(fitness, generation, "no agent has a finite fitness")
         wins = Counter(self._winners(finite, len(fitness) - int(self.elitism), generation, seed))
         elite = finite[0]
         if self.elitism:
-            # One place of the elite's own; what it won besides becomes clones.
+            # The elite keeps one place without a tournament; every tournament it wins adds a clone.
             wins[elite] += 1
         deaths = tuple(sorted(index for index in fitness if not wins[index]))
         parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]

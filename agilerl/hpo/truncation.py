@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
-from agilerl.hpo.selection import Birth, Plan, check_population, keep_everybody
+from agilerl.hpo.selection import Birth, Plan, check_population, keep_all
 from agilerl.streams import stream
 
 __all__ = ["TruncationSelection"]
 
 
 class TruncationSelection:
-    """The worst ``fraction`` of the agents copy a random one of the best ``fraction`` (PBT, arXiv 1711.09846).
+    """Each of the worst ``fraction`` of agents copies a random one of the best ``fraction`` (PBT, arXiv 1711.09846).
 
     Gate: an agent is replaced only if the donor is better with probability at least ``confidence``, from the paired
     exam, shrunk by how much of the spread between agents is real (``probability_better``, ``reliability``); ties keep.
@@ -23,9 +23,9 @@ class TruncationSelection:
     @checked
     def __init__(self, fraction: float = 0.25, confidence: float = 0.8) -> None:
         if not 0 < fraction <= 0.5:
-            raise ConfigError(f"fraction lies in (0, 0.5], found {fraction}.")
+            raise ConfigError(f"fraction must be in (0, 0.5], found {fraction}.")
         if not 0.5 <= confidence < 1:
-            raise ConfigError(f"confidence lies in [0.5, 1), found {confidence}.")
+            raise ConfigError(f"confidence must be in [0.5, 1), found {confidence}.")
         self.fraction = fraction
         self.confidence = confidence
 
@@ -36,7 +36,7 @@ class TruncationSelection:
         ranked = ranking(fitness)
         finite = [index for index in ranked if fitness[index].is_finite]
         if not finite:
-            return keep_everybody(fitness, generation, "no agent has a finite fitness")
+            return keep_all(fitness, generation, "no agent has a finite fitness")
         count = max(1, int(self.fraction * len(ranked)))
         donors = finite[:count]
         candidates = {*ranked[-count:], *ranked[len(finite) :]} - set(donors)
@@ -45,7 +45,7 @@ class TruncationSelection:
         for index in sorted(candidates):
             donor = donors[int(stream(seed, "selection", generation, index).integers(len(donors)))]
             better = probability_better(fitness[donor], fitness[index], trust)
-            # At confidence 0.5 a tie would pass as well; ties keep.
+            # With confidence=0.5 a tie would pass as well, but a tie must not replace an agent.
             if better >= self.confidence and better > 0.5:
                 births[index] = Birth(next_index + len(births), donor)
         return Plan(

@@ -1,4 +1,4 @@
-"""What an ``accelerate.Accelerator``, or the environment that accelerate launch makes, asks of a run."""
+"""Settings of a run that come from an ``accelerate.Accelerator`` or from the environment of ``accelerate launch``."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def sharding_of(accelerator: Any) -> Sharding:
-    """Return what the plugins of an ``accelerate.Accelerator`` say; raises ConfigError for FSDP of version 1."""
+    """Return the sharding of an ``accelerate.Accelerator``'s plugins; raises ConfigError for FSDP of version 1."""
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
         return sharding_by_stage(deepspeed.zero_stage)
@@ -32,7 +32,7 @@ def sharding_of(accelerator: Any) -> Sharding:
 def processes_of(accelerator: Any) -> "Processes":
     """Return the processes of an ``accelerate.Accelerator``, in a group that carries tensors of CPUs as well.
 
-    Raises ConfigError where accelerate believes to be alone in a group of several, or has dropped a plugin.
+    Raises ConfigError if accelerate does not know of the other processes of the group, or has dropped a plugin.
     """
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def processes_of(accelerator: Any) -> "Processes":
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != accelerator.num_processes:
         raise ConfigError(
-            f"torch.distributed joins {world} processes, but the accelerator believes that there are "
+            f"torch.distributed has {world} processes, but the accelerator was made for "
             f"{accelerator.num_processes}; on CPUs make it as accelerate.Accelerator(cpu=True, kwargs_handlers="
             '[accelerate.InitProcessGroupKwargs(backend="gloo")])'
         )
@@ -68,25 +68,25 @@ def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
         raise ConfigError(f"accelerator must be an accelerate.Accelerator, found {described(accelerator)}")
     if str(accelerator.device).partition(":")[0] != device.partition(":")[0]:
         raise ConfigError(
-            f"the accelerator works on {accelerator.device}, the base model is on {device}; give the agent the same "
+            f"the accelerator uses {accelerator.device}, but the base model is on {device}; give the agent the same "
             f"device, or make the accelerator with cpu={device == 'cpu'}"
         )
     if accelerator.gradient_accumulation_steps > 1:
         raise ConfigError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the accelerator means nothing "
-            "here: batch_size is an optimizer step, micro_batch_size_per_gpu what is computed at once; leave it at 1"
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the accelerator has no effect "
+            "here: batch_size rows make an optimizer step, in forwards of micro_batch_size_per_gpu rows; leave it at 1"
         )
     wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, dtype)
     if wanted != dtype:
         raise ConfigError(
-            f"the accelerator's mixed_precision={accelerator.mixed_precision!r} wants a base in {wanted}, found "
-            f"{dtype}; load the model with dtype={wanted}, adapters stay in float32, or use mixed_precision='no'"
+            f"the accelerator's mixed_precision={accelerator.mixed_precision!r} expects a base in {wanted}, found "
+            f"{dtype}; load the model with dtype={wanted} (adapters stay in float32), or use mixed_precision='no'"
         )
 
 
 @contextmanager
 def loading_whole(accelerator: Any) -> Iterator[None]:
-    """Let transformers load whole models, also under a DeepSpeed plugin of stage 3, which it has heard of."""
+    """Let transformers load whole models, even if a DeepSpeed plugin of stage 3 has told it to shard them."""
     plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
     if plugin is None:
         yield
@@ -101,9 +101,9 @@ def loading_whole(accelerator: Any) -> Iterator[None]:
 
 
 def check_whole(model: Any) -> None:
-    """Raise ConfigError for a model that transformers has loaded in parts."""
+    """Raise ConfigError for a model that transformers has sharded while loading it."""
     if any(hasattr(parameter, "ds_id") for parameter in getattr(model, "parameters", tuple)()):
         raise ConfigError(
-            "actor_network was loaded in parts, by transformers under a DeepSpeed plugin; load it before the "
-            "accelerator is made, or give model_name instead: the base is divided here"
+            "actor_network was sharded by transformers when it was loaded, because of a DeepSpeed plugin; load it "
+            "before the accelerator is made, or give model_name instead: agilerl shards the base itself"
         )

@@ -1,4 +1,4 @@
-"""PEFT is the interface: adapters go out as plain PEFT folders and come in from them."""
+"""Adapters on disk: they are written as plain PEFT folders, and read from such folders."""
 
 import copy
 import dataclasses
@@ -53,7 +53,7 @@ LEAST_ALPHA, MOST_ALPHA = 1e-30, 1e30
 """The scale of a slot is an fp32 number."""
 
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that start the factors alone; the others change the weights of the base too."""
+"""Values of init_lora_weights that only initialise the factors; all others also change the weights of the base."""
 
 _VARIANTS: dict[str, str] = {
     "use_dora": "DoRA rescales the columns of the layer's whole weight (magnitude vectors)",
@@ -68,24 +68,24 @@ _VARIANTS: dict[str, str] = {
     "lora_bias": "the delta is B A alone, without a bias",
     "use_qalora": "QA-LoRA pools the input of A",
     "use_bdlora": "BD-LoRA makes one factor block-diagonal",
-    "alora_invocation_tokens": "Activated LoRA leaves the tokens before an invocation as the base has them",
+    "alora_invocation_tokens": "Activated LoRA does not adapt the tokens before an invocation",
     "arrow_config": "Arrow routes tokens among adapters",
     "kasa_config": "KaSA changes the weights of the base",
     "monteclora_config": "it samples the factors",
-    "velora_config": "VeLoRA has a backward pass that is not that of B A",
-    "megatron_config": "layers of Megatron are not known",
+    "velora_config": "VeLoRA has a backward pass different from that of B A",
+    "megatron_config": "Megatron layers are not supported",
 }
-"""Options of a LoraConfig that make another function, or another gradient, than scale * B A, and what they do."""
+"""Options of a LoraConfig whose function, or gradient, is not that of scale * B A, with the reason."""
 
 _OF_TRAINING: dict[str, str] = {
-    "lora_dropout": "dropout would make the policy that is trained differ from the one that samples",
+    "lora_dropout": "dropout would make the trained policy differ from the one that samples",
     "init_lora_weights": "adapters start as PEFT's default does (A Kaiming-uniform, B zero), from the agent's seed",
 }
-"""Options that matter to an adapter that is trained; what has been trained with them is plain LoRA."""
+"""Options that only matter during training: an adapter that was trained with them is plain LoRA."""
 
 
 def check_lora_config(config: Any) -> None:
-    """Raise ConfigError for LoRA variants that the stacked layer does not compute, each by its name."""
+    """Raise ConfigError, naming the option, for LoRA variants that the stacked layer does not compute."""
     if getattr(config, "peft_type", None) is None or str(config.peft_type).split(".")[-1] != "LORA":
         raise ConfigError(f"lora_config must be a peft.LoraConfig, found {type(config).__name__}")
     for name, reason in {**_VARIANTS, **_OF_TRAINING}.items():
@@ -100,14 +100,14 @@ def _is_plain(name: str, value: Any) -> bool:
     """Return whether an option has the value that plain LoRA has."""
     if name == "init_lora_weights":
         return value is True
-    # What PEFT leaves empty is written as None, False, an empty list or an empty mapping.
+    # PEFT writes an unset option as None, False, an empty list or an empty mapping.
     return value == "none" if name == "bias" else not value
 
 
 def _wrong_shape(config: Any) -> str:
     """Return what is wrong with rank and scale, as ``r must be ..., found ...``; empty if nothing is."""
     if type(config.r) is not int or not 1 <= config.r <= LARGEST_RANK:
-        return f"r must be a whole number from 1 to {LARGEST_RANK}, found {shown(config.r)}"
+        return f"r must be an integer from 1 to {LARGEST_RANK}, found {shown(config.r)}"
     alpha = config.lora_alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
         return f"lora_alpha must be a number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}, found {shown(alpha)}"
@@ -131,7 +131,7 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
         tensors[f"base_model.model.{layer.name}.lora_B.weight"] = b
     write_tensors(folder / WEIGHTS_FILE, tensors)
     written = copy.deepcopy(config)
-    # Full paths: what this model calls its layers, not what a pattern might match in another one.
+    # Full paths of this model's layers: a pattern might match other layers in another model.
     written.target_modules = [layer.name for layer in layers]
     written.base_model_name_or_path = base_name
     written.inference_mode = True
@@ -141,8 +141,8 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
 def read_config(folder: Path) -> Any:
     """Read the ``peft.LoraConfig`` of an adapter folder.
 
-    Raises CheckpointError when it is missing or damaged, and for everything that PEFT would compute in another way than
-    scale * B A: another method, a variant of LoRA, a rank or a scale that is no number.
+    Raises CheckpointError if it is missing or damaged, and for anything that PEFT would not compute as scale * B A:
+    another method, a variant of LoRA, or a rank or scale that is not a number.
     """
     from peft import LoraConfig
 
@@ -166,11 +166,11 @@ def read_config(folder: Path) -> Any:
 def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless ``adapter_config.json`` describes plain LoRA.
 
-    What concerns training alone (dropout, how the factors started) is passed over: the adapter computes without it.
+    Options that only matter during training (dropout, how the factors were initialised) are ignored.
     """
     kind = given.get("peft_type", "LORA")
     if kind != "LORA":
-        raise CheckpointError(f"the adapter at {str(folder)!r} is of peft_type {shown(kind)}; expected LORA")
+        raise CheckpointError(f"the adapter at {str(folder)!r} has peft_type {shown(kind)}; expected LORA")
     reasons = {
         name: reason
         for name, reason in _VARIANTS.items()
@@ -178,7 +178,7 @@ def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str,
     }
     if given.get("init_lora_weights", True) not in _PLAIN_STARTS:
         reasons["init_lora_weights"] = "it starts by changing the weights of the base"
-    # Of a newer PEFT: numbers and names may qualify what is off, but what is switched on makes another function.
+    # Options of a newer PEFT: an unknown option that is switched on may change the function; unset ones cannot.
     reasons |= {
         name: "this version of PEFT does not know it"
         for name, v in unknown.items()
@@ -193,7 +193,7 @@ def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str,
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; raises CheckpointError unless they are there and of floating point."""
+    """Return the tensors of a safetensors file; raises CheckpointError if it is missing, damaged or holds integers."""
     check_file(path, memory_bytes(), error=CheckpointError)
     try:
         tensors: dict[str, Tensor] = load_file(path)
@@ -208,7 +208,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file; raises WriteError where the disk refuses."""
+    """Write a safetensors file; raises WriteError if the disk is full or refuses."""
     try:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, {"format": "pt"})
     except SafetensorError as error:  # how safetensors reports that the disk is full
@@ -220,8 +220,8 @@ def read_adapter(
 ) -> tuple[list[tuple[Tensor, Tensor]], Any]:
     """Read a PEFT adapter folder; returns its factors in the order of ``layers`` and its LoraConfig.
 
-    Raises CheckpointError when files are missing or damaged, the adapter was made for other layers or, with ``finite``,
-    holds NaN or infinity.
+    Raises CheckpointError if files are missing or damaged, if the adapter was made for other layers or, with
+    ``finite``, if it holds NaN or infinity.
     """
     config = read_config(folder)
     tensors, factors = read_tensors(folder / WEIGHTS_FILE), []
@@ -236,7 +236,7 @@ def read_adapter(
                 f"B [{layer.out_features}, r] of rank r={config.r!r}, found {found}"
             )
         if finite and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise CheckpointError(f"the adapter at {str(folder)!r} holds numbers that are not finite in {layer.name}")
+            raise CheckpointError(f"the adapter at {str(folder)!r} has numbers that are not finite in {layer.name}")
         factors.append((a, b))
     if tensors:
         raise CheckpointError(

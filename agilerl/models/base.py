@@ -57,7 +57,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-"""The name that stands for the tiny model shipped inside the package."""
+"""The name of the tiny model that is shipped with the package."""
 
 _LIGER_LOSS = (
     "use_liger_loss=True: the native loss is used. It is the same loss (tests/oracle compares values and gradients), "
@@ -68,32 +68,32 @@ RouteOf = Callable[[tuple[int, ...]], AbstractContextManager[None]]
 
 @dataclass
 class BaseModel:
-    """A frozen causal language model split at its head, so that logits need never exist for a whole batch."""
+    """A frozen causal language model split at its head, so that the logits of a whole batch are never stored."""
 
     model: Any
     """The Hugging Face model; LoRA layers are attached inside it."""
     body: nn.Module
     """Maps token ids ``[B, T]`` to hidden states ``[B, T, H]``."""
     name: str
-    """The name it was asked for by: a folder, a hub name or ``embedded``."""
+    """The name that the user gave: a folder, a hub name or ``embedded``."""
     source: str = ""
     """Where transformers finds it, as written into exported adapters; empty means ``name``."""
     store: AdapterStore | None = None
-    """The bank whose layers are attached; None before there is one."""
+    """The bank whose layers are attached; None if none is attached yet."""
     options: SharedOptions = field(default_factory=SharedOptions)
-    """How it computes; :meth:`configure` changes them."""
+    """Options of the computation; :meth:`configure` changes them."""
 
     def __post_init__(self) -> None:
         self.source = self.source or self.name
         prepare(self.model)
         self.model.requires_grad_(False)
-        self.model.eval()  # dropout in a frozen base would make the policy differ from its own rollouts
+        self.model.eval()  # dropout in the base would make the trained policy differ from the one that sampled
         head = self.model.get_output_embeddings()
         if head is None:
             raise EngineError(f"{type(self.model).__name__} has no language-model head; expected a causal LM")
         if not head.weight.dtype.is_floating_point:
             raise ConfigError(
-                "the language-model head is quantised, and log-probs need it whole; load the model with "
+                "the language-model head is quantised, but log-probs need it unquantised; load the model with "
                 "llm_int8_skip_modules=['lm_head']"
             )
         self._head = head
@@ -109,7 +109,7 @@ class BaseModel:
             self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
-        self.eos_token_ids  # noqa: B018  (raises for what is no token)
+        self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
 
     @property
@@ -124,7 +124,7 @@ class BaseModel:
 
     @property
     def parameters(self) -> int:
-        """Number of frozen parameters."""
+        """Number of parameters, all of them frozen."""
         return stored_numbers(self.model)
 
     @property
@@ -134,16 +134,16 @@ class BaseModel:
 
     @property
     def quantisation(self) -> QuantizationConfig | None:
-        """How the linear layers are quantised; None: not at all."""
+        """How the linear layers are quantised; None if they are not."""
         return quantisation_of(self.model)
 
     @property
     def decodes_exactly(self) -> bool:
         """Whether decoding and training forwards agree up to the rounding of fp32.
 
-        Not in 16 bits (or matrix products in TF32), where each of the two rounds in its own order, nor where layers are
-        quantised or compiled for training: a log-prob then differs by about a hundredth of a nat, which is more than
-        GSPO's bounds.
+        They do not in 16 bits (or with matrix products in TF32), where the two round in a different order, nor if
+        layers are quantised, or compiled for training: a log-prob then differs by about a hundredth of a nat, which is
+        more than GSPO's bounds.
         """
         return self._wide and self.options.torch_compiler is None and _multiplies_in_fp32()
 
@@ -158,15 +158,15 @@ class BaseModel:
         found = tuple(eos) if isinstance(eos, Sequence) and not isinstance(eos, str) else (eos,)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
             raise ConfigError(
-                f"the model {self.name!r}: expected whole numbers as eos_token_id, found {eos!r}; put the number of "
-                "the token into its config.json and generation_config.json"
+                f"the model {self.name!r}: expected integers as eos_token_id, found {eos!r}; write the id of the token "
+                "into its config.json and generation_config.json"
             )
         return found
 
     def configure(self, options: SharedOptions) -> None:
-        """Compute as the options say from here on.
+        """Apply options to all later computations.
 
-        Raises ConfigError, with everything as before, for what this model or this machine cannot do.
+        Raises ConfigError for options that this model or machine does not support; nothing is changed then.
         """
         choose_attention(self.model, options.attn_implementation, self.device)
         if options.use_liger_kernel and not self.options.use_liger_kernel:
@@ -201,10 +201,10 @@ class BaseModel:
             return cast(Tensor, self.body(input_ids=ids, use_cache=False, **kwargs)[0])
 
     def packed(self, ids: Tensor, lengths: Tensor, parts: Sequence[int], route: RouteOf) -> Tensor:
-        """Return what :meth:`hidden` does, computed without the padding; ``lengths [B]`` are the rows' tokens.
+        """Return the result of :meth:`hidden`, computed without the padding; ``lengths [B]`` are the rows' tokens.
 
-        ``parts`` are the rows of each agent, which never share a packed row; ``route`` tells, given the packed rows of
-        each part, which adapters serve them. What stands at padding means nothing.
+        ``parts`` counts the rows of each agent, which never share a packed row; ``route`` selects the adapters, given
+        the number of packed rows of each part. The values at padding positions are meaningless.
         """
         batch = pack(ids, lengths, parts, whole=self.options.attn_implementation == "flex_attention")
         with route(batch.rows):
@@ -235,7 +235,7 @@ class BaseModel:
     def check_head(self) -> None:
         """Compare body + head with the model's own logits on a few tokens.
 
-        Raises EngineError for an architecture whose head does something else, rather than training on wrong numbers.
+        Raises EngineError for an architecture whose head computes something else: training would use wrong numbers.
         """
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
         with torch.no_grad():
@@ -244,17 +244,17 @@ class BaseModel:
             bad = next((n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
             raise EngineError(
                 f"the model {self.name!r} computes logits that are not finite: "
-                + (f"its weights {bad} hold NaN or infinity; take a sound copy" if bad else _OVERFLOW)
+                + (f"its weights {bad} contain NaN or infinity; use an undamaged copy" if bad else _OVERFLOW)
             )
         if not torch.allclose(own, full, atol=1e-3, rtol=1e-3):
             raise EngineError(
-                f"{type(self.model).__name__} computes its logits in a way this package does not know "
+                f"{type(self.model).__name__} computes its logits in a way that is not supported "
                 f"(largest difference {float((own - full).abs().max()):.3g}); it cannot be trained correctly"
             )
 
     @torch.no_grad()
     def _check_packing(self) -> None:
-        """Raise ConfigError unless rows that are packed behind each other stay what they are alone."""
+        """Raise ConfigError unless packed rows have the same hidden states as rows on their own."""
         ids = (torch.arange(1, 19, device=self.device).reshape(2, 9) % self.vocabulary_size).repeat(2, 1)
         lengths = torch.tensor([9, 4, 9, 4], device=self.device)  # the two short ones share a packed row
         together, alone = self.packed(ids, lengths, (4,), lambda rows: nullcontext()), self.hidden(ids)
@@ -263,15 +263,15 @@ class BaseModel:
         if not apart < _SAME[self.dtype]:
             raise ConfigError(
                 f"use_sequence_packing=True: {type(self.model).__name__} with attn_implementation="
-                f"{self.model.config._attn_implementation!r} does not keep packed rows apart (relative difference "
-                f"{apart:.2g}); leave it out, or use attn_implementation='sdpa'"
+                f"{self.model.config._attn_implementation!r} lets packed rows attend to each other (relative "
+                f"difference {apart:.2g}); leave it out, or use attn_implementation='sdpa'"
             )
 
 
 def _multiplies_in_fp32() -> bool:
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # set in torch's old and in its new way, of which at least one was not the default
+    except RuntimeError:  # it was set through both of torch's interfaces, and at least once not to the default
         return False
 
 
@@ -288,11 +288,11 @@ def _logit_scale(config: Any) -> float:
 def load_base(
     name: str, *, dtype: str = "auto", device: str | torch.device = "cpu", options: SharedOptions | None = None
 ) -> BaseModel:
-    """Load a base model from a local folder, a hub name or ``embedded``, quantised and changed as the options say.
+    """Load a base model from a local folder, a hub name or ``embedded``, with the given options applied.
 
-    Of a multimodal model the text is used. Raises ConfigError when there is no such folder and the hub does not answer,
-    or the files are damaged or incomplete, EngineError where the model computes no finite logits. Weights come from
-    safetensors only, and no code of the model's repository is run.
+    Only the text part of a multimodal model is used. Raises ConfigError if there is no such folder and the hub does not
+    answer, or if the files are damaged or incomplete; EngineError if the model's logits are not finite. Weights are
+    read from safetensors only, and no code of the model's repository is run.
     """
     check_device(device)
     device = str(device)
@@ -302,7 +302,7 @@ def load_base(
     dtype = overridden_dtype(dtype, overrides)
     attention = options.attn_implementation or overrides.pop("attn_implementation", None)
     check_attention("attn_implementation", attention)
-    # Half precision on a CPU is slow and loses what the tiny adapters learn: "auto" means fp32 there.
+    # On a CPU "auto" means fp32: half precision is slow there, and rounds away what the tiny adapters learn.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
     with _loading("the model", name, "a local folder with config.json and *.safetensors"):
         config = model_config(path, overrides)
@@ -316,7 +316,7 @@ def load_base(
             dtype=chosen,
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # refused below, with their names
+            ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
             **quantised,
         )
@@ -330,18 +330,18 @@ def load_base(
 
 
 def _check_complete(name: str, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError for weights that transformers would have left at random numbers; tied ones are not missing."""
+    """Raise ConfigError for weights that transformers has left at random values; tied weights are not missing."""
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
     if missing:
         raise ConfigError(
-            f"the weights of {name!r} are incomplete: {_some(missing)} missing from its *.safetensors; take a complete "
+            f"the weights of {name!r} are incomplete: {_some(missing)} missing from its *.safetensors; use a complete "
             "copy, or the config.json that belongs to these weights"
         )
     if mismatched:
         key, there, expected = mismatched[0]
         raise ConfigError(
             f"the weights of {name!r} do not fit its config.json: {key} has shape {list(there)}, expected "
-            f"{list(expected)}; take both from the same model"
+            f"{list(expected)}; use the two files of the same model"
         )
 
 
@@ -352,7 +352,7 @@ def _some(keys: Sequence[str]) -> str:
 
 @contextmanager
 def _loading(what: str, name: str, expected: str) -> Iterator[None]:
-    """Keep transformers' reports and bars to itself; whatever a damaged file makes it raise becomes one sentence."""
+    """Silence transformers' reports and progress bars, and turn any error it raises into a ConfigError."""
     from transformers.utils import logging
 
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -362,7 +362,7 @@ def _loading(what: str, name: str, expected: str) -> Iterator[None]:
         yield
     except AgileRLError:
         raise
-    except Exception as error:  # of any library that reads files: no list of their errors is complete
+    except Exception as error:  # any of several libraries that read files: no list of their errors is complete
         raise ConfigError(
             f"cannot load {what} {name!r}: {_reason(error)}; expected {expected}, a name on the Hugging Face hub "
             "that is reachable, or 'embedded'"
@@ -374,7 +374,7 @@ def _loading(what: str, name: str, expected: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the beginning of an error's message as one line, its kind in front where that says more."""
+    """Return the beginning of an error's message as one line, after its type unless that adds nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A line that ends in a colon only announces the next ones.
     count = next((i for i, line in enumerate(lines, 1) if line[-1] not in ":,"), len(lines))
@@ -404,7 +404,7 @@ def from_model(model: Any, name: str | None = None) -> BaseModel:
 
 
 def resolve_model(name: str) -> str:
-    """Turn ``embedded`` into the shipped folder; check that what looks like a folder is one that holds a model."""
+    """Return the shipped folder for ``embedded``; check that a name that looks like a folder is a model's folder."""
     if name == EMBEDDED:
         from agilerl.models.tiny import tiny_model_path
 
@@ -419,14 +419,14 @@ def resolve_model(name: str) -> str:
             )
         check_model_folder(path)
         if not (path / "config.json").is_file():
-            raise ConfigError(f"the folder {name!r} holds no config.json, so it is no Hugging Face model")
+            raise ConfigError(f"the folder {name!r} has no config.json, so it is not a Hugging Face model")
     return str(path) if looks_local else name
 
 
 def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
     """Load the tokenizer that belongs to a base model, with a pad token; see :func:`with_padding`.
 
-    Raises ConfigError when it is missing, and for a pad token that it does not know.
+    Raises ConfigError if it is missing or damaged, and for a pad token that it does not have.
     """
     from transformers import AutoTokenizer
 
@@ -439,10 +439,10 @@ def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int
 
 
 def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
-    """Return a tokenizer with the pad token that is given, else with its own, else with its end token, which is logged.
+    """Return a tokenizer with the given pad token, or else its own, or else its end token (which is logged).
 
-    Padding is never learned, whatever token it is: masks say what is. The tokenizer that is given is not changed.
-    Raises ConfigError for a token that it does not know, two that disagree, and where there is none to take.
+    Padding is never trained on, whatever its token: the masks exclude it. The given tokenizer is not changed. Raises
+    ConfigError for a token that it does not have, for two that disagree, and if no token is available.
     """
     if pad_token is not None or pad_token_id is not None:
         wanted = padding_id(tokenizer, pad_token, pad_token_id)
@@ -451,7 +451,7 @@ def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad
     elif tokenizer.eos_token_id is not None:
         wanted = tokenizer.eos_token_id
         _log.warning(
-            "The tokenizer of %r has no pad token: its end token %r pads; pad_token or pad_token_id names another one.",
+            "The tokenizer of %r has no pad token: its end token %r is used; pad_token or pad_token_id sets another.",
             name,
             tokenizer.eos_token,
         )
@@ -467,9 +467,9 @@ def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad
 
 
 def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) -> int:
-    """Return the id of a pad token that is given by name, by number or by both.
+    """Return the id of a pad token that is given by name, by id or by both.
 
-    Raises ConfigError unless it is a token of the tokenizer's, and the two are one.
+    Raises ConfigError unless it is one of the tokenizer's tokens, and name and id agree.
     """
     if pad_token_id is not None:
         found = None
@@ -477,26 +477,26 @@ def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) 
             found = tokenizer.convert_ids_to_tokens(pad_token_id)
         if found is None:
             raise ConfigError(
-                f"pad_token_id={shown(pad_token_id)} is no token of the tokenizer, which has {len(tokenizer)}; leave "
-                f"it out, or take one of them, for instance the end token ({tokenizer.eos_token_id})"
+                f"pad_token_id={shown(pad_token_id)} is not a token of the tokenizer, which has {len(tokenizer)}; "
+                f"leave it out, or use one of them, for instance the end token ({tokenizer.eos_token_id})"
             )
         if pad_token is not None and pad_token != found:
             raise ConfigError(
-                f"pad_token_id={pad_token_id} is the token {found!r}, and pad_token={shown(pad_token)} another one; "
-                "give one of the two"
+                f"pad_token_id={pad_token_id} is the token {found!r}, but pad_token={shown(pad_token)}; give only one "
+                "of the two"
             )
         return pad_token_id
     number = tokenizer.convert_tokens_to_ids(pad_token) if isinstance(pad_token, str) else None
     if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:
         raise ConfigError(
-            f"pad_token={shown(pad_token)} is no token of the tokenizer; leave it out, or take one of its tokens, for "
-            f"instance the end token {tokenizer.eos_token!r}"
+            f"pad_token={shown(pad_token)} is not a token of the tokenizer; leave it out, or use one of its tokens, "
+            f"for instance the end token {tokenizer.eos_token!r}"
         )
     return int(number)
 
 
 def check_device(device: Any, name: str = "device") -> None:
-    """Raise ConfigError for what is no device of torch's, and for a GPU that this machine or this torch has not."""
+    """Raise ConfigError for anything but a torch device, and for a GPU that this machine or torch build lacks."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -506,11 +506,11 @@ def check_device(device: Any, name: str = "device") -> None:
     if found.type != "cuda":
         try:
             torch.zeros(1, device=found).item()
-        except Exception as error:  # of whatever serves that kind of device
+        except Exception as error:  # the type depends on the backend of that device
             raise ConfigError(f"{name}={shown(device)} cannot be used: {_reason(error)}; use cpu or cuda") from None
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (found.index or 0) >= count:
         raise ConfigError(
-            f"{name}={shown(device)} needs a CUDA build of torch and such a GPU, found {count} GPUs; use cpu"
+            f"{name}={shown(device)} needs a CUDA build of torch and that GPU, found {count} GPUs; use cpu"
         )

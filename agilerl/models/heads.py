@@ -1,4 +1,4 @@
-"""Value heads: one number a token from a slot's own hidden states, for all agents' critics in one bank."""
+"""Value heads: one number per token from a slot's own hidden states, for all agents' critics in one bank."""
 
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ class _ValueHead(torch.autograd.Function):
         hidden = hidden.to(head.dtype)
         ctx.save_for_backward(hidden)
         ctx.place = (store, slot)
-        # A sum over the row, not a matrix product: its bits do not depend on how many rows there are.
+        # A sum over the row, not a matrix product: the bits of a sum do not depend on the number of rows.
         return (hidden * head[:-1]).sum(-1) + head[-1]
 
     @staticmethod

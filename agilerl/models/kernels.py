@@ -1,4 +1,4 @@
-"""Which kernels compute the base: the attention, Liger's norms, and what this machine has of them."""
+"""The kernels that compute the base, attention and Liger's, and whether this machine has them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ _FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def choose_attention(model: Any, kind: AttentionKind | None, device: torch.device) -> None:
-    """Let a model compute its attention in a way; None leaves it. Raises ConfigError where it cannot be had here."""
+    """Set a model's attention kernel; None keeps the current one. Raises ConfigError if it is not available here."""
     if kind is None or kind == getattr(model.config, "_attn_implementation", None):
         return
     if device.type != "cuda" and kind in ("flex_attention", *_FLASH):
@@ -32,7 +32,7 @@ def choose_attention(model: Any, kind: AttentionKind | None, device: torch.devic
 
 @contextmanager
 def decoding_attention(config: Any) -> Iterator[None]:
-    """Compute attention by SDPA while rows of different lengths are decoded: the others take no mask of ours."""
+    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask."""
     before = config._attn_implementation
     if before in ("sdpa", "eager", None):
         yield
@@ -47,7 +47,7 @@ def decoding_attention(config: Any) -> Iterator[None]:
 def apply_liger_kernels(model: Any, device: torch.device) -> None:
     """Let Liger's Triton kernels compute RMSNorm, rotary embeddings and SwiGLU of one model.
 
-    Raises ConfigError without a CUDA device, without liger-kernel, and for a model that Liger does not know.
+    Raises ConfigError without a CUDA device, without liger-kernel, and for a model that Liger does not support.
     """
     if device.type != "cuda":
         raise ConfigError(
@@ -69,6 +69,6 @@ def apply_liger_kernels(model: Any, device: torch.device) -> None:
     from inspect import signature
 
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
-    # Head and loss are ours: the fused ones would compute logits for the whole batch, of one agent.
+    # Liger's head and loss stay off: they would compute logits for a whole batch, and of one agent only.
     off = ("cross_entropy", "fused_linear_cross_entropy")
     patch(model=model, **{name: False for name in off if name in signature(patch).parameters})

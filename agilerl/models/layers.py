@@ -1,4 +1,4 @@
-"""How the layers of the base run in training: compiled, computed again in the backward pass, activations elsewhere."""
+"""How the base's layers run in training: compiled, recomputed in the backward pass, or with offloaded activations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ __all__ = ["configure_layers", "offloaded"]
 
 
 class _LayerForward:
-    """The forward of one decoder layer, as the options have it. Decoding always runs the layer's own."""
+    """The forward of one decoder layer under the current options. Decoding always uses the layer's original forward."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.own: Callable[..., Any] = layer.forward
@@ -36,20 +36,20 @@ class _LayerForward:
         route, rows = (None, 0) if store is None else (store.route, store.batch_rows)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            # The second forward happens in the backward pass, when the route of the first is long over.
+            # The second forward happens in the backward pass, after the route of the first one has ended.
             return nullcontext(), nullcontext() if store is None else store.as_now(route, rows)
 
-        # Nothing in a frozen base without dropout draws random numbers, so there is no state of them to restore.
+        # A frozen base without dropout draws no random numbers, so there is no generator state to restore.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
 def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStore | None) -> None:
-    """Make the decoder layers of a body run as the options say; raises ConfigError where it has none that are known."""
+    """Apply the options to the decoder layers of a body; raises ConfigError if it has no known decoder layers."""
     wanted = options.gradient_checkpointing or options.torch_compiler is not None
     layers = _decoder_layers(body)
     if wanted and not layers:
         names = "gradient_checkpointing" if options.gradient_checkpointing else "torch_compiler"
-        raise ConfigError(f"{names} needs a model made of decoder layers, found {type(body).__name__} without any")
+        raise ConfigError(f"{names} needs a model with decoder layers, found {type(body).__name__} without any")
     if options.torch_compiler is not None:
         _check_compiler(options.torch_compiler, next(body.parameters()).device)
     for layer in layers:
@@ -71,20 +71,20 @@ def _compiled(layer: nn.Module, forward: _LayerForward, mode: str | None) -> Cal
     for module in layer.modules():
         if isinstance(module, StackedLoRALinear):
             module.leave_graph()
-    # The layers share one code, so that one graph serves them all; lengths vary, so it is made for any.
+    # The layers share their code, so one graph serves them all; lengths vary, so it is compiled for any length.
     return torch.compile(forward.own, mode=mode, dynamic=True)
 
 
 @cache
 def _check_compiler(mode: str, device: torch.device) -> None:
-    """Raise ConfigError where torch.compile does not work: it needs a C++ compiler, on a GPU Triton."""
+    """Raise ConfigError if torch.compile does not work: it needs a C++ compiler, and on a GPU also Triton."""
     try:
         torch.compile(torch.sin, mode=mode)(torch.zeros(2, device=device))
-    except Exception as error:  # of the compiler, its backends and what they call
+    except Exception as error:  # the compiler and its backends raise errors of many types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
             f"torch_compiler={mode!r} does not work on this machine: {lines[0] if lines else type(error).__name__}; it "
-            "needs a C++ compiler (g++), on a GPU Triton as well; install it, or leave torch_compiler out"
+            "needs a C++ compiler (g++), and on a GPU also Triton; install it, or leave torch_compiler out"
         ) from error
 
 
@@ -96,14 +96,14 @@ def _decoder_layers(body: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def offloaded(frozen: nn.Module, *, pin: bool) -> Iterator[None]:
-    """Keep what autograd saves in the memory of the host while the context is open, the frozen weights aside.
+    """Keep the tensors that autograd saves in the host's memory while the context is open, except frozen weights.
 
-    With ``pin`` the memory is page-locked, so that copies to and from a GPU can overlap with its work.
+    With ``pin`` that memory is page-locked, so that copies to and from a GPU can overlap with its work.
     """
     weights = {p.untyped_storage().data_ptr() for p in frozen.parameters()}
 
     def pack(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        # Autograd saves the weights too, and copies of those would be all cost and no gain.
+        # Autograd saves the weights too; they stay on the device anyway, so copies of them would save nothing.
         if tensor.untyped_storage().data_ptr() in weights:
             return None, tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)

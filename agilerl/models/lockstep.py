@@ -1,4 +1,4 @@
-"""Several processes in step: forward passes, for which each needs the others' part of the weights, and answers."""
+"""Several processes in step: their forward passes, which need the weights that the others hold, and their answers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from agilerl.errors import AgileRLError, EngineError
 from agilerl.processes import Processes
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
-"""What torch says, in errors without a type of their own, when another process does not take part."""
+"""What torch's errors say, which have no type of their own, if another process does not take part."""
 _FINE, _FAILED = b"\0", b"\1"
 _ERRORS: dict[str, type[AgileRLError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
@@ -19,53 +19,53 @@ _ERRORS: dict[str, type[AgileRLError]] = {
 
 
 class Lockstep:
-    """Lets processes that hold a part of the weights each make equally many forward passes.
+    """Makes processes that each hold a part of the weights run the same number of forward passes.
 
-    A pass gathers the weights of every layer from all processes, so none can make one alone: before each, all say what
-    they are about to do, and whoever has nothing left to compute keeps the others company with a pass over a few
-    tokens. All processes are always in the same phase (sampling, log-probs, an optimizer step), which ends with
-    :meth:`catch_up`.
+    A pass gathers the weights of every layer from all processes, so no process can run one alone. Before each pass all
+    processes announce what they are about to do, and a process that has nothing left to compute joins in with a dummy
+    pass over a few tokens. All processes are always in the same phase (sampling, log-probs, an optimizer step), which
+    ends with :meth:`catch_up`.
     """
 
-    def __init__(self, processes: Processes, company: Callable[[bool], None]) -> None:
-        """``company(train)`` makes a small pass, with ``train`` there and back, that leaves nothing behind."""
-        self.processes, self._company = processes, company
-        self._inside = self._in_company = False
+    def __init__(self, processes: Processes, dummy: Callable[[bool], None]) -> None:
+        """``dummy(train)`` runs a small forward pass, with ``train`` also a backward pass, without side effects."""
+        self.processes, self._dummy = processes, dummy
+        self._inside = self._in_dummy = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Surround a forward pass of the body; with gradient it lasts until :meth:`backward` has been left."""
-        if self._in_company:
+        """Surround a forward pass of the body; with gradients, the pass lasts until the end of :meth:`backward`."""
+        if self._in_dummy:
             yield
             return
         self._check_whole()
         train = torch.is_grad_enabled()
         self._announce(train)
         self._inside = True
-        with _lost_is_said():
+        with _reporting_lost_process():
             yield
         self._inside = train
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surround the backward pass of what was computed last."""
-        with _lost_is_said():
+        """Surround the backward pass of the last forward pass."""
+        with _reporting_lost_process():
             yield
         self._inside = False
 
     def catch_up(self) -> None:
-        """Keep the others company until all have come here."""
+        """Run dummy passes until all processes have reached this point."""
         self._check_whole()
         while (train := self._announce(None)) is not None:
-            self._in_company = True
+            self._in_dummy = True
             try:
-                with _lost_is_said():
-                    self._company(train)
+                with _reporting_lost_process():
+                    self._dummy(train)
             finally:
-                self._in_company = False
+                self._in_dummy = False
 
     def _announce(self, train: bool | None) -> bool | None:
-        """Say that a pass comes, or with None that there is none left; returns what the others do, None: nothing."""
+        """Announce a pass, or with None that none is left; returns what any process is about to do, None: nothing."""
         passes = torch.tensor([float(train is False), float(train is True)])
         self.processes.add_(passes)
         if not passes.any():
@@ -75,17 +75,17 @@ class Lockstep:
     def _check_whole(self) -> None:
         if self._inside:
             raise EngineError(
-                f"process {self.processes.rank} broke off in the middle of a pass through a base whose weights several "
-                "processes hold, where the others cannot go on without it; if its memory ran out, lower "
+                f"process {self.processes.rank} failed in the middle of a pass through the sharded base, which the "
+                "other processes cannot finish without it; if it ran out of memory, lower "
                 "training.max_tokens_in_flight and training.max_rows_in_flight"
             )
 
 
 def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockstep | None = None) -> list[bytes]:
-    """Return what ``compute`` gave in every process, in the order of their ranks.
+    """Return the result of ``compute`` in every process, in the order of their ranks.
 
-    An error that is raised on purpose in one process is raised in all of them, so that all end with the same sentence.
-    Raises EngineError where a process is lost.
+    An error of this package that one process raises is raised in all of them, so that all end with the same message.
+    Raises EngineError if a process is lost.
     """
     failed: AgileRLError | None = None
     try:
@@ -107,13 +107,13 @@ def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockste
 
 
 @contextmanager
-def _lost_is_said() -> Iterator[None]:
+def _reporting_lost_process() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if any(sign in str(error).lower() for sign in _SIGNS):
             raise EngineError(
-                "another process of this run is lost or does not answer; go on from the last checkpoint with agilerl "
-                "resume, or under the launcher with --resume auto"
+                "another process of this run is lost or does not answer; continue from the last checkpoint with "
+                "agilerl resume, or under the launcher with --resume auto"
             ) from error
         raise

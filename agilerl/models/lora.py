@@ -14,9 +14,9 @@ __all__ = ["StackedLoRALinear", "attach", "detach"]
 
 
 class StackedLoRALinear(nn.Module):
-    """Wrap a frozen linear layer: the base once over all rows, then each row's low-rank delta.
+    """Wrap a frozen linear layer: the base layer once over all rows, then each row's low-rank delta.
 
-    Which adapter serves which row is the store's current route; without one the layer is the base layer.
+    The store's current route says which adapter serves which row; without a route this is the base layer.
     ``base_layer`` may be any module that maps ``[..., in]`` to ``[..., out]`` (dense or quantised).
     """
 
@@ -34,7 +34,7 @@ class StackedLoRALinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen bias, where there is one."""
+        """The frozen bias, if there is one."""
         return cast(Tensor | None, self.base_layer.bias)
 
     @property
@@ -48,13 +48,13 @@ class StackedLoRALinear(nn.Module):
         return cast(int, self.base_layer.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``; also where a model has flattened rows and tokens."""
+        """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``; a model may also have flattened rows and tokens."""
         return self._compute(self, x)
 
     def leave_graph(self) -> None:
-        """Stay out of a graph that torch.compile makes of what is around: an adapter's backward writes into the bank.
+        """Keep this layer out of graphs of torch.compile, because an adapter's backward writes into the bank.
 
-        It would also be a graph for each layer, as each has another index.
+        There would also be one graph per layer, since each has a different index.
         """
         self._compute = _outside_graphs()
 
@@ -65,15 +65,15 @@ def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
 
 @cache
 def _outside_graphs() -> Callable[[StackedLoRALinear, Tensor], Tensor]:
-    # Made on demand, since it loads the compiler; one for all layers, since a graph is tied to the functions it calls.
+    # Made on demand because it loads the compiler, and only once because a graph is tied to the functions it calls.
     return cast(Callable[[StackedLoRALinear, Tensor], Tensor], torch.compiler.disable(_with_adapters))  # type: ignore[no-untyped-call]
 
 
 def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int) -> Tensor:
     """Add each row's adapter, ``scaling * B A x``, to ``out``.
 
-    One batched matrix product serves all agents when they have equally many rows; otherwise one product an agent, of
-    the same shape it would have alone, so that an agent's bits never depend on its neighbours.
+    If all agents have the same number of rows, one batched matrix product serves them all; otherwise there is one
+    product per agent, of the same shape as on its own, so that an agent's bits never depend on its neighbours.
     """
     route = store.route
     if route is None:
@@ -96,13 +96,13 @@ def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int) -> Tens
 
 
 def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[int, ...]:
-    """Return the entries of x that belong to each slot: rows, or rows times tokens where the two are flattened."""
+    """Return the number of entries of x that belong to each slot: rows, or rows times tokens if they are flattened."""
     if route.rows is None:
         return (x.shape[0],)
     tokens, rest = divmod(x.shape[0], store.batch_rows or x.shape[0])
     if rest or (tokens > 1 and x.dim() > 2):
         raise EngineError(
-            f"{store.layers[layer].name} computes {x.shape[0]} rows of a batch of {store.batch_rows}: nothing tells "
+            f"{store.layers[layer].name} computes {x.shape[0]} rows of a batch of {store.batch_rows}, so it is unknown "
             "which agent they belong to; leave it out of lora_config.target_modules"
         )
     return tuple(rows * tokens for rows in route.rows)
@@ -113,15 +113,15 @@ def _delta(x: Tensor, out: Tensor, store: AdapterStore, layer: int, slots: tuple
 
 
 def _tape(like: Tensor) -> Tensor | None:
-    """Return something that needs a gradient, so that the first layer, whose input needs none, gets its backward."""
+    """Return a tensor that requires a gradient: the first layer's input does not, so its backward would be skipped."""
     return torch.empty(0, device=like.device, requires_grad=True) if torch.is_grad_enabled() else None
 
 
 class _LowRank(torch.autograd.Function):
-    """``out + scaling B A x`` with x ``[n, tokens, in]``, one slot a batch entry.
+    """``out + scaling B A x`` with x ``[n, tokens, in]``, one slot per batch entry.
 
-    The gradients of A and B go straight into the store's bank: no copy, no zero-filled slices, and a slot that is not
-    in the batch is not touched.
+    The gradients of A and B are added directly to the store's bank: no copies, no zero-filled slices, and slots that
+    are not in the batch are not touched.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _pick(bank: Tensor, slots: tuple[int, ...]) -> Tensor:
-    """Return the entries of some slots, without a copy where they stand side by side."""
+    """Return the entries of some slots, without a copy if the slots are contiguous."""
     if slots == tuple(range(slots[0], slots[0] + len(slots))):
         return bank[slots[0] : slots[0] + len(slots)]
     return bank[list(slots)]
@@ -178,7 +178,7 @@ def attach(model: nn.Module, store: AdapterStore) -> None:
 
 
 def detach(model: nn.Module, store: AdapterStore) -> None:
-    """Put the original layers back, so that the model is again what it was before :func:`attach`."""
+    """Put the original layers back, which undoes :func:`attach`."""
     for shape in store.layers:
         parent, name = _parent(model, shape)
         layer = getattr(parent, name)

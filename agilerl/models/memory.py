@@ -1,4 +1,4 @@
-"""What memory turns out to hold: sizes that are halved when it runs out, and stay so for the rest of the run."""
+"""Batch sizes that are halved if memory runs out, and stay halved for the rest of the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ __all__ = ["MemoryLimits", "attempt"]
 Result = TypeVar("Result")
 
 _SIGNS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch and the drivers say in errors that have no type of their own."""
+"""What out-of-memory errors of torch and the drivers say, if they have no type of their own."""
 
 
 @dataclass
 class MemoryLimits:
-    """Sizes learned from running out of memory; None: it never ran out."""
+    """Limits learned from running out of memory; None: it never did."""
 
     train_tokens: int | None = None
     """Padded tokens of one training forward."""
@@ -37,13 +37,13 @@ class MemoryLimits:
 
 
 def attempt(call: Callable[[], Result]) -> Result | None:
-    """Return what a call returns; None where memory ran out in it, on a GPU or on the CPU."""
+    """Return the result of a call; None if memory ran out in it, on a GPU or on the CPU."""
     try:
         return call()
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-    # Only here, outside the handler, are the frames gone that held on to the tensors of the call.
+    # The cache is emptied outside the handler: inside it, the error's frames still hold the tensors of the call.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     return None

@@ -1,4 +1,4 @@
-"""The configuration that a base model is loaded with: read, changed where the user wants it changed."""
+"""The configuration that a base model is loaded with: read, checked, and changed as the user asks."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ __all__ = [
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
-    """Take the data type out of the overrides of a model's configuration, where AgileRL has it."""
+    """Take the data type out of the overrides of a model's configuration, which is where AgileRL expects it."""
     for name in ("dtype", "torch_dtype"):
         if name in overrides:
             wanted = str(overrides.pop(name)).removeprefix("torch.")
             if wanted not in ("auto", "float32", "bfloat16", "float16") or dtype not in ("auto", wanted):
                 raise ConfigError(
-                    f"the model's {name}={wanted!r} does not go with dtype={dtype!r}; expected auto, float32, bfloat16 "
+                    f"the model's {name}={wanted!r} contradicts dtype={dtype!r}; expected auto, float32, bfloat16 "
                     "or float16, the same in both places"
                 )
             dtype = wanted
@@ -36,9 +36,9 @@ def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError for a folder of a model that holds something to wait for, or a file that is far too large.
+    """Raise ConfigError for a model folder with anything but regular files, or with a file that is far too large.
 
-    transformers would wait for a pipe for ever.
+    transformers would wait for ever on a named pipe.
     """
     for path in folder.iterdir():
         if path.suffix in _READ and not path.is_dir():
@@ -46,22 +46,22 @@ def check_model_folder(folder: Path) -> None:
 
 
 def check_config(path: str, **known: Any) -> None:
-    """Raise ConfigError for a config.json with numbers that no model has; what cannot be read is left to its reader.
+    """Raise ConfigError for a config.json with numbers too large for any model; an unreadable file is passed over.
 
-    It is read before transformers makes an object of it, which may already make a list as long as there are layers.
+    This runs before transformers makes an object of it, because that may already build a list with an entry per layer.
     """
     from transformers import PretrainedConfig
 
     try:
         config = PretrainedConfig.get_config_dict(path, **known)[0]
         numbers = list(_numbers("config.json", "", config))
-    except Exception:  # whatever it is, loading it says so, in a sentence
+    except Exception:  # loading the file will report it
         return
     _check_names(path, "config.json", config)
     for where, key, number in numbers:
         if (_COUNTED.search(key) and number > _COUNT) or (_SIZED.search(key) and number > _SIZE):
             raise ConfigError(
-                f"the model {path!r}: {where}={number} is more than any model has; take the config.json that belongs "
+                f"the model {path!r}: {where}={number} is more than any model has; use the config.json that belongs "
                 "to these weights"
             )
         if key in _POSITIVE and number < 1:
@@ -69,20 +69,20 @@ def check_config(path: str, **known: Any) -> None:
 
 
 def check_attention(where: str, value: Any) -> None:
-    """Raise ConfigError for an attention that is not one of ours, by whatever key a file names it.
+    """Raise ConfigError for an attention implementation that is not one of ours, whatever key a file uses for it.
 
-    transformers takes the name of a repository there, and would download kernels from it and run them.
+    transformers also accepts the name of a repository there, and would download kernels from it and run them.
     """
     for name in value.values() if isinstance(value, dict) else (value,):
         if name is not None and name not in get_args(AttentionKind):
             raise ConfigError(
-                f"{where}: expected one of {', '.join(get_args(AttentionKind))}, found {shown(name)}; kernels of the "
-                "hub are code, which no model folder and no manifest may bring"
+                f"{where}: expected one of {', '.join(get_args(AttentionKind))}, found {shown(name)}; kernels from the "
+                "hub are code, which a model folder or a manifest must not load"
             )
 
 
 def _check_names(path: str, where: str, value: Any) -> None:
-    """Check what transformers looks up by a name that the file chooses, and the length of lists."""
+    """Check the values that transformers looks up by name, and the length of lists."""
     if isinstance(value, list) and len(value) > _COUNT:
         raise ConfigError(
             f"the model {path!r}: {where} is a list of {len(value):,} entries, expected at most {_COUNT:,}"
@@ -109,7 +109,7 @@ _SIZED, _SIZE = re.compile(r"size|dim|vocab|hidden|width|channels|rank|embd|inne
 
 
 def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the whole numbers of a configuration with where they are and the last key above them."""
+    """Yield the integers of a configuration, each with its path and its last key."""
     if isinstance(value, int) and not isinstance(value, bool):
         yield where, key, value
     elif isinstance(value, dict):
@@ -121,9 +121,9 @@ def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]
 
 
 def check_size(config: Any, name: str, width: float) -> None:
-    """Raise ConfigError where the model that a configuration describes is larger than the memory of the machine.
+    """Raise ConfigError if the model that a configuration describes is larger than the machine's memory.
 
-    Its files may be small: weights that do not fit would be made again, at the size that the configuration says.
+    Its files may be small: transformers allocates weights at the size that the configuration states.
     ``width`` is the least bytes of a parameter.
     """
     import torch
@@ -136,13 +136,13 @@ def check_size(config: Any, name: str, width: float) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     if count * width > limit:
         raise ConfigError(
-            f"the model {name!r} has {count:,} parameters by its config.json, more than the memory of this "
-            "machine holds; take the config.json that belongs to the weights, or a smaller model"
+            f"the model {name!r} has {count:,} parameters according to its config.json, more than this machine's "
+            "memory holds; use the config.json that belongs to the weights, or a smaller model"
         )
 
 
 def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
-    """Read a model's configuration and change settings that it has; raises ConfigError for one that it has not."""
+    """Read a model's configuration and apply overrides; raises ConfigError for a setting that it does not have."""
     from transformers import AutoConfig
 
     check_config(path)
@@ -161,7 +161,7 @@ def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return transformers' class for causal language models, or the one for models that see as well."""
+    """Return transformers' auto class for causal language models, or the one for models of text and images."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     speaks = type(config) in AutoModelForCausalLM._model_mapping

@@ -1,4 +1,4 @@
-"""Mutations of the adapter itself: noise on its weights, a larger or a smaller rank."""
+"""Mutations of the adapter: noise on its weights, a larger or a smaller rank."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ __all__ = ["add_noise", "rescale", "resize"]
 def add_noise(store: AdapterStore, slot: int, share: float, seed: int, key: tuple[int, ...]) -> None:
     """Perturb each layer's delta by Gaussian noise on B whose product with A has norm ``share * ||B A||``.
 
-    Noise on B alone suffices: A spans the same directions, and a fresh adapter (B = 0, delta 0) stays untouched, as a
-    relative perturbation should leave it. Adam's moments are kept.
+    Noise on B is enough: A spans the same directions, and a new adapter (B = 0, delta 0) stays unchanged, as it should
+    under a relative perturbation. Adam's moments are kept.
     """
     factors = []
     for i, (a, b) in enumerate(store.adapter(slot)):
@@ -27,12 +27,12 @@ def add_noise(store: AdapterStore, slot: int, share: float, seed: int, key: tupl
 
 @torch.no_grad()
 def resize(store: AdapterStore, slot: int, rank: int, seed: int) -> float:
-    """Change the rank of a slot, its delta kept as far as the rank allows; returns the share of energy retained.
+    """Change the rank of a slot and keep its delta as far as the rank allows; returns the share of energy retained.
 
     Growing keeps the function exactly: new rows of A start as PEFT would start them, new columns of B are 0, and the
     new entries' second moment is the tensor's mean (a zero would make their first steps far too large). Shrinking
     keeps the best approximation of B A in the Frobenius norm (Eckart-Young) by QR of both factors and an SVD of the
-    small core; moments cannot be rotated along and start anew. The scale of the delta is not touched.
+    small core; Adam's moments cannot be rotated likewise and are reset. The scale of the delta is not touched.
     """
     old = store.ranks[slot]
     state, steps = store.read(slot), float(store.steps[slot])
@@ -58,9 +58,9 @@ def resize(store: AdapterStore, slot: int, rank: int, seed: int) -> float:
 
 @torch.no_grad()
 def rescale(store: AdapterStore, slot: int, scaling: float) -> None:
-    """Give a slot another scale and its B the inverse, so that the delta stays; Adam's moments of B follow.
+    """Give a slot another scale, and B the inverse factor, so that the delta stays the same; Adam's moments follow.
 
-    They are those of the gradient with respect to the new B, which is ``scaling / before`` times the old one.
+    They become those of the gradient with respect to the new B, which is ``scaling / before`` times the old gradient.
     """
     before = float(store.scaling[slot])
     ratio = before / scaling

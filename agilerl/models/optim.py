@@ -11,7 +11,7 @@ from agilerl.models.slots import ALIGN, AdapterStore
 __all__ = ["AdamWSettings", "adamw_step", "zero_grad"]
 
 _STEP_ELEMENTS = 2**22
-"""Numbers of each bank, all agents together, that one round of elementwise operations takes."""
+"""Numbers of each bank, over all agents, that one round of elementwise operations handles."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AdamWSettings:
     weight_decay: float = 0.0
     """Decoupled decay: theta is multiplied by 1 - lr * weight_decay."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this L2 norm over the agent's whole adapter; None leaves them."""
+    """Gradients are scaled down to this L2 norm over the agent's whole adapter; None: no clipping."""
 
 
 def zero_grad(store: AdapterStore) -> None:
@@ -38,7 +38,7 @@ def zero_grad(store: AdapterStore) -> None:
 def adamw_step(
     store: AdapterStore, slots: Sequence[int], settings: Sequence[AdamWSettings], healthy: Sequence[bool]
 ) -> tuple[list[float], list[bool]]:
-    """Clip and apply one AdamW step (Loshchilov & Hutter 2019, arXiv 1711.05101) to some slots, others untouched.
+    """Clip and apply one AdamW step (Loshchilov & Hutter 2019, arXiv 1711.05101) to some slots, and no others.
 
     An agent whose gradient norm is not finite, or whose entry of ``healthy`` is False, keeps parameters, moments and
     step counter bit for bit. Returns the gradient norms before clipping, and which agents took the step.
@@ -56,7 +56,7 @@ def adamw_step(
     correction1 = _column(1 - torch.tensor([s.beta1 for s in settings], dtype=torch.float64) ** steps, store)
     correction2 = _column(1 - torch.tensor([s.beta2 for s in settings], dtype=torch.float64) ** steps, store)
 
-    # Some columns at a time: of the whole bank, the terms in between would be half as large again as all banks.
+    # Some columns at a time: over the whole bank, the temporaries would take half as much memory as all four banks.
     for part in _slices(store.size, _STEP_ELEMENTS // max(len(slots), 1)):
         banks = [bank[:, part] for bank in (store.theta, store.grad, store.exp_avg, store.exp_avg_sq)]
         theta, grad, first, second = (bank if whole else bank.index_select(0, index) for bank in banks)
@@ -68,6 +68,8 @@ def adamw_step(
         new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
         changes = ((banks[0], theta, new_theta), (banks[2], first, new_first), (banks[3], second, new_second))
         for bank, old, new in changes:
+            # A mask, not an index of the healthy agents: every agent then goes through the same operations, whoever
+            # else fails, and where() drops the NaN of a failed one, which a product with 0 would not.
             kept = torch.where(ok, new, old)
             if whole:
                 bank.copy_(kept)

@@ -1,4 +1,4 @@
-"""Bases in 4 or 8 bits by bitsandbytes: loading, counting, and weights as they are computed with."""
+"""Bases in 4 or 8 bits by bitsandbytes: loading, counting, and the dense weights that they stand for."""
 
 import logging
 import warnings
@@ -21,12 +21,12 @@ __all__ = [
 ]
 
 
-# Its reports about kernels that it has not got are for its developers; peft imports it wherever it is installed.
+# It warns about kernels that are not installed, which only its developers need; and peft always imports it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def quantisation_of(model: Any) -> QuantizationConfig | None:
-    """Return how a model that is loaded has been quantised; None: not at all.
+    """Return how a loaded model is quantised; None if it is not.
 
     Raises ConfigError for a method other than bitsandbytes.
     """
@@ -44,19 +44,19 @@ def quantisation_of(model: Any) -> QuantizationConfig | None:
 
 
 def check_loaded(model: Any, options: SharedOptions | None) -> None:
-    """Raise ConfigError for options of loading that a model which is loaded already does not have."""
+    """Raise ConfigError for loading options that do not match a model that is already loaded."""
     if options is None:
         return
     if options.config_overrides is not None:
         raise ConfigError(
-            "model_config is for a model that is loaded by its name (model_name); a loaded one has its settings already"
+            "model_config only applies to a model that is loaded by name (model_name), found an already loaded model"
         )
     wanted, found = options.quantization_config, quantisation_of(model)
     if wanted is not None and (found is None or _kind(wanted) != _kind(found)):
         raise ConfigError(
-            f"quantization_config asks for {_kind(wanted)}, and the model that was given holds "
+            f"quantization_config asks for {_kind(wanted)}, but the given model has "
             f"{'weights that are not quantised' if found is None else _kind(found)}; load it with "
-            "from_pretrained(..., quantization_config=...), or give model_name in its place"
+            "from_pretrained(..., quantization_config=...), or give model_name instead"
         )
 
 
@@ -67,7 +67,7 @@ def _kind(config: QuantizationConfig) -> str:
 def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` that quantise a base; raises ConfigError without bitsandbytes.
 
-    ``dtype`` is that of the other weights, in which products are computed unless the settings say otherwise.
+    ``dtype`` is that of the other weights; products are computed in it unless the settings say otherwise.
     """
     if config is None:
         return {}
@@ -75,10 +75,10 @@ def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str
     from transformers import BitsAndBytesConfig
 
     settings = config.model_dump()
-    if settings["llm_int8_skip_modules"] is not None:  # in place of transformers' own list, which has the head
+    if settings["llm_int8_skip_modules"] is not None:  # it replaces transformers' own list, which includes the head
         settings["llm_int8_skip_modules"] = sorted({*settings["llm_int8_skip_modules"], "lm_head"})
     settings["bnb_4bit_compute_dtype"] = settings["bnb_4bit_compute_dtype"] or dtype
-    # A quantised model is made on its device: it cannot be moved afterwards.
+    # A quantised model must be created on its device: it cannot be moved afterwards.
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
 
 
@@ -92,19 +92,19 @@ def _check_installed() -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Keep 4-bit layers in the layout that a backward pass can use; warn of 8-bit ones that mix the agents' rows.
+    """Keep 4-bit layers in the layout that a backward pass needs; warn about 8-bit ones that mix the agents' rows.
 
-    On CPUs with AVX512-BF16, bitsandbytes lays the weights of a model in evaluation mode out anew at the first forward
-    without gradients. What it computes with them is rounded to bf16 and leaves no trace for autograd: every gradient
-    below such a layer would silently be lost, and there is no way back.
+    On CPUs with AVX512-BF16, bitsandbytes rearranges the weights of a model in evaluation mode at the first forward
+    without gradients. With the new layout it computes in bf16 and records nothing for autograd: every gradient below
+    such a layer would silently be lost, and the rearrangement cannot be undone.
     """
     config = quantisation_of(model)
     if config is None:
         return
     if config.load_in_8bit and config.llm_int8_threshold > 0:
         warnings.warn(
-            f"llm_int8_threshold={config.llm_int8_threshold:g} picks columns by the largest input of the whole batch: "
-            "the rows of other agents change what an agent computes; with 0 ('int8') they do not",
+            f"llm_int8_threshold={config.llm_int8_threshold:g} picks columns by the largest input of the whole batch, "
+            "so the rows of other agents change an agent's results; with 0 ('int8') they do not",
             stacklevel=2,
         )
     _check_installed()
@@ -114,14 +114,14 @@ def prepare(model: nn.Module) -> None:
         if isinstance(module, layers.Linear4bit):
             if getattr(cast(Any, module.weight).quant_state, "packing_format_for_cpu", False):
                 raise ConfigError(
-                    "the 4-bit model that was given has computed something already: bitsandbytes has rounded its "
-                    "weights into a layout without gradients; load it anew, and make the agent before the model is used"
+                    "the given 4-bit model has already been used: bitsandbytes has rearranged its weights into a "
+                    "layout without gradients; load it again, and create the agent before the model is used"
                 )
             module.support_avx512bf16_for_cpu = False
 
 
 def stored_numbers(model: nn.Module) -> int:
-    """Return how many numbers the parameters of a model stand for: two in each byte of a 4-bit weight."""
+    """Return how many numbers the parameters of a model represent: two per byte of a 4-bit weight."""
     return sum(_of_parameter(p)[0] for p in model.parameters())
 
 
@@ -131,7 +131,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _of_parameter(parameter: Tensor) -> tuple[int, int]:
-    count = getattr(parameter, "ds_numel", parameter.numel())  # of which DeepSpeed may keep a part here
+    count = getattr(parameter, "ds_numel", parameter.numel())  # this process may hold only a part under DeepSpeed
     size = count * parameter.element_size()
     state = getattr(parameter, "quant_state", None)
     if state is not None:
@@ -147,7 +147,7 @@ def _nested(state: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def dequantise_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Replace each quantised layer by a dense one of the numbers that it computes with; returns the model.
+    """Replace each quantised layer by a dense one with the same numbers; returns the model.
 
     An adapter that was trained on the quantised base can be merged into this one. Adapters must not be attached.
     """

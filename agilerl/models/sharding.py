@@ -1,4 +1,4 @@
-"""The frozen base divided among the processes of a group: by FSDP2 of torch, or by ZeRO-3 of DeepSpeed."""
+"""The frozen base sharded over the processes of a group, by torch's FSDP2 or DeepSpeed's ZeRO-3."""
 
 import logging
 import os
@@ -21,16 +21,16 @@ from agilerl.processes import Processes
 
 __all__ = ["shard_base"]
 
-_COMPANY_TOKENS = 8
-"""Length of the pass that a process makes for the others' sake."""
+_DUMMY_TOKENS = 8
+"""Length of a dummy pass, which a process only runs so that the others can run theirs."""
 
 
 def shard_base(base: BaseModel, store: AdapterStore, processes: Processes, sharding: Sharding) -> Lockstep | None:
-    """Let each process keep a part of the base's layers, which they gather when they need it.
+    """Let each process hold a part of the base's layers; a layer is gathered when it is needed.
 
-    The embeddings, the last norm and the head stay whole everywhere, and so do the adapters. Returns what keeps the
-    forward passes in step; None with ``none`` and in a group of one, where every process keeps all of the base. Raises
-    ConfigError for a base that cannot be divided, and where DeepSpeed is missing.
+    Every process holds the embeddings, the last norm, the head and the adapters whole. Returns the lockstep of the
+    forward passes; None with ``none`` and in a group of one, where nothing is sharded. Raises ConfigError for a base
+    that cannot be sharded, and if DeepSpeed is missing.
     """
     if sharding not in get_args(Sharding):
         known = ", ".join(get_args(Sharding))
@@ -40,17 +40,17 @@ def shard_base(base: BaseModel, store: AdapterStore, processes: Processes, shard
     quantised = next((name for name, p in base.model.named_parameters() if not p.is_floating_point()), None)
     if quantised is not None:
         raise ConfigError(
-            f"distributed.sharding={sharding} divides weights of floating-point types, found {quantised} quantised; "
-            "leave one of the two out"
+            f"distributed.sharding={sharding} needs floating-point weights, found {quantised} quantised; remove either "
+            "the sharding or the quantisation"
         )
-    lockstep = Lockstep(processes, partial(_company, base, store))
+    lockstep = Lockstep(processes, partial(_dummy_pass, base, store))
     body = (_fsdp2 if sharding == "fsdp2" else _zero3)(base, processes)
     base.body = _InStep(body, lockstep)
     return lockstep
 
 
 class _InStep(nn.Module):
-    """The body of the base, whose forward passes all processes make together."""
+    """The body of the base; all processes run its forward passes together."""
 
     def __init__(self, body: nn.Module, lockstep: Lockstep) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class _InStep(nn.Module):
             return self.body(*args, **kwargs)
 
 
-def _company(base: BaseModel, store: AdapterStore, train: bool) -> None:
-    """Make the small pass of :class:`Lockstep`: what it adds to a gradient is taken back."""
-    ids = torch.zeros((1, _COMPANY_TOKENS), dtype=torch.int64, device=base.device)
+def _dummy_pass(base: BaseModel, store: AdapterStore, train: bool) -> None:
+    """Run a dummy pass of :class:`Lockstep`; the gradient that it touches is restored."""
+    ids = torch.zeros((1, _DUMMY_TOKENS), dtype=torch.int64, device=base.device)
     if not train:
         with torch.no_grad(), store.routed(None):
             base.hidden(ids)
@@ -77,12 +77,12 @@ def _company(base: BaseModel, store: AdapterStore, train: bool) -> None:
 
 
 def _blocks(base: BaseModel) -> nn.ModuleList:
-    """Return the layers of the base, nearly all of its weights."""
+    """Return the decoder layers of the base, which hold nearly all of its weights."""
     lists = [m for m in base.body.modules() if isinstance(m, nn.ModuleList)]
     longest = max(lists, key=len, default=None)
     if longest is None or len(longest) < base.num_layers:
         raise ConfigError(
-            f"the layers of {type(base.model).__name__} stand in no list, so its weights cannot be divided; "
+            f"the layers of {type(base.model).__name__} are not in a ModuleList, so its weights cannot be sharded; "
             "use distributed.sharding=none"
         )
     return longest
@@ -96,19 +96,19 @@ def _fsdp2(base: BaseModel, processes: Processes) -> nn.Module:
     layers = _blocks(base)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
-    # The body itself holds no weights: as the root it lets a layer be gathered while the one before computes.
+    # The body itself has no sharded weights; as the root it lets FSDP gather a layer while the previous one computes.
     inside = {id(p) for p in layers.parameters()}
     fully_shard(base.body, mesh=mesh, ignored_params={p for p in base.body.parameters() if id(p) not in inside})
     return base.body
 
 
 class _Layers(nn.Module):
-    """The layers as a model of their own, so that DeepSpeed divides them and nothing else; computes the whole body."""
+    """A module that has only the layers as submodules, so that DeepSpeed shards nothing else; runs the whole body."""
 
     def __init__(self, body: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
         self.layers = layers
-        self._body = (body,)  # in a tuple: no submodule
+        self._body = (body,)  # in a tuple, so that it is not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map token ids to hidden states."""
@@ -128,15 +128,15 @@ def _zero3(base: BaseModel, processes: Processes) -> nn.Module:
             ) from error
     if processes.size != dist.get_world_size():
         raise ConfigError(
-            f"DeepSpeed divides the base among all {dist.get_world_size()} processes, found islands of "
+            f"DeepSpeed shards the base over all {dist.get_world_size()} processes, found islands of "
             f"{processes.size}; use distributed.sharding=fsdp2, or one island"
         )
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    # Said by torch of a call that DeepSpeed makes in every forward pass.
+    # torch warns about a call that DeepSpeed makes in every forward pass.
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
-    os.environ.setdefault("LOCAL_RANK", "0")  # only asked for; the device is chosen already
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it, although the device is already chosen
     body = _Layers(base.body, _blocks(base))
-    # Small weights too: nothing but the layers is here, and a layer is gathered as a whole anyway.
+    # A threshold of 0 shards small weights too: a layer is gathered as a whole anyway.
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if base.dtype in _DTYPES:
@@ -144,17 +144,17 @@ def _zero3(base: BaseModel, processes: Processes) -> nn.Module:
     try:
         with _to_stderr():
             deepspeed.initialize(model=body, config=config)
-    except Exception as error:  # of any kind: versions that do not go together fail in many ways
+    except Exception as error:  # incompatible versions fail in many ways
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} cannot divide the base with torch {torch.__version__}: "
-            f"{type(error).__name__}: {error}; it was tried with DeepSpeed 0.19.8, and fsdp2 does the same without it"
+            f"DeepSpeed {deepspeed.__version__} cannot shard the base with torch {torch.__version__}: "
+            f"{type(error).__name__}: {error}; use DeepSpeed 0.19.8, which was tested, or distributed.sharding=fsdp2"
         ) from error
     return body
 
 
 @contextmanager
 def _to_stderr() -> Iterator[None]:
-    """Keep what DeepSpeed prints out of a command's output, and its warnings of the machine to itself."""
+    """Send what DeepSpeed prints to standard error instead of a command's output, and silence its warnings."""
     logging.disable(logging.WARNING)
     try:
         with redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""The adapter bank of a population: one row of numbers an agent, every LoRA factor a view into it."""
+"""The adapter bank of a population: one row of numbers per slot, and every LoRA factor a view into it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from agilerl.sizes import ADAPTER_COPIES
 
 __all__ = ["AdapterStore", "LinearShape", "Route"]
 
-ALIGN = 64  # elements; whole vector registers, so an elementwise kernel treats every slot's row alike
+ALIGN = 64  # elements; rows start at full vector registers, so elementwise kernels round every slot's row alike
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Route:
 
     slots: tuple[int, ...]
     rows: tuple[int, ...] | None
-    """None: all rows of whatever batch comes belong to the one slot."""
+    """None: all rows of any batch belong to the one slot."""
 
 
 class AdapterStore:
     """Flat, agent-major banks ``[N, D]`` of adapter parameters, gradients and Adam moments.
 
     A layer's factors A ``[N, R, in]`` and B ``[N, out, R]`` are views of ``theta``, their gradients views of ``grad``.
-    The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is no autograd leaf. R is the
-    largest rank in use; an adapter of smaller rank is padded with zeros, which stay zero because each padded factor
-    multiplies the other's zeros. Every row ends with a value head ``[H + 1]``, used by critics. Cloning a slot copies
-    one row of each bank.
+    The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is not an autograd leaf. R is
+    the largest rank in use; an adapter of smaller rank is padded with zeros, which stay zero because the gradient of
+    each padded factor is a product with the other factor's zeros. Every row ends with a value head ``[H + 1]``, used by
+    critics. Cloning a slot copies one row of each bank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AdapterStore:
         self.dtype, self.device = dtype, torch.device(device)
         self.route: Route | None = None
         self.batch_rows = 0
-        """Rows of the batch that is being computed, those of the base model included; 0 where nobody says so."""
+        """Rows of the current batch, rows of the base model alone included; 0 if unknown."""
         self.ranks: list[int] = []
         self._free: list[int] = []
         self._measure()
@@ -132,7 +132,7 @@ class AdapterStore:
         return ADAPTER_COPIES * self.size * self.theta.element_size()
 
     def reserve(self, slots: int) -> None:
-        """Make room for this many slots at once, so that later allocations copy nothing."""
+        """Make room for this many slots at once: growing later, slot by slot, would copy all banks every time."""
         if slots > self.capacity:
             needed, there = 4 * self.theta.element_size() * slots * self.size, memory_bytes()
             if there is not None and self.theta.device.type == "cpu" and needed > there:
@@ -183,7 +183,7 @@ class AdapterStore:
         self.ranks += [0] * (capacity - count)
 
     def widen(self, rank: int) -> None:
-        """Lay the banks out anew for a larger rank; existing adapters get zero padding."""
+        """Rebuild the banks for a larger rank; existing adapters are padded with zeros."""
         states = [{**self.read(slot), "grad": self._read_bank(self.grad, slot)} for slot in range(self.capacity)]
         heads = [self.read_head(slot) for slot in range(self.capacity)]
         scaling, steps = self.scaling, self.steps
@@ -197,7 +197,7 @@ class AdapterStore:
             self.write_head(slot, heads[slot])
 
     def move(self, source: int, target: int) -> None:
-        """Move a slot's contents into a free slot; the source still has to be released."""
+        """Move a slot's contents to a free slot; the caller still has to release the source."""
         self._free.remove(target)
         with torch.no_grad():
             for bank in (self.theta, self.grad, self.exp_avg, self.exp_avg_sq, self.steps, self.scaling):
@@ -205,7 +205,7 @@ class AdapterStore:
         self.ranks[target] = self.ranks[source]
 
     def clear_moments(self, slot: int) -> None:
-        """Forget a slot's Adam moments and step counter."""
+        """Reset a slot's Adam moments and step counter."""
         for bank in (self.exp_avg, self.exp_avg_sq, self.steps):
             bank[slot] = 0
 
@@ -214,8 +214,8 @@ class AdapterStore:
     def initialise(self, slot: int, seed: int) -> None:
         """Start an adapter as PEFT does: A Kaiming-uniform (a = sqrt 5), B zero, so the agent equals the base.
 
-        The draw depends on the seed and the layer alone: members of a population that share a seed start from the
-        same A, and what tells them apart is their hyperparameters and their samples.
+        The draw depends only on the seed and the layer: members of a population that share a seed start from the same
+        A, and differ only by their hyperparameters and samples.
         """
         for i, layer in enumerate(self.layers):
             rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)
@@ -225,7 +225,7 @@ class AdapterStore:
                 self._views(self.theta, i)[0][slot, :rank] = a.to(self.dtype)
 
     def adapter(self, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """Return copies of one slot's factors, a layer each: A ``[r, in]`` and B ``[out, r]``, without padding."""
+        """Return copies of one slot's factors, per layer: A ``[r, in]`` and B ``[out, r]``, without padding."""
         return self._read_bank(self.theta, slot)
 
     def load_adapter(self, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -273,7 +273,7 @@ class AdapterStore:
 
     @contextmanager
     def routed(self, route: Route | None) -> Iterator[None]:
-        """Send rows to slots while the context is open. None: base model alone."""
+        """Route rows to slots while the context is open. None: base model alone."""
         before, self.route = self.route, route
         try:
             yield
@@ -282,7 +282,7 @@ class AdapterStore:
 
     @contextmanager
     def as_now(self, route: Route | None, batch_rows: int) -> Iterator[None]:
-        """Compute again what was computed with this route: the backward pass of a checkpointed layer."""
+        """Restore an earlier route while a checkpointed layer is recomputed in the backward pass."""
         rows, self.batch_rows = self.batch_rows, batch_rows
         try:
             with self.routed(route):

@@ -16,10 +16,10 @@ __all__ = ["lora_layers"]
 def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[LinearShape]:
     """Return the linear layers that a ``peft.LoraConfig`` targets, in module order, as PEFT itself would choose.
 
-    Of a multimodal model these are layers of the text tower alone: nothing else sees a token here. ``scope`` narrows
-    them to modules whose path has these parts (``language_model``, ``layers.3``). The experts of a mixture are left
-    out by ``all-linear``, the router too where it is no linear layer. Raises ConfigError for a target that cannot
-    carry an adapter, and where nothing is left.
+    In a multimodal model only layers of the text tower qualify, because only those see tokens here. ``scope`` narrows
+    them to modules whose path has these parts (``language_model``, ``layers.3``). ``all-linear`` leaves out the experts
+    of a mixture, and the router if it is not a linear layer. Raises ConfigError for a target that cannot carry an
+    adapter, and if nothing is left.
     """
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -54,7 +54,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
 
 
 def _without_patterns(config: Any, names: Sequence[str]) -> None:
-    """Replace regular expressions by the names that they match: PEFT would give them all the time that they want."""
+    """Replace regular expressions by the names that they match, under a time limit, which PEFT does not have."""
     for key in ("target_modules", "exclude_modules"):
         pattern = getattr(config, key, None)
         if isinstance(pattern, str):
@@ -66,35 +66,35 @@ def _without_patterns(config: Any, names: Sequence[str]) -> None:
 
 
 class _Exactly(frozenset[str]):
-    """Whole names of modules; PEFT would take the members of a list for endings of names as well."""
+    """Whole names of modules; PEFT would also match the entries of a list as endings of names."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
 
 
 _WHY_NOT = {
-    True: "an expert of a mixture: its rows are the tokens that were sent to it, of all agents mixed, so that no row "
-    "tells whose adapter it needs; leave the experts out (all-linear does)",
-    False: "the language-model head, which has no adapter here; leave it out (all-linear does)",
+    True: "an expert of a mixture: its rows are tokens of all agents mixed, so it is unknown which adapter a row "
+    "needs; leave the experts out (all-linear does)",
+    False: "the language-model head, which cannot have an adapter here; leave it out (all-linear does)",
 }
 
 
 def _body_path(model: Any) -> str:
-    """Return what the names of the text tower's modules begin with."""
+    """Return the prefix of the names of the text tower's modules."""
     body = model.get_decoder()
     path = next((name for name, module in model.named_modules() if module is body), "")
     return f"{path}." if path else ""
 
 
 def _nothing(model: Any, lora_config: Any, scope: str | None) -> str:
-    """Return the sentence for targets that match nothing, with what they may have meant."""
+    """Return the message for targets that match nothing, with a suggestion."""
     within = "" if scope is None else f" within lora_target_scope={scope!r}"
     text = f"lora_config.target_modules={lora_config.target_modules!r} matches no layer of the model{within}"
     targets = lora_config.target_modules
     fused = [name for name in _fused(model) if isinstance(targets, list | set) and name.rpartition(".")[2] in targets]
     if fused:
         return (
-            f"{text}: {fused[0]} holds the experts of a mixture as one parameter, which no adapter can be attached to; "
+            f"{text}: {fused[0]} holds the experts of a mixture as one parameter, which cannot have an adapter; "
             "expected linear layers, for instance those of the attention (all-linear)"
         )
     if scope is not None:

@@ -1,4 +1,4 @@
-"""What tokenizer.json lets a tokenizer do to a text besides cutting it: regular expressions and replacements."""
+"""Checks of the parts of tokenizer.json that can be abused: regular expressions and replacements."""
 
 import json
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from agilerl.errors import ConfigError
 __all__ = ["check_tokenizer_parts"]
 
 _GROWTH = 256
-"""How many times its length a text may become; a space that becomes a mark of three bytes is usual."""
+"""How many times longer a text may become; a space that becomes a three-byte mark is common."""
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 
 
 def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
-    """Raise ConfigError for a tokenizer that can be made to work for ever, or to fill the memory, by a short text.
+    """Raise ConfigError for a tokenizer that a short text can make run for ever, or fill the memory.
 
-    A regular expression with repeats inside of repeats tries every way to divide a text among them; six replacements
-    of one letter by a hundred make a million million of it.
+    A regular expression with nested repeats tries every way to divide a text among them; six replacements of one letter
+    by a hundred turn it into a million million letters.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for part in _PARTS if backend is not None else ():
@@ -28,19 +28,19 @@ def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
             expression = pattern.get("Regex") if isinstance(pattern, dict) else None
             if isinstance(expression, str) and _repeats_repeats(expression):
                 raise ConfigError(
-                    f"the tokenizer of {name!r}: the regular expression {expression[:80]!r} of its {part} has repeats "
-                    "inside of repeats, which can take for ever; take the tokenizer from its first source"
+                    f"the tokenizer of {name!r}: the regular expression {expression[:80]!r} of its {part} has nested "
+                    "repeats, which can take for ever; use the tokenizer from its original source"
                 )
             growth *= _growth(step, pattern)
         if growth > _GROWTH or (part == "normalizer" and _is_blown_up(found, values)):
             raise ConfigError(
-                f"the tokenizer of {name!r}: its {part} can make a text more than {_GROWTH} times as long; take the "
-                "tokenizer from its first source"
+                f"the tokenizer of {name!r}: its {part} can make a text more than {_GROWTH} times as long; use the "
+                "tokenizer from its original source"
             )
 
 
 def _steps(values: Any) -> Iterator[dict[str, Any]]:
-    """Yield every part of a description, in whatever it is contained."""
+    """Yield every part of a description, at any depth."""
     if isinstance(values, dict):
         yield values
     for inner in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
@@ -53,12 +53,12 @@ def _growth(step: dict[str, Any], pattern: Any) -> float:
     if step.get("type") != "Replace" or not isinstance(pattern, dict):
         return 1.0
     content, literal = len(str(step.get("content", "")).encode()), pattern.get("String")
-    # An expression may match nothing at all, between every two characters.
+    # An expression may match the empty string, between every two characters.
     return max(content / max(len(literal.encode()), 1), 1.0) if isinstance(literal, str) else 1.0 + content
 
 
 def _is_blown_up(normalizer: Any, values: Any) -> bool:
-    """Return whether a normalizer with a table of its own makes a character far longer; the table says not which."""
+    """Return whether a normalizer with a compiled table makes some character far longer, found by trying it."""
     if not any(step.get("type") == "Precompiled" for step in _steps(values)):
         return False
     pieces = ("".join(map(chr, range(start, start + 128))) for start in range(1, 0xD780, 128))
@@ -66,7 +66,7 @@ def _is_blown_up(normalizer: Any, values: Any) -> bool:
 
 
 def _repeats_repeats(pattern: str) -> bool:
-    """Return whether a group with an unbounded repeat in it is itself repeated without bound, or refers back."""
+    """Return whether a group with an unbounded repeat inside is itself repeated without bound, or refers back."""
     inside, closed, place = [False], False, 0
     while place < len(pattern):
         character = pattern[place]
@@ -93,7 +93,7 @@ def _repeats_repeats(pattern: str) -> bool:
 
 
 def _is_unbounded(rest: str) -> bool:
-    """Return whether ``{n,}``, or ``{n,m}`` with many, begins a text; after a group with repeats ten are many."""
+    """Return whether a text begins with ``{n,}``, or ``{n,m}`` with a large m: after a group with repeats, ten is."""
     low, comma, high = rest[1:].partition("}")[0].partition(",")
     if not low.strip().isdecimal() and not high.strip().isdecimal():
         return False
@@ -101,7 +101,7 @@ def _is_unbounded(rest: str) -> bool:
 
 
 def _end_of_class(pattern: str, place: int) -> int:
-    """Return the place of the bracket that ends a class of characters, classes inside it skipped."""
+    """Return the index of the bracket that ends a character class, nested classes skipped."""
     level = 0
     for here in range(place, len(pattern)):
         if here > place and pattern[here - 1] == "\\" and pattern[here - 2] != "\\":

@@ -1,4 +1,4 @@
-"""What a training forward leaves behind for its backward pass, from the sizes of the model alone."""
+"""The memory that a training forward saves for its backward pass, from the sizes of the model alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from agilerl.sizes import TILE_BYTES
 
 _NORM_WIDTH = 4
-"""Bytes of a number inside a norm, which computes in fp32 whatever the base has."""
+"""Bytes of a number inside a norm, which computes in fp32 whatever the base's data type is."""
 _TILES = 3
-"""Tiles of logits that exist at a time: the product, its log-softmax, the slope."""
+"""Tiles of logits that exist at a time: the product, its log-softmax, the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """Numbers that a token has at the places of a decoder layer."""
+    """How many numbers represent a token at each stage of a decoder layer."""
 
     layers: int
     hidden: int
@@ -22,7 +22,7 @@ class Widths:
     kv_width: int
     """Key-value heads times head size."""
     feed_forward: int
-    """Of a mixture: inside the experts that one token passes."""
+    """For a mixture of experts: inside the experts that one token passes through."""
     vocabulary: int
     width: float = 4.0
     """w: bytes of a weight, of an activation, and of a key or value."""
@@ -34,7 +34,7 @@ class Widths:
 
     @classmethod
     def of(cls, base: Any, width: float | None = None) -> "Widths":
-        """Return those of a :class:`agilerl.models.base.BaseModel`; ``width`` None: its data type's."""
+        """Return the widths of a :class:`agilerl.models.base.BaseModel`; ``width`` None: that of its data type."""
         config = base.model.config.get_text_config()
         heads = int(config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or base.hidden_size // heads)
@@ -54,11 +54,11 @@ class Widths:
 
 
 def layer_bytes(widths: Widths) -> float:
-    """Return the bytes that one decoder layer saves for a token, counted on Llama's and Qwen's with SDPA.
+    """Return the bytes that one decoder layer saves for a token, counted on Llama's and Qwen's layers with SDPA.
 
-    Of the hidden width: the inputs of two norms, in fp32, and what they give, which the adapters save in the base's
-    type. Of the query's: the rotated query and the attention's output. Key and value. Of the feed-forward width: gate,
-    its activation, up, and their product.
+    Hidden width: the inputs of two norms, in fp32, and their outputs, which the adapters save in the base's type.
+    Query width: the rotated query and the attention's output. Key-value width: key and value. Feed-forward width:
+    gate, its activation, up, and their product.
     """
     base = 2 * widths.hidden + 2 * widths.query_width + 2 * widths.kv_width + 4 * widths.feed_forward
     return base * widths.width + 2 * widths.hidden * max(_NORM_WIDTH, widths.width)
@@ -67,25 +67,25 @@ def layer_bytes(widths: Widths) -> float:
 def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
     """Return the bytes of a token that stay on the device from the forward to the backward pass.
 
-    With ``checkpointing`` that is the input of every layer. What is offloaded is not there.
+    With ``checkpointing`` that is the input of every layer; with ``offload`` nothing stays.
     """
     if offload:
         return 0
     return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))
 
 
-def working_bytes(widths: Widths, *, again: bool) -> float:
-    """Return the bytes of a token that the backward pass of one layer needs on top.
+def working_bytes(widths: Widths, *, restored: bool) -> float:
+    """Return the bytes of a token that the backward pass of one layer needs besides.
 
-    Those are gradients at the widest places, the adapters' share in fp32; if a layer is computed ``again``, or
-    fetched, also what it had saved.
+    Those are the gradients at the widest stages, in fp32 because of the adapters; if the layer's saved tensors are
+    ``restored`` (computed again, or fetched from the host), those as well.
     """
     gradients = 4 * (widths.feed_forward + widths.hidden) * max(_NORM_WIDTH, widths.width)
-    return gradients + again * layer_bytes(widths)
+    return gradients + restored * layer_bytes(widths)
 
 
 def head_bytes(widths: Widths, spoken: int, chunk_rows: int | None = None) -> float:
-    """Return the bytes of the head over this many action tokens: tiles of logits, and a slope for each token."""
+    """Return the bytes of the head for this many action tokens: tiles of logits, and a gradient for each token."""
     rows = spoken if chunk_rows is None else min(spoken, chunk_rows)
     tile = rows * widths.vocabulary * 4
     return _TILES * (tile if chunk_rows else min(tile, TILE_BYTES)) + 3 * spoken * widths.hidden * widths.width

@@ -1,8 +1,8 @@
-"""What a process of a run holds in memory: one estimate for ``agilerl plan``, the dry run and the check at the start.
+"""The memory of one process of a run: one estimate for ``agilerl plan``, the dry run and the check at the start.
 
-:func:`footprint` adds up what is :class:`Held`. ``agilerl plan`` fills that from a layout (:func:`memory`), where rows
-are as long as the mean; ``agilerl train`` from the loaded population (:mod:`agilerl.training.memory`), where every row
-is as long as the longest may be.
+:func:`footprint` computes the parts from the counts in :class:`Held`. ``agilerl plan`` fills those from a layout
+(:func:`memory`), with rows of mean length; ``agilerl train`` from the loaded population
+(:mod:`agilerl.training.memory`), with every row as long as it may get.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ from agilerl.planning.time import (
 from agilerl.sizes import ADAPTER_COPIES, padded_length
 
 SHARE = 0.8
-"""Of a device's memory, for what is counted here: the rest is for the system, libraries, fragments, and copies that
-last a moment."""
+"""Share of a device's memory for what is counted here. The rest is for the system, libraries, fragmentation and
+short-lived copies."""
 _DRAW_BYTES = 28
-"""For each token of the vocabulary and each row that is decoded: logits, and the sorted probabilities of a draw."""
+"""For each token of the vocabulary and each decoded row: logits, and the sorted probabilities for sampling."""
 _TURNS = ("decode_cache", "training_activations", "vllm_awake", "vllm_alone")
 """Parts that never exist together. While vLLM is ``alone``, the base is on the host."""
 _RESERVED = ("vllm", "vllm_awake", "vllm_alone")
-"""vLLM's part under the name of what else exists meanwhile: all, no training, neither training nor the base."""
+"""vLLM's part, by what shares the device with it: everything, all but training, neither training nor the base."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,12 @@ class Held:
     base: float
     """Bytes of the frozen base."""
     adapter: int
-    """D: numbers of one adapter, at the largest rank that it may get."""
+    """D: numbers of one adapter, at the largest rank that it may reach."""
     agents: int
     slots: int
     """Adapter slots of one agent."""
     decoded: int | None
-    """Rows that the torch engine decodes at once; None: it decodes nothing."""
+    """Rows that the torch engine decodes at once; None: the torch engine is not used."""
     longest: float
     """Tokens of the longest row."""
     tokens: int
@@ -58,27 +58,27 @@ class Held:
     """Padded tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
     checkpointing: bool = False
     offload: bool = False
-    """Whether activations wait in the host's memory."""
+    """Whether activations are kept in the host's memory."""
     chunk_rows: int | None = None
     """``fused_logprobs_chunk_rows``."""
     vllm: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of a vLLM in this process: ``vllm``, ``vllm_awake`` if it sleeps during training, or ``vllm_alone`` if the
+    """Bytes of vLLM in this process: ``vllm``, ``vllm_awake`` if it sleeps during training, or ``vllm_alone`` if the
     base leaves the device as well while vLLM is awake."""
 
 
 def footprint(held: Held) -> dict[str, float]:
     """Return the bytes of each part on the device. Some parts take turns: see :func:`peak`.
 
-    Not in it: the interpreter and its libraries, the CUDA context.
+    The interpreter, its libraries and the CUDA context are not counted.
     """
     widths = held.widths
     saved = saved_bytes(widths, checkpointing=held.checkpointing, offload=held.offload)
-    working = working_bytes(widths, again=held.checkpointing or held.offload)
-    # The head has gone through its tiles before the layers' backward begins.
+    working = working_bytes(widths, restored=held.checkpointing or held.offload)
+    # The head is done with its tiles before the layers' backward begins, so only the larger of the two counts.
     at_work = max(held.tokens * working, head_bytes(widths, held.spoken, held.chunk_rows))
     training = held.tokens * saved + at_work
-    # Without a gradient a forward holds one layer's tensors at a time. It has an agent's whole batch at its disposal,
-    # not a step's rows, so it can be the larger one.
+    # Without gradients a forward holds one layer's tensors at a time. But it runs over an agent's whole batch, not over
+    # the rows of one optimizer step, so it can be the larger of the two.
     scoring = held.scored * layer_bytes(widths) + head_bytes(widths, held.scored, held.chunk_rows)
     parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
     if held.decoded is not None:
@@ -88,22 +88,22 @@ def footprint(held: Held) -> dict[str, float]:
 
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
-    """Return the bytes of the adapters of so many agents and of the elite that is kept, ``slots`` each.
+    """Return the bytes of the adapters of ``agents`` agents and of the elite that is kept, ``slots`` each.
 
-    ``numbers`` are those of one adapter, D.
+    ``numbers`` counts the parameters of one adapter, D.
     """
     return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
 
 
 def cache_bytes(widths: Widths, rows: int, length: float) -> float:
-    """Return the bytes of keys and values of so many rows of ``length`` tokens."""
+    """Return the bytes of keys and values of ``rows`` rows of ``length`` tokens."""
     return rows * padded_length(length) * widths.kv_bytes
 
 
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
     """Return the bytes of each part on the fullest device of a layout.
 
-    Of vLLM, what it needs for the rows in flight; what it is allowed to reserve may be more.
+    For vLLM, what it needs for the rows in flight; it may be allowed to reserve more.
     """
     split = split or Split()
     local = Local.of(load, split)
@@ -146,7 +146,7 @@ def peak(parts: Mapping[str, float]) -> float:
 
 
 def is_too_much(parts: Mapping[str, float], there: float) -> bool:
-    """Tell whether any turn leaves too little of ``there`` bytes. vLLM keeps to its part: no margin is for it."""
+    """Return whether any turn needs too much of ``there`` bytes. vLLM stays within its part, so it needs no margin."""
     for sizes in turns(parts):
         reserved = sum(sizes.get(name, 0) for name in _RESERVED)
         if sum(sizes.values()) - reserved > SHARE * (there - reserved):
@@ -155,5 +155,5 @@ def is_too_much(parts: Mapping[str, float], there: float) -> bool:
 
 
 def gib(size: float) -> str:
-    """Return bytes as people read them."""
+    """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""How to lay a population over N devices: every way that fits is forecast, and the quickest is proposed."""
+"""How to lay a population out over N devices: every layout that fits is forecast, and the fastest is proposed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,28 +11,28 @@ from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Work
 from agilerl.sizes import MICRO_TOKENS, padded_length
 
 _GAIN = 0.03
-"""A larger batch must save this share of the time to be proposed: it costs memory."""
+"""A larger batch must save this share of the time to be proposed, because it costs memory."""
 _MOST_TOKENS, _MOST_ROWS = 2**17, 2**13
-_LAST_CURE = ["a smaller model, or fewer agents"]
+_LAST_RESORT = ["a smaller model, or fewer agents"]
 _BY_TOKENS, _BY_ROWS = ("logprobs", "train"), ("prefill", "decode", "exam_prefill", "exam_decode")
-"""The phases that a larger ``max_tokens_in_flight`` and ``max_rows_in_flight`` make quicker."""
+"""The phases that a larger ``max_tokens_in_flight`` and ``max_rows_in_flight`` make faster."""
 _SHORT = {"decode_cache": "decoding", "training_activations": "training", "vllm_alone": "vllm"}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory and time of one way to lay out a run."""
+    """Memory and time of one layout of a run."""
 
     split: Split
     load: Workload
     memory: Mapping[str, float]
     """Bytes of each part on the fullest device."""
     peak: float
-    """Most bytes at a time there."""
+    """The most bytes in use there at a time."""
     seconds: Mapping[str, float]
-    """Predicted, of each phase: those of ``ITERATION`` once an iteration, those of ``GENERATION`` once a generation."""
+    """Predicted seconds of each phase: per iteration for those in ``ITERATION``, per generation for ``GENERATION``."""
     floors: Mapping[str, float]
-    """The least that the machine's rates allow, likewise."""
+    """The least seconds that the machine's rates allow for each phase."""
 
     @property
     def iteration(self) -> float:
@@ -41,21 +41,21 @@ class Forecast:
 
     @property
     def generation(self) -> float:
-        """Seconds of a generation with its iterations."""
+        """Seconds of a generation, its iterations included."""
         return self.load.iterations * self.iteration + sum(self.seconds[phase] for phase in GENERATION)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """A proposal and what it was preferred to."""
+    """The proposed layout, and the alternatives."""
 
     best: Forecast
     others: tuple[Forecast, ...]
-    """The other ways that fit, the quickest first."""
+    """The other layouts that fit, the fastest first."""
     refused: tuple[str, ...]
-    """The ways that do not, a sentence each."""
+    """The layouts that do not fit, a sentence each."""
     reasons: tuple[str, ...]
-    """Why this one, and why these sizes."""
+    """Why this layout, and why these batch sizes."""
 
 
 def forecast(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split | None = None) -> Forecast:
@@ -78,7 +78,7 @@ def forecast(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, 
 
 
 def _named(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts under the short names that a plan has for them, all of them in every layout."""
+    """Return the parts under the short names that a plan shows; every layout has all of them."""
     nothing = dict.fromkeys(("base", "adapters", "decoding", "training", "vllm"), 0.0)
     return nothing | {_SHORT.get(name, name): size for name, size in parts.items()}
 
@@ -90,10 +90,10 @@ def _without_calls(cost: PhaseCost) -> PhaseCost:
 def proposed(
     shape: ModelShape, load: Workload, machine: Machine, costs: Costs, devices: int, *, vllm: bool = False
 ) -> Capacity:
-    """Return the layout that needs the least time for a generation on at most so many devices.
+    """Return the layout that needs the least time for a generation on at most ``devices`` devices.
 
-    Among those within 3 %, the one with the fewest devices, then the smallest islands. Raises
-    ConfigError, saying what would hold it, where nothing fits.
+    Among those within 3 %, the one with the fewest devices, then the smallest islands. Raises ConfigError if no layout
+    fits, with suggestions of what would.
     """
     found, refused = [], []
     for split in _splits(shape, load.agents, devices, vllm=vllm):
@@ -116,7 +116,7 @@ def proposed(
 
 
 def named(split: Split) -> str:
-    """Return a layout in words."""
+    """Describe a layout in words."""
     words = (
         f"{split.islands} island{'s' * (split.islands > 1)} of {split.processes} process{'es' * (split.processes > 1)}"
     )
@@ -125,10 +125,10 @@ def named(split: Split) -> str:
 
 
 def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iterator[Split]:
-    """Yield the layouts: a power of two of processes an island (or all), no island without agents.
+    """Yield the layouts: a power of two processes per island (or all of them), and no island without agents.
 
-    Each process starts a vLLM of its own, with the whole base: so vLLM goes with no sharded base, and decodes over
-    several devices where there is one process.
+    Each process starts its own vLLM with the whole base, so vLLM rules out a sharded base; it decodes over several
+    devices only if there is one process.
     """
     divisible = shape.linear_width >= shape.width and not vllm  # quantised layers cannot be divided
     sizes = sorted({p for p in (*(2**k for k in range(devices.bit_length())), devices) if p <= devices})
@@ -142,15 +142,15 @@ def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iter
 
 
 def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:
-    """Return the forecast at the batch sizes that pay, or a sentence on what does not fit at the smallest."""
+    """Return the forecast at the batch sizes that pay off, or a sentence on what does not fit at the smallest ones."""
     room = SHARE * machine.memory
     least = _with(load, split, padded_length(load.prompt + load.longest), 1)
     smallest = forecast(shape, least, machine, costs, split)
     if smallest.peak > room:
         largest = max(smallest.memory, key=lambda name: smallest.memory[name])
         return (
-            f"needs {gib(smallest.peak)} a device even with one row in flight, most of it for {largest} "
-            f"({gib(smallest.memory[largest])}); {gib(room)} are there"
+            f"needs {gib(smallest.peak)} per device even with one row in flight, most of it for {largest} "
+            f"({gib(smallest.memory[largest])}); {gib(room)} are available"
         )
     best = smallest
     for tokens in _doubled(least.max_tokens, _MOST_TOKENS):
@@ -163,15 +163,15 @@ def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, sp
 
 
 def _better(best: Forecast, other: Forecast, phases: tuple[str, ...], room: float) -> Forecast:
-    """Return the forecast at another size if it fits and saves enough of the time of the phases that it is for."""
+    """Return ``other`` if it fits and saves enough time in the phases that its batch size is for, else ``best``."""
     before, after = (sum(f.seconds[phase] for phase in phases) for f in (best, other))
     return other if other.peak <= room and after < before * (1 - _GAIN) else best
 
 
 def _with(load: Workload, split: Split, tokens: int, rows: int) -> Workload:
-    """Return the workload with other sizes: micro-batches that a forward holds, larger ones if agents are few."""
-    own = ceil(tokens / ceil(load.agents / split.islands))
-    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(own, min(tokens, MICRO_TOKENS)))
+    """Return the workload with other batch sizes; few agents get larger micro-batches, to fill a forward."""
+    per_agent = ceil(tokens / ceil(load.agents / split.islands))
+    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(per_agent, min(tokens, MICRO_TOKENS)))
 
 
 def _doubled(start: int, most: int) -> Iterator[int]:
@@ -200,15 +200,15 @@ def _reasons(
         part = "vllm" if split.vllm and part == "decoding" else part
         other = forecast(shape, doubled, machine, costs, split)
         why = (
-            f"twice as many would need {gib(other.peak)} of {gib(SHARE * machine.memory)}"
+            f"twice as much would need {gib(other.peak)} of {gib(SHARE * machine.memory)}"
             if other.peak > SHARE * machine.memory
-            else f"twice as many would save less than {_GAIN:.0%}"
+            else f"twice as much would save less than {_GAIN:.0%}"
         )
         yield f"{name}={size:,} ({part} {gib(best.memory[part])}): {why}"
 
 
 def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> str:
-    """Return what does not fit, and what would."""
+    """Return a sentence on what does not fit, and what would."""
     cures = []
     for count in (2**k for k in range(1, 11)):
         if count > devices and _holds(shape, load, machine, count, vllm=vllm):
@@ -226,15 +226,15 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
     if shape.linear_width > 1 and _holds(replace(shape, linear_width=0.5625), load, machine, devices, vllm=vllm):
         cures.append("the base in 4 bits (network.quantization=nf4)")
     if vllm and _holds(shape, load, machine, devices, vllm=False):
-        cures.append("the torch engine (algorithm.use_vllm=false), for each process has the whole base in its vLLM")
+        cures.append("the torch engine (algorithm.use_vllm=false), because vLLM keeps the whole base in every process")
     smallest = _with(load, Split(), padded_length(load.prompt + load.longest), 1)
     parts = _named(memory(shape, smallest, Split(vllm=vllm)))
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return (
         f"{shape.name} with {load.agents} agents does not fit on {devices} x {machine.name} "
-        f"({gib(SHARE * machine.memory)} of each for this), not even sharded over all, with one row in flight and "
-        "gradient checkpointing. "
-        f"On one device it would be: {sizes}. What would do: {'; or '.join(cures or _LAST_CURE)}"
+        f"({gib(SHARE * machine.memory)} of each are available), not even sharded over all of them with one row in "
+        "flight and gradient checkpointing. "
+        f"On one device it would take: {sizes}. What would fit: {'; or '.join(cures or _LAST_RESORT)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Devices to plan for: data-sheet numbers in one table, and apart from them how near to their floor phases run."""
+"""Devices to plan for: a table of data-sheet numbers and, separately, how close each phase comes to its floor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ _GB, _TB, _TERA = 1e9, 1e12, 1e12
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, with rates that large operations reach there."""
+    """One device, with the rates that large operations reach on it."""
 
     name: str
     flops: float
-    """F: floating point operations a second of a large matrix product, in the base's data type."""
+    """F: floating point operations per second of a large matrix product, in the base's data type."""
     bandwidth: float
-    """BW: bytes a second, read plus written, of a large copy."""
+    """BW: bytes per second, read plus written, of a large copy."""
     memory: float
     """Bytes."""
     link: float
-    """Bytes a second to another device, one direction."""
+    """Bytes per second to another device, one direction."""
     disk: float = 1e9
-    """Bytes a second written and synchronised."""
+    """Bytes per second written and synchronised."""
 
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What a vendor states of a device, without structured sparsity."""
+    """What a vendor states for a device, without structured sparsity."""
 
     flops: float
-    """Peak operations a second of dense bf16 matrix products with fp32 sums."""
+    """Peak operations per second of dense bf16 matrix products with fp32 sums."""
     memory: float
     """Bytes."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     link: float
-    """Bytes a second to other devices of the machine, one direction: half of what data sheets add up."""
+    """Bytes per second to other devices of the machine, one direction: half of what data sheets state."""
     source: str
 
 
@@ -54,11 +54,11 @@ GPUS: dict[str, DataSheet] = {
 }
 
 PER_MACHINE = 8
-"""GPUs of one machine; an island of more sends over the network."""
+"""GPUs per machine; a larger island sends over the network."""
 NETWORK = 50e9
-"""Assumed: bytes a second and GPU between machines, as one 400 Gbit/s port each gives."""
+"""Assumed: bytes per second and GPU between machines, with one 400 Gbit/s port per GPU."""
 MATMUL_SHARE, COPY_SHARE, LINK_SHARE = 0.7, 0.85, 0.7
-"""Assumed: what large products, copies and transfers reach of a data sheet's peak."""
+"""Assumed: the share of a data sheet's peak that large products, copies and transfers reach."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ CPU_COSTS = Costs(
 
 
 def gpu(name: str) -> Machine:
-    """Return a device with the rates that large operations are assumed to reach; raises ConfigError for another."""
+    """Return a GPU with the rates that large operations are assumed to reach; raises ConfigError for unknown names."""
     if name not in GPUS:
         raise ConfigError(f"--gpu={name!r} is unknown; {nearest(name, [*GPUS, 'cpu'])}")
     sheet = GPUS[name]

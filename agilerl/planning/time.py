@@ -1,8 +1,8 @@
 """What a run has to compute, read and send: the operations and bytes of each phase, and the seconds that these take.
 
 Symbols: P matmul parameters that a token uses (``linear`` in the layers, ``head`` for the vocabulary), D parameters of
-one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row. ``floor`` of a piece of work is the
-least time that a machine's matmul rate F and copy rate BW allow (Williams et al. 2009, the roofline model).
+one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row. The ``floor`` of a phase is the least
+time that the machine's matmul rate F and copy rate BW allow (Williams et al. 2009, the roofline model).
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS, padded_
 
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
-"""The phases of an iteration, and those that come once a generation."""
+"""The phases of an iteration, and those that happen once per generation."""
 DRAWING_BYTES = 40
-"""Read and written for each entry of the vocabulary and token: fp32 logits, softmax and its running sum in fp64."""
+"""Bytes read and written per token and vocabulary entry: fp32 logits, softmax and its running sum in fp64."""
 ADAPTER_WIDTH = 4
-"""Bytes of an adapter's number: fp32, whatever the base has."""
+"""Bytes of an adapter's number: fp32, whatever the base's data type is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class ModelShape(Widths):
 
     name: str
     parameters: int
-    """All of them, as they lie in memory."""
+    """All parameters that are in memory."""
     linear: int
     """P_lin: parameters of the layers' matrix products that one token passes through."""
     linear_held: int
-    """The same with all experts of a mixture; equal to ``linear`` in a dense model."""
+    """The same, counting all experts of a mixture; equal to ``linear`` in a dense model."""
     adapted: int
     """Input plus output features of all layers that carry an adapter; times the rank: D."""
     adapted_layers: int
     context: int
-    """Most tokens of prompt and completion."""
+    """The most tokens of prompt and completion together."""
     linear_width: float = 4.0
     """Bytes of a weight of ``linear``; less than ``width`` if these are quantised."""
 
@@ -47,7 +47,7 @@ class ModelShape(Widths):
 
     @property
     def linear_bytes(self) -> float:
-        """Bytes of the layers' matrices: what processes can divide among them."""
+        """Bytes of the layers' matrices: the part of the base that processes can share out."""
         return self.linear_held * self.linear_width
 
     @property
@@ -57,7 +57,7 @@ class ModelShape(Widths):
 
     @property
     def read_bytes(self) -> float:
-        """Bytes of weights that a forward pass over many tokens reads: P w. The embedding is a look-up."""
+        """Bytes of weights that a forward pass over many tokens reads: P w. The embedding is only a look-up."""
         return self.linear_bytes + self.head * self.width
 
 
@@ -68,36 +68,36 @@ class Workload:
     agents: int
     rank: int
     prompts: int
-    """Of one agent's iteration."""
+    """Prompts of one agent in one iteration."""
     group: int
-    """Completions of a prompt."""
+    """Completions per prompt."""
     prompt: float
-    """Mean length."""
+    """Mean length of a prompt."""
     completion: float
-    """Mean length."""
+    """Mean length of a completion."""
     longest: int
-    """Longest completion: decoding takes as many steps."""
+    """Length of the longest completion, which is the number of decoding steps."""
     window: int
-    """Rows of one optimizer step."""
+    """Rows per optimizer step."""
     epochs: int = 1
     reference: bool = False
     """Whether a reference pass is needed (beta > 0)."""
     old_pass: bool = False
-    """Whether log-probs of the sampling policy are computed anew, as after a foreign sampler."""
+    """Whether the old policy's log-probs are recomputed, as they are if another engine sampled."""
     critic: bool = False
     samples: bool = True
-    """False where the algorithm learns from data: nothing is decoded but exams."""
+    """False if the algorithm learns from a dataset: then only exams are decoded."""
     exam_prompts: int = 0
     iterations: int = 1
-    """Of a generation."""
+    """Iterations per generation."""
     slots: int = 1
-    """Adapter slots of one agent: actor, critic, own reference."""
+    """Adapter slots of one agent: actor, critic, its own reference."""
     checkpointing: bool = False
-    """Whether activations are computed again in the backward pass."""
+    """Whether activations are recomputed in the backward pass."""
     micro_tokens: int = MICRO_TOKENS
-    """Most tokens of one agent in one forward pass."""
+    """The most tokens of one agent in one forward pass."""
     row_multiple: int = 1
-    """Batches of prompts, and of rows that decode, are padded to a multiple of this; 16 on a CPU."""
+    """Batches of prompts, and of decoded rows, are padded to a multiple of this; 16 on a CPU."""
     max_tokens: int = MAX_TOKENS
     """``training.max_tokens_in_flight``."""
     max_rows: int = MAX_ROWS
@@ -105,7 +105,7 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Rows of one agent's iteration."""
+        """Rows of one agent in one iteration."""
         return self.prompts * self.group
 
     @property
@@ -116,20 +116,20 @@ class Workload:
 
 @dataclass(frozen=True)
 class Split:
-    """How the population is laid over processes, one device each."""
+    """How the population is laid out over processes, one device each."""
 
     islands: int = 1
     """Groups of processes; each holds a share of the agents."""
     processes: int = 1
-    """Of one island; they divide its rows."""
+    """Processes per island; they share out its rows."""
     sharded: bool = False
-    """Whether the processes of an island hold the base's layers together, each 1 / processes of them."""
+    """Whether each process of an island holds only 1 / processes of the base's layers."""
     tensor_parallel: int = 1
-    """Devices over which the one process's vLLM decodes; it trains on the first of them."""
+    """Devices that vLLM decodes on, if there is one process; training runs on the first of them."""
     vllm: bool = False
     """Whether vLLM decodes, on the same devices as training."""
     takes_turns: bool = True
-    """Whether the base waits in the host's memory while vLLM decodes, and vLLM sleeps while it trains."""
+    """Whether the base is moved to the host's memory while vLLM decodes, and vLLM sleeps during training."""
 
     @property
     def devices(self) -> int:
@@ -138,21 +138,21 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """Parts of the base's layers."""
+        """Parts that the base's layers are divided into."""
         return self.processes if self.sharded else 1
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one process has to do in a phase."""
+    """The work of one process in a phase."""
 
     flops: float = 0.0
     bytes: float = 0.0
-    """Least bytes read and written: weights, adapters, cache."""
+    """The least bytes read and written: weights, adapters, cache."""
     traffic: float = 0.0
-    """Bytes of elementwise operations that a perfect fusion would save: no part of the floor."""
+    """Bytes of elementwise operations, which perfect fusion would save: not part of the floor."""
     layer_calls: float = 0.0
-    """Times that a layer is called: each costs the same however small the batch."""
+    """How often a layer is called: a call has a fixed cost, however small the batch."""
     link: float = 0.0
     """Bytes sent to other devices."""
     disk: float = 0.0
@@ -162,7 +162,7 @@ class Work:
         return Work(**{name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__})
 
     def times(self, count: float) -> "Work":
-        """Return the work of doing it so often."""
+        """Return the work of doing this ``count`` times."""
         return Work(**{name: getattr(self, name) * count for name in self.__dataclass_fields__})
 
     def floor(self, machine: Machine) -> float:
@@ -177,12 +177,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Local:
-    """What the busiest process sees of the workload."""
+    """The busiest process's part of the workload."""
 
     agents: int
-    """Of its island."""
+    """Agents of its island."""
     share: float
-    """Of its island's rows."""
+    """Its share of the island's rows."""
     split: Split
 
     @classmethod
@@ -215,15 +215,15 @@ def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[
 
 
 def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, group: int) -> Work:
-    """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 a prompt (causal attention, half of 4).
+    """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 per prompt (causal attention, half of 4).
 
-    The cache of a prompt is then copied for each of its rows, and their first token drawn.
+    The cache of a prompt is then copied for each of its rows, and their first token is drawn.
     """
     count = local.agents * prompts * local.share
     if not count:
         return Work()
     calls = max(1, ceil(count * group / rows_at_once(count * group, local.agents, load.max_rows)))
-    # Prompts that are there only to fill a batch have work too.
+    # Prompts that only pad a batch are computed too.
     tokens = calls * _filled(count / calls, load.row_multiple) * padded_length(load.prompt)
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
@@ -233,7 +233,7 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
 
 
 def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int) -> Work:
-    """A token a row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes."""
+    """One token per row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes."""
     rows, d = local.agents * rows_of_agent * local.share, adapter_parameters(shape, load.rank)
     if not rows:
         return Work()
@@ -245,14 +245,14 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int)
     read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + tokens * seen * shape.kv_bytes
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
     result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
-    if parallel > 1:  # two sums over the devices a layer
+    if parallel > 1:  # two all-reduces per layer
         share = 2 * (parallel - 1) / parallel
         return result + Work(link=2 * shape.layers * tokens * shape.hidden * shape.width * share)
     return result + _gathered(shape, local, steps)
 
 
 def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
-    """Passes without gradient: 2 P_lin T + 2 P_head T_c, the old policy's with its adapter."""
+    """Passes without gradient: 2 P_lin T + 2 P_head T_c; the old policy's pass adds its adapter."""
     rows = local.agents * load.rows * local.share
     tokens, spoken, d = rows * padded_length(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
     calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
@@ -283,7 +283,7 @@ def _train(shape: ModelShape, load: Workload, local: Local) -> Work:
 
 
 def _optimizer(shape: ModelShape, load: Workload, local: Local) -> Work:
-    """30 N D bytes a step; where processes divide the rows, the gradients are summed over them."""
+    """30 N D bytes per step; if processes share out the rows, the gradients are summed over them."""
     numbers = local.agents * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
     steps = load.epochs * max(1, ceil(load.rows / load.window))
     p = local.split.processes
@@ -310,20 +310,20 @@ def _gathered(shape: ModelShape, local: Local, calls: float) -> Work:
 
 
 def rows_at_once(rows: float, agents: int, most: int) -> int:
-    """Return how many of a process's rows the torch engine decodes at once, ``UNIT_ROWS`` of each agent at most."""
+    """Return how many of a process's rows the torch engine decodes at once, at most ``UNIT_ROWS`` per agent."""
     return min(max(1, min(most, agents * UNIT_ROWS)), ceil(rows))
 
 
 def tokens_at_once(micro: int, agents: int, most: int) -> int:
     """Return the most padded tokens of a training forward, which holds a micro-batch of each agent.
 
-    ``micro`` are the tokens of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
+    ``micro`` is the size of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
     """
     return max(micro, min(most, agents * micro))
 
 
 def tokens_in_flight(load: Workload, local: Local) -> int:
-    """Return the most padded tokens of one training forward of one process; a critic reads the rows once more."""
+    """Return the most padded tokens of one training forward of one process; a critic runs over the rows once more."""
     length = padded_length(load.length)
     step = ceil(min(load.window, load.rows) * local.share) * length
     micro = max(length, min(load.micro_tokens, step))
@@ -331,7 +331,7 @@ def tokens_in_flight(load: Workload, local: Local) -> int:
 
 
 def scored_at_once(load: Workload, local: Local) -> int:
-    """Return the most padded tokens of one forward without gradient of one process: rows of one agent."""
+    """Return the most padded tokens of one forward without gradient of one process, which holds rows of one agent."""
     length = padded_length(load.length)
     return max(length, min(load.micro_tokens, ceil(load.rows * local.share) * length))
 

@@ -1,4 +1,4 @@
-"""A run directory as one HTML page. Reads files only, and needs no torch."""
+"""A run directory as one HTML page. It only reads files, and does not need torch."""
 
 from agilerl.report.page import build_report
 

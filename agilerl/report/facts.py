@@ -1,4 +1,4 @@
-"""The words and tables of a report: verdict, run facts, lineage table, comparison of runs."""
+"""The text and tables of a report: verdict, run facts, lineage table, comparison of runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["comparison", "configuration", "facts", "lineage_table", "verdict"]
 _WHO = {
     "base": "Base model, untrained",
     "median_first_generation": "Median agent of the first generation",
-    "elite": "Elite, the adapter that is shipped",
+    "elite": "Elite, the resulting adapter",
 }
 
 
@@ -51,7 +51,7 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
     if "base" not in run.tests or "elite" not in run.tests:
         best = run.agents[family.winner].best if family.winner is not None else None
         so_far = f" So far agent {family.winner} leads with a fitness of {_plus(best.score)}." if best else ""
-        return f"There is no test result of base and elite yet.{so_far}"
+        return f"There are no test results for base and elite yet.{so_far}"
     base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
     who = "The elite" + (f", agent {agent}," if agent is not None else "")
     gain = elite.mean - base.mean
@@ -67,7 +67,7 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
 
 
 def facts(run: RunRecord) -> dict[str, str]:
-    """Return the run's facts by label, those that are known."""
+    """Return the known facts about the run, by label."""
     config, summary, info = run.info["config"], run.summary, run.info
     tokens = summary.get("tokens") or _tokens(run)
     hardware = info.get("hardware") or {}
@@ -78,7 +78,7 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Algorithm": _first(config, "algorithm.name"),
         "Population": str(summary.get("agents") or _first(config, "training.pop_size") or ""),
         "Generations": str(summary.get("generations") or len(generations) or ""),
-        "Agents ever": str(len(run.agents) or ""),
+        "Agents in total": str(len(run.agents) or ""),
         "Seed": str(info["seed"]),
         "Duration": _duration(summary.get("seconds")),
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
@@ -112,7 +112,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 
 
 def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
-    """Return one row an agent, in the order of birth."""
+    """Return one row per agent, in the order of birth."""
     return [
         {
             "agent": index,
@@ -134,7 +134,7 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
 
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
-    """Return {names, rows} of a table that sets several runs side by side, with the settings that differ."""
+    """Return {names, rows} of a table that compares several runs, with the settings that differ."""
     rows: list[tuple[str, list[str]]] = []
     for who, label in _WHO.items():
         cells = [_plus(run.tests[who][1]) if who in run.tests else "" for run in runs]
@@ -178,7 +178,7 @@ def _first(config: Mapping[str, Any], *paths: str) -> str:
     for path in paths:
         value: Any = config
         for key in path.split("."):
-            if isinstance(value, list):  # of several datasets the first
+            if isinstance(value, list):  # the first of several datasets
                 value = value[0] if value else None
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:

@@ -31,10 +31,10 @@ CURVES = {
     "kl": "KL to the reference",
     "entropy": "Entropy",
     "completions/mean_length": "Completion length (tokens)",
-    "completions/clipped_ratio": "Completions cut at the limit",
-    "env/turns_mean": "Turns of an episode",
-    "env/success_rate": "Episodes that succeed",
-    "env/truncated_rate": "Episodes cut short",
+    "completions/clipped_ratio": "Completions truncated at the limit",
+    "env/turns_mean": "Turns per episode",
+    "env/success_rate": "Successful episodes",
+    "env/truncated_rate": "Truncated episodes",
     "frac_reward_zero_std": "Groups with equal rewards",
     "loss": "Loss",
     "grad_norm": "Gradient norm",
@@ -43,7 +43,7 @@ CURVES = {
 }
 """Train metrics that the report draws, with their titles."""
 
-# Mid-tones that can be told apart on white and on near-black.
+# Mid-tones that are easy to distinguish on white and on near-black.
 _COLOURS = (
     "#3f8fd2",
     "#e0803a",
@@ -70,12 +70,12 @@ def row_colour(row: int, opacity: float = 1.0) -> str:
 
 
 def plain(text: Any) -> str:
-    """Return text for a label, where plotly would read tags."""
+    """Escape text for a label, in which plotly would otherwise read tags."""
     return html.escape(str(text), quote=False)
 
 
 def layout(x: str, y: str, *, height: int = 300, **more: Any) -> dict[str, Any]:
-    """Return the layout that all figures share; colours of text and grid are the page's."""
+    """Return the layout that all figures share; the page sets the colours of text and grid."""
     axis = {"zeroline": False, "automargin": True}
     return {
         "height": height,
@@ -89,7 +89,7 @@ def layout(x: str, y: str, *, height: int = 300, **more: Any) -> dict[str, Any]:
 
 
 def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, float] | None = None) -> Figure | None:
-    """Draw the fitness of each agent over steps with a band of one standard error; None without any."""
+    """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
     bands: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
     inherited: list[tuple[float | None, float | None]] = []
@@ -109,7 +109,7 @@ def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, floa
                 **_trace(agent, family, [p[0] for p in points], [p[1] for p in points]),
                 "mode": "lines+markers",
                 "marker": {"size": 7, "color": colour},
-                # One point has no band to be seen.
+                # The band of a single point would be invisible.
                 "error_y": {"array": [_rounded(p[2]) for p in points], "visible": len(band) == 1, "thickness": 1.5},
                 "customdata": [[p[2], p[3]] for p in points],
                 "hovertemplate": f"agent {agent.index}<br>step %{{x}}<br>%{{y:.4f}} ± %{{customdata[0]:.4f}}"
@@ -129,7 +129,7 @@ def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, floa
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
-    """Return the hyperparameters that ever differ between agents or generations, and those that never do."""
+    """Return the hyperparameters that differ between agents or generations, and those that never do."""
     names = dict.fromkeys(name for agent in run.agents.values() for name in agent.hyperparameters)
     moving, constant = [], {}
     for name in names:
@@ -146,7 +146,7 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
 
 
 def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
-    """Draw one hyperparameter over generations; the axis is logarithmic where the values span a decade or more."""
+    """Draw one hyperparameter over generations; the axis is logarithmic if the values span a decade or more."""
     data: list[dict[str, Any]] = []
     inherited: list[tuple[Any, Any]] = []
     seen: dict[tuple[int, int], Any] = {}
@@ -179,7 +179,7 @@ def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
 
 
 def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
-    """Draw one train metric over steps, a line an agent; None where no agent has a finite value of it."""
+    """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
     data: list[dict[str, Any]] = []
     inherited: list[tuple[float | None, float | None]] = []
     for agent in run.agents.values():
@@ -190,7 +190,7 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
         before = _last_value(run, agent, metric, points[0][0])
         if before is not None:
             inherited += [before, finite[0], (None, None)]
-        # A non-finite value is a gap in the line, not a bridge over it.
+        # A value that is not finite leaves a gap in the line.
         thinned = points[:: max(1, len(points) // _MOST_POINTS)]
         data.append(
             {
@@ -215,7 +215,7 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
 
 
 def throughput_figure(run: RunRecord) -> Figure | None:
-    """Draw tokens per second of the whole population over steps; None where the metrics lack them."""
+    """Draw tokens per second of the whole population over steps; None if the metrics do not have them."""
     points = sorted((step, value) for (_, step), value in _by_step(run, "tokens_per_second").items())
     if not points:
         return None
@@ -228,7 +228,7 @@ def throughput_figure(run: RunRecord) -> Figure | None:
 
 
 def time_figure(run: RunRecord) -> Figure | None:
-    """Draw the seconds of each phase, summed over a generation, as stacked bars; None where nothing was timed."""
+    """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
     data = []
     last = 0
     for colour, phase in enumerate(_PHASES):
@@ -253,8 +253,8 @@ def time_figure(run: RunRecord) -> Figure | None:
 def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
     """Return a metric of the whole population by (generation, step).
 
-    Where several agents report one and the same value it is the value of their common batch, and counts once;
-    else each reports its own share, and they add up.
+    If all agents report the same value, it is the value of their common batch and counts once; otherwise each reports
+    its own share, and the shares are added.
     """
     values: dict[tuple[int, int], list[float]] = defaultdict(list)
     lines = [line for agent in run.agents.values() for line in agent.train]
@@ -291,7 +291,7 @@ def _band(points: Sequence[tuple[float, float, float]], agent: AgentRecord, fami
 
 
 def _inheritance(points: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """Dotted lines from a parent's last point to the first one of its child."""
+    """Dotted lines from a parent's last point to the first point of its child."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -349,14 +349,14 @@ def _drawable(value: Any) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a screen shows, and JSON has no NaN."""
+    """Round to six digits, more than a screen shows; None for NaN, which JSON does not have."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
 
 
 def _decades(low: float, high: float) -> dict[str, Any]:
-    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade where there are few decades."""
+    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade if there are few decades."""
     first = math.floor(math.log10(low))
     last = min(math.ceil(math.log10(high)), sys.float_info.max_10_exp)
     digits = (1, 2, 5) if last - first <= 3 else (1,)

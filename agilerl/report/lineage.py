@@ -1,4 +1,4 @@
-"""Who descends from whom, and where each agent stands in the picture of the family."""
+"""Which agent descends from which, and where each agent is placed in the family tree."""
 
 import math
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Family:
 
 
 def trace_family(run: RunRecord) -> Family:
-    """Lay the agents of a run out; needs neither a finished run nor complete events."""
+    """Lay out the agents of a run; the run need not be finished, nor its events complete."""
     spans = _spans(run.agents)
     winner = _winner(run)
     line: list[int] = []
@@ -65,7 +65,7 @@ def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRe
 
 def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:
     spans: dict[int, list[int]] = {}
-    # Parents have smaller indices, so an agent born last, and never trained, finds its parent's span ready.
+    # Parents have smaller indices, so the span of a parent is known when its untrained child needs it.
     for index, agent in agents.items():
         found = agent.generations
         if not found:

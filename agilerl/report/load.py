@@ -1,4 +1,4 @@
-"""A run directory as plain records, whatever state the run is in: finished, going on, diverged or barely begun."""
+"""A run directory as plain records, whatever state the run is in: finished, running, diverged or barely started."""
 
 import math
 from collections import defaultdict
@@ -19,13 +19,13 @@ class Score:
 
     mean: float
     stderr: float
-    """Standard error of the mean; NaN where unknown."""
+    """Standard error of the mean; NaN if unknown."""
     n: int
-    """Number of problems; 0 where unknown."""
+    """Number of problems; 0 if unknown."""
 
     @property
     def is_accuracy(self) -> bool:
-        """True where the standard error is the one of rewards that are all 0 or 1."""
+        """True if the standard error is that of rewards that are all 0 or 1."""
         if not (0 <= self.mean <= 1 and self.n > 1):
             return False
         spread = self.mean * (1 - self.mean)
@@ -44,17 +44,17 @@ class Exam:
 
 @dataclass
 class AgentRecord:
-    """What the run directory tells of one agent."""
+    """What the run directory records about one agent."""
 
     index: int
     parent: int | None = None
     born: int | None = None
-    """Generation of the birth event, None where there is none."""
+    """Generation of the birth event; None if there is no such event."""
     died: int | None = None
     reason: str = ""
     """Why it died."""
     hyperparameters: dict[str, Any] = field(default_factory=dict)
-    """At birth."""
+    """Values at birth."""
     mutations: list[dict[str, Any]] = field(default_factory=list)
     exams: list[Exam] = field(default_factory=list)
     train: list[dict[str, Any]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class AgentRecord:
 
     @property
     def generations(self) -> list[int]:
-        """Generations in which the agent was trained or examined."""
+        """Generations in which the agent was trained or evaluated."""
         found = {exam.generation for exam in self.exams}
         return sorted(found | {int(line["generation"]) for line in self.train if "generation" in line})
 
@@ -85,13 +85,13 @@ class AgentRecord:
 
 @dataclass
 class RunRecord:
-    """What the report shows of one run."""
+    """The data of one run that the report shows."""
 
     path: Path
     info: dict[str, Any]
     """run.json"""
     summary: dict[str, Any]
-    """summary.json, empty while the run goes on."""
+    """summary.json; empty while the run is running."""
     agents: dict[int, AgentRecord]
     evolutions: list[dict[str, Any]]
     exam_lines: list[dict[str, Any]]
@@ -110,12 +110,12 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True where the summary says so."""
+        """True if the summary says so."""
         return bool(self.summary.get("status") == "finished")
 
 
 def load_run(path: Path) -> RunRecord:
-    """Read a run directory; raises CheckpointError where it is missing, foreign or damaged."""
+    """Read a run directory; raises CheckpointError if it is missing, damaged, or not a run directory."""
     info = read_run(path)
     layout = RunLayout(path)
     summary = read_json(layout.summary) if layout.summary.exists() else {}
@@ -141,7 +141,7 @@ def load_run(path: Path) -> RunRecord:
 
 
 def number(value: Any) -> float:
-    """Return a metric as a float: NaN where it is absent or no number, infinite where it is beyond floats."""
+    """Return a metric as a float: NaN if it is missing or not a number, infinite if it is beyond floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -200,7 +200,7 @@ def number_or(value: Any, default: float) -> float:
 
 
 def _read_train(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> int:
-    """Fill in the train lines; return how many could not be placed. A step written twice counts once, the last."""
+    """Fill in the train lines; return how many could not be assigned. Of a step written twice, the last line counts."""
     lines: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     incomplete = 0
     for line in metrics:
@@ -216,7 +216,7 @@ def _read_train(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -
 
 
 def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> None:
-    """Fill in exams that the lineage lacks from eval lines."""
+    """Fill in exams that are missing from the lineage, from the eval lines."""
     for line in metrics:
         if line.get("kind") != "eval" or not all(_whole(line.get(key)) for key in ("agent", "generation", "step")):
             continue
@@ -242,7 +242,7 @@ def _tests(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, 
 
 def _notes(run: RunRecord, metrics: list[dict[str, Any]], incomplete: int) -> Iterator[str]:
     if not run.summary:
-        yield "This run has not finished: there is no summary yet, and the report shows what there is so far."
+        yield "This run has not finished: there is no summary yet, and the report shows what is available so far."
     elif not run.is_finished:
         yield f"This run did not finish; its status is “{run.summary.get('status')}”."
     if not metrics:

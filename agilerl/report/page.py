@@ -32,8 +32,8 @@ __all__ = ["build_report"]
 def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
-    The runs may be finished, going on or broken off; they are only read. The page needs no network and no other
-    file. Raises CheckpointError where a directory is missing, foreign or damaged, WriteError where ``out`` cannot be
+    The runs may be finished, running or interrupted; they are only read. The page needs no network and no other file.
+    Raises CheckpointError if a directory is missing, damaged or not a run directory, WriteError if ``out`` cannot be
     written.
     """
     if not run_dirs:
@@ -51,7 +51,7 @@ def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """Return the page as a string."""
-    # What comes from a run is untrusted text: escaped by jinja in HTML, by script_json in scripts.
+    # Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
     environment = Environment(
         loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -96,7 +96,7 @@ def inline_script(code: str) -> str:
 
 
 def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:
-    """Return all that the template shows of one run."""
+    """Return everything that the template shows about one run."""
     family = trace_family(run)
     samples = sample_groups(run)
     moving, constant = figures.hyperparameter_names(run)
@@ -155,7 +155,7 @@ def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
         return None
     margin = 0.05 * (max(ends) - min(ends) or 1.0)
     low, high = min(ends) - margin, max(ends) + margin
-    return (low, high) if math.isfinite(high - low) else None  # each figure finds a range then
+    return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
 
 
 def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
@@ -168,7 +168,7 @@ def _resource(name: str) -> str:
 
 
 def _content_policy(*scripts: str) -> str:
-    """Return a policy that lets the page run these scripts only, and load nothing from anywhere."""
+    """Return a content security policy: the page may run only these scripts, and load nothing."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
-    """Return groups evenly picked over steps and agents, each with its best and worst completion.
+    """Return groups picked evenly over steps and agents, each with its best and worst completion.
 
-    A file that cannot be read is left out, with a sentence in the run's notes.
+    A file that cannot be read is skipped, with a sentence in the run's notes.
     """
-    from agilerl.runs.completions import completion_steps, read_completions  # pyarrow: only where there is a need
+    from agilerl.runs.completions import completion_steps, read_completions  # imports pyarrow, so only if needed
 
     folder = RunLayout(run.path).completions
     groups: list[dict[str, Any]] = []
@@ -79,11 +79,11 @@ def _cut(text: str | None) -> str:
     text = text or ""
     if len(text) <= _MOST_CHARACTERS:
         return text
-    return f"{text[:_MOST_CHARACTERS]} … (cut here, {len(text):,} characters in all)"
+    return f"{text[:_MOST_CHARACTERS]} … (truncated, {len(text):,} characters in total)"
 
 
 def _evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most ``most`` items, evenly spaced, the first and the last among them."""
+    """Return at most ``most`` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     if most == 1:

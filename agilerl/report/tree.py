@@ -1,4 +1,4 @@
-"""The family tree of a run as a plotly figure: generations from left to right, a row for each place."""
+"""The family tree of a run as a plotly figure: generations from left to right, agents in rows."""
 
 import math
 from itertools import pairwise
@@ -17,7 +17,7 @@ _SCALE = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 
 
 
 def tree_width(family: Family) -> int:
-    """Return the pixels below which the tree would not be legible; the page scrolls it sideways."""
+    """Return the width in pixels below which the tree is not legible; on narrower screens the page scrolls it."""
     columns = len({generation for span in family.spans.values() for generation in span})
     return 90 + _COLUMN_WIDTH * columns
 
@@ -48,7 +48,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
 
 
 def short_value(value: Any, *, digits: int = 3) -> str:
-    """Return a hyperparameter's value in few characters."""
+    """Return a hyperparameter's value in a few characters."""
     if isinstance(value, float):
         return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")
     return str(value)
@@ -87,7 +87,7 @@ def _edges(edges: list[Edge], line: dict[str, Any], *, curved: bool = False) -> 
     x: list[float | None] = []
     y: list[float | None] = []
     for (x0, y0), (x1, y1) in edges:
-        # A smooth step: leaves the parent and reaches the child horizontally, so that crossings stay readable.
+        # A smooth step that leaves the parent and reaches the child horizontally, so that crossings stay readable.
         steps = [i / 12 for i in range(13)] if y0 != y1 else [0.0, 1.0]
         x += [round(x0 + t * (x1 - x0), 4) for t in steps] + [None]
         y += [round(y0 + t * t * (3 - 2 * t) * (y1 - y0), 4) for t in steps] + [None]
@@ -126,14 +126,14 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
 
 
 def _labels(run: RunRecord, family: Family) -> dict[str, Any]:
-    """Fitness under each node, and under that what changed at birth."""
+    """The fitness under each node, and below it what changed at birth."""
     x, y, text = [], [], []
     for index, span in family.spans.items():
         agent = run.agents[index]
         means = {exam.generation: exam.score.mean for exam in agent.exams}
         for generation in span:
             mean = means.get(generation)
-            shown = "not examined" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "<b>not finite</b>"
+            shown = "not evaluated" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "<b>not finite</b>"
             changes = _changes(agent) if generation == span[0] else []
             x.append(generation)
             y.append(family.rows[index] + 0.22)
@@ -143,7 +143,7 @@ def _labels(run: RunRecord, family: Family) -> dict[str, Any]:
 
 
 def _changes(agent: AgentRecord) -> list[str]:
-    """Return in a few characters how an agent was mutated at birth, at most two lines."""
+    """Return how an agent was mutated at birth, in at most two short lines."""
     if not agent.mutations:
         return []
     mutation = agent.mutations[0]

@@ -1,4 +1,4 @@
-"""Rewards: what a completion is worth, by plain functions and by graders that hold something."""
+"""Rewards: completions are scored by plain functions, or by graders that hold resources such as a model."""
 
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.combine import CombinedGrader

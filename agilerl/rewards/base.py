@@ -1,4 +1,4 @@
-"""Graders that hold something: what opens them, closes them, and names them."""
+"""Graders that hold resources: the base class that opens, closes and names them."""
 
 import os
 from types import TracebackType
@@ -9,7 +9,7 @@ __all__ = ["BaseGrader", "Resource", "close", "setup"]
 
 @runtime_checkable
 class Resource(Protocol):
-    """Anything with ``setup`` and ``close``, whoever wrote it."""
+    """Any object with ``setup`` and ``close``."""
 
     def setup(self) -> None:
         """Open what grading needs."""
@@ -19,15 +19,15 @@ class Resource(Protocol):
 
 
 class BaseGrader:
-    """A grader with a name and something to open: a model, a connection, a process, other graders.
+    """A grader with a name and a resource to open: a model, a connection, a process, other graders.
 
-    Subclasses give ``open`` and ``release``, and ``__call__`` with one of the two signatures. ``setup`` may be called
-    any number of times and opens once per process, also in a process that was forked from one where it was open;
-    graders of the package call it themselves when they are first used.
+    Subclasses implement ``open`` and ``release``, and ``__call__`` with one of the two signatures. ``setup`` may be
+    called any number of times and opens once per process; a process that was forked from one where the grader was open
+    opens it again. The package's graders call it themselves when they are first used.
     """
 
     name: str = "grader"
-    """What messages and metrics call it."""
+    """The grader's name in messages and metrics."""
     _opened_by: int | None = None
 
     def setup(self) -> None:
@@ -37,13 +37,13 @@ class BaseGrader:
             self._opened_by = os.getpid()
 
     def close(self) -> None:
-        """Release it, if this process has opened it; it can be set up again."""
+        """Release it, if this process has opened it; ``setup`` can open it again."""
         if self._opened_by == os.getpid():
             self._opened_by = None
             self.release()
 
     def open(self) -> None:
-        """Do what ``setup`` is for."""
+        """Open the resource; called by ``setup``."""
 
     def release(self) -> None:
         """Undo ``open``."""
@@ -57,12 +57,12 @@ class BaseGrader:
 
 
 def setup(grader: object) -> None:
-    """Call ``setup`` of a grader that has one; plain functions have nothing to open."""
+    """Call the grader's ``setup`` if it has one; plain functions do not."""
     if isinstance(grader, Resource):
         grader.setup()
 
 
 def close(grader: object) -> None:
-    """Call ``close`` of a grader that has one."""
+    """Call the grader's ``close`` if it has one."""
     if isinstance(grader, Resource):
         grader.close()

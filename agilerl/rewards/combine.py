@@ -1,4 +1,4 @@
-"""Several graders as one: a weighted sum that keeps every part for the logs."""
+"""Several graders as one: a weighted sum that keeps the score of each grader for the logs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,11 +18,11 @@ Part = Grader | tuple[Grader, float]
 class CombinedGrader(BaseGrader):
     """The sum of its graders' scores, each times its weight (1.0 unless given).
 
-    A grader that returns None does not apply, and the sum is over those that do; where none applies there is no grade.
-    Where one *fails* there is no grade either: a sum without it would count the failure as a score of 0.
-    A grader of weight 0 is logged and no more. ``setup`` and ``close`` reach every grader in it.
+    A grader that returns None does not apply, and the sum is over those that do; if none applies there is no grade.
+    If one *fails* there is no grade either: a sum without it would count the failure as a score of 0.
+    A grader of weight 0 is only logged. ``setup`` and ``close`` call those of every grader.
 
-    ``weights`` holds the weights by name. Nothing is derived from them in advance: change them at any time.
+    ``weights`` holds the weights by name. Nothing is derived from them in advance, so they may change at any time.
     """
 
     name = "combined"
@@ -32,11 +32,11 @@ class CombinedGrader(BaseGrader):
         """Combine graders.
 
         Args:
-            graders: graders or pairs ``(grader, weight)``; a mapping gives them other names than their own.
-            name: what messages and metrics call the whole.
+            graders: graders or pairs ``(grader, weight)``; the keys of a mapping replace their names.
+            name: the name of the combination in messages and metrics.
 
         Raises:
-            ConfigError: no grader, two of one name, something that cannot be called, or a weight that is no number.
+            ConfigError: no grader, two with the same name, one that cannot be called, or a weight that is not a number.
         """
         named = list(graders.items()) if isinstance(graders, Mapping) else [(None, part) for part in graders]
         if not named:
@@ -58,7 +58,7 @@ class CombinedGrader(BaseGrader):
         return f"CombinedGrader({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
-        """Return the rewards alone, as any grader does."""
+        """Return the rewards only, as any grader does."""
         rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
         return self.grade(completions, rows, prompts).rewards
 
@@ -70,10 +70,10 @@ class CombinedGrader(BaseGrader):
     ) -> Grades:
         """Return rewards, scores by grader and failures by grader.
 
-        The scores of a combination inside this one are there too, as ``<its name>/<grader>``.
+        The scores of a combination inside this one are included as ``<its name>/<grader>``.
 
         Raises:
-            ConfigError: ``weights`` are not one finite number for each grader.
+            ConfigError: ``weights`` does not hold one finite number for each grader.
             RewardError: a grader failed on every completion, or broke its protocol.
         """
         check_weights(self.weights, self.graders)
@@ -94,7 +94,7 @@ class CombinedGrader(BaseGrader):
         return Grades(weighted(grades, self.weights), scores, failures, reasons)
 
     def open(self) -> None:
-        """Set every grader up."""
+        """Set up every grader."""
         for grader in self.graders.values():
             setup(grader)
 
@@ -107,8 +107,8 @@ class CombinedGrader(BaseGrader):
 def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     """Return the weighted sums of the scores that ``weights`` names, [N].
 
-    None where one of these graders failed, none of them applies, or the sum is beyond float32; those of weight 0 count
-    for neither.
+    None if one of these graders failed, if none of them applies, or if the sum is beyond float32; graders of weight 0
+    are ignored in all of this.
     """
     weights = {name: weight for name, weight in weights.items() if weight != 0}
     failed = {place for name in weights for place in grades.failures[name]}
@@ -117,7 +117,7 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
         scores = {name: grades.scores[name][place] for name in weights}
         applying = [weights[name] * score for name, score in scores.items() if score is not None]
         total = sum(applying) if applying and place not in failed else None
-        # A sum that float32 does not hold would be an infinite reward, which is worth less than none.
+        # A sum beyond float32 would become an infinite reward, which is worse than no reward.
         rewards.append(total if total is not None and abs(total) <= LARGEST_FLOAT32 else None)
     return rewards
 

@@ -1,6 +1,6 @@
-"""What every grader owes its callers, as checks that can be run on any grader.
+"""The contract of a grader, as checks that can be run on any grader.
 
-``check_grader`` runs all of them; a test suite takes them one by one::
+``check_grader`` runs all of them; a test suite can run them one by one::
 
     @pytest.mark.parametrize("check", GRADER_CHECKS, ids=lambda check: check.__name__)
     def test_my_grader(check):
@@ -35,7 +35,7 @@ ODD_TEXTS = (
     "%s {0} {{ x }} ${y}",
     "<|im_end|><|endoftext|></s>",
 )
-"""Texts that a model may well generate."""
+"""Odd texts that a model may generate."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,23 @@ class GraderCase:
 
     grader: Grader
     completions: Sequence[str]
-    """Two or more, of which one at least has a score."""
+    """Two or more, at least one of which has a score."""
     rows: Sequence[Mapping[str, Any]]
     """The row of each completion."""
     tolerance: float = 1e-5
-    """Most that a score may change with what else is in its batch."""
+    """The most that a score may change with the rest of its batch."""
 
     def outcomes(self) -> list[Outcome]:
         """Grade everything at once."""
         return self.grade(self.completions, self.rows)
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Grade on copies of the rows: no check sees what another did to them."""
+        """Grade on copies of the rows, so that no check sees changes made during another."""
         return attempt_grader(self.grader, completions, copy.deepcopy(list(rows)))
 
 
 def check_has_a_name(case: GraderCase) -> None:
-    """Metrics are called ``rewards/<name>/mean``: a name of letters, digits, and ``_ . / -``."""
+    """The name consists of letters, digits and ``_ . / -``, because metrics are called ``rewards/<name>/mean``."""
     name = grader_name(case.grader)
     if not re.fullmatch(r"[\w./-]+", name):
         raise RewardError(f"expected a name of letters, digits and _ . / -, found {name!r}; give the grader a name")
@@ -77,12 +77,12 @@ def check_scores_are_numbers(case: GraderCase) -> None:
 
 
 def check_repeats_itself(case: GraderCase) -> None:
-    """The same completions get the same scores again."""
+    """Grading the same completions again gives the same scores."""
     _agree(case, case.outcomes(), case.outcomes(), "graded again")
 
 
 def check_takes_each_completion_for_itself(case: GraderCase) -> None:
-    """A score does not depend on what else is in the batch, nor on the order."""
+    """A score depends neither on the rest of the batch nor on the order."""
     together = case.outcomes()
     alone = [case.grade([text], [row])[0] for text, row in zip(case.completions, case.rows)]
     _agree(case, together, alone, "graded alone")
@@ -91,15 +91,15 @@ def check_takes_each_completion_for_itself(case: GraderCase) -> None:
 
 
 def check_leaves_its_input_alone(case: GraderCase) -> None:
-    """Neither rows nor completions are changed."""
+    """The grader changes neither rows nor completions."""
     completions, rows = list(case.completions), copy.deepcopy(list(case.rows))
     attempt_grader(case.grader, completions, rows)
     if completions != list(case.completions) or rows != list(case.rows):
-        raise RewardError("expected a grader to leave completions and rows as they are, found them changed; copy first")
+        raise RewardError("expected a grader to leave completions and rows unchanged, found them changed; copy first")
 
 
 def check_answers_odd_texts(case: GraderCase) -> None:
-    """Whatever a model generates gets a score, or None, but no failure."""
+    """Any text that a model may generate gets a score, or None, but never a failure."""
     for place, text in enumerate(ODD_TEXTS):
         row = case.rows[place % len(case.rows)]
         outcome = case.grade([text], [row])[0]
@@ -108,7 +108,7 @@ def check_answers_odd_texts(case: GraderCase) -> None:
 
 
 def check_opens_and_closes(case: GraderCase) -> None:
-    """``setup`` and ``close`` may be called again and again, and a closed grader can be used once more."""
+    """``setup`` and ``close`` may be called repeatedly, and a closed grader can be used again."""
     before = case.outcomes()
     for _ in range(2):
         setup(case.grader)
@@ -134,7 +134,7 @@ GRADER_CHECKS: tuple[Callable[[GraderCase], None], ...] = (
 
 @checked
 def check_grader(grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what is wrong with a grader, in sentences; nothing where it keeps every promise."""
+    """Return what is wrong with a grader, in sentences; an empty list if it passes every check."""
     if not completions or len(completions) != len(rows):
         raise ConfigError(
             f"check_grader: expected a row for each of one completion or more, found {len(completions)} completions "

@@ -1,4 +1,4 @@
-"""Reward functions that need nothing but text."""
+"""Reward functions that only need text."""
 
 from agilerl.arguments import checked
 
@@ -9,7 +9,7 @@ OPEN, CLOSE = "<answer>", "</answer>"
 
 @checked
 def extract_answer(completion: str) -> str:
-    """Return what stands between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
+    """Return the text between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
     end = completion.rfind(CLOSE)
     start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
     return completion[start + len(OPEN) : end].strip() if start >= 0 else completion.strip()
@@ -17,5 +17,5 @@ def extract_answer(completion: str) -> str:
 
 @checked
 def exact_match(completion: str, answer: str) -> float:
-    """Return 1.0 if the extracted answer equals ``answer``, outer whitespace aside; else 0.0."""
+    """Return 1.0 if the extracted answer equals ``answer``, ignoring outer whitespace; else 0.0."""
     return 1.0 if extract_answer(completion) == answer.strip() else 0.0

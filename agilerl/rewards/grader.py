@@ -1,4 +1,4 @@
-"""Call a grader: any function that turns completions into numbers, whichever of the usual signatures it has."""
+"""Call a grader: any function that turns completions into numbers, with either of the two usual signatures."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
 
 Outcome = float | RewardError | None
-"""A score, None (not applicable), or why there is none: the grader failed."""
+"""A score, None (not applicable), or the error if the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
 NAMED_KINDS = (
@@ -39,7 +39,7 @@ def call_grader(
 
     Arguments are resolved by name. A function with a parameter ``completions`` gets everything at once: ``prompts``,
     ``completions`` and each column of the rows as a list, as far as it takes them. Any other function gets one
-    completion a call: ``completion``, ``prompt`` and the columns of its row (``answer``, ``question``, ...). If these
+    completion per call: ``completion``, ``prompt`` and the columns of its row (``answer``, ``question``, ...). If these
     names do not fit but exactly three parameters are required, they are ``(completion, answer, question)`` by position.
     ``prompts`` defaults to the question of each row. Coroutine functions are awaited, all of them at once.
 
@@ -60,14 +60,14 @@ def attempt_grader(
     rows: Sequence[Mapping[str, Any]],
     prompts: Sequence[str] | None = None,
 ) -> list[Outcome]:
-    """Score as ``call_grader`` does, but put a RewardError in the place of each completion that could not be scored.
+    """Score as ``call_grader`` does, but return a RewardError for each completion that could not be scored.
 
-    A function for a batch may itself put an exception in a completion's place. If it raises, it is called again with
-    one completion at a time, which shows where it does.
+    A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
+    completion at a time, which shows which ones fail.
 
     Raises:
-        RewardError: nothing can be put down to one completion: the grader asks for something the rows do not have, or
-            returned no list, or one of another length.
+        RewardError: the error does not belong to single completions: the grader asks for something the rows do not
+            have, or did not return a list of the right length.
     """
     if not callable(grader):
         raise RewardError(f"expected a function or another grader, found {described(grader)}")
@@ -93,10 +93,10 @@ def attempt_grader(
 
 @checked
 def check_score(value: object, name: str = "the reward function") -> float | None:
-    """Return ``value`` as a float, or None as it is.
+    """Return ``value`` as a float; None stays None.
 
     Raises:
-        RewardError: ``value`` is neither None nor a finite number; text is not converted.
+        RewardError: ``value`` is neither None nor a finite number; strings are not converted.
     """
     if value is None:
         return None
@@ -110,21 +110,19 @@ def check_score(value: object, name: str = "the reward function") -> float | Non
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(f"{name} must return one number, found {_shown(value)}, which is not one: {error}") from error
     if not math.isfinite(number):
-        raise RewardError(
-            f"{name} must return a finite number or None, found {number}; return None where it has no score"
-        )
+        raise RewardError(f"{name} must return a finite number or None, found {number}; return None for no score")
     if abs(number) > LARGEST_FLOAT32:
         raise RewardError(f"{name} must return a number that float32 holds (up to 3.4e38), found {number:g}; scale it")
     return number
 
 
 def grader_name(grader: Grader) -> str:
-    """Return what to call a grader in messages and metrics: its ``name``, its own name as a function, or its type's."""
+    """Return a grader's name for messages and metrics: its ``name``, its function name, or the name of its type."""
     return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
 def outcome_of(score: object, name: str) -> Outcome:
-    """Return a score as it is checked, or the failure that stands in its place."""
+    """Return a checked score, or the error that replaces it."""
     if isinstance(score, Exception):
         kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"
         late = isinstance(score, TimeoutError | RewardTimeoutError)
@@ -168,7 +166,7 @@ def _select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, 
     parameters = _named_parameters(grader)
     missing = [key for key in _required(parameters) if key not in offered]
     if missing:
-        raise RewardError(f"{name} asks for {', '.join(missing)}, but there is only {', '.join(sorted(offered))}")
+        raise RewardError(f"{name} asks for {', '.join(missing)}, found only {', '.join(sorted(offered))}")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(grader).parameters.values())
     return {key: value for key, value in offered.items() if takes_all or key in parameters}
 
@@ -187,7 +185,7 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
 
 
 def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Make the calls and await what is awaitable; an exception stands in the place of its call's result."""
+    """Make the calls and await awaitable results; an exception becomes the result of its call."""
     results: list[Any] = []
     with torch_restored():
         for call in calls:
@@ -195,11 +193,11 @@ def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
                 results.append(call())
             except Exception as error:
                 results.append(error)
-            except SystemExit as error:  # a grader does not end the process
+            except SystemExit as error:  # a grader must not end the process
                 results.append(left(error))
         if not any(inspect.isawaitable(result) for result in results):
             return results
-        # A thread of its own: the caller may sit inside a running event loop (a notebook), which cannot be re-entered.
+        # In a new thread: the caller may be inside a running event loop (a notebook), which cannot be re-entered.
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(asyncio.run, _gather(results)).result()
 
@@ -212,7 +210,7 @@ async def _gather(results: Sequence[Any]) -> list[Any]:
 async def _awaited(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except SystemExit as error:  # the event loop would hand it on at once, whatever the others do
+    except SystemExit as error:  # the event loop would raise it at once, without waiting for the other calls
         raise left(error) from error
 
 

@@ -1,4 +1,4 @@
-"""What graders said about a batch of completions, kept apart by grader."""
+"""The scores of a batch of completions, kept separately for each grader."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ Grade = float | None
 
 @dataclass(frozen=True)
 class Grades:
-    """Rewards of N completions, and the scores of each grader that they were made of."""
+    """Rewards of N completions, and the scores of each grader that they were computed from."""
 
     rewards: list[Grade]
-    """[N]; what training sees. None: no grade, which is masked out and never counts as 0."""
+    """[N]; the rewards for training. None: no grade, which is masked out and never counts as 0."""
     scores: dict[str, list[Grade]] = field(default_factory=dict)
-    """By grader, [N], before any weight; None where it did not apply or failed."""
+    """By grader, [N], before any weight; None if it did not apply or failed."""
     failures: dict[str, list[int]] = field(default_factory=dict)
-    """By grader, the places where it failed: raised, ran out of time, or returned something that is no score."""
+    """By grader, the indices of completions on which it failed: raised, timed out, or returned an invalid score."""
     reasons: dict[int, RewardError] = field(default_factory=dict)
-    """By place, what went wrong first."""
+    """By completion index, the first error."""
 
     @property
     def errors(self) -> dict[str, int]:
@@ -32,7 +32,7 @@ class Grades:
         return {name: len(places) for name, places in self.failures.items()}
 
     def scores_at(self, place: int) -> dict[str, Grade]:
-        """Return what each grader said about one completion."""
+        """Return the score of each grader for one completion."""
         return {name: column[place] for name, column in self.scores.items()}
 
     def failed_at(self, place: int) -> tuple[str, ...]:
@@ -46,12 +46,12 @@ class AllGradesFailedError(RewardError):
     def __init__(self, message: str, reasons: Mapping[int, RewardError]) -> None:
         super().__init__(message)
         self.reasons = dict(reasons)
-        """By place, what went wrong."""
+        """By completion index, the error."""
 
 
 @runtime_checkable
 class Composite(Protocol):
-    """A grader that keeps several scores apart."""
+    """A grader that reports several scores separately."""
 
     def grade(
         self,
@@ -59,7 +59,7 @@ class Composite(Protocol):
         rows: Sequence[Mapping[str, Any]],
         prompts: Sequence[str] | None = None,
     ) -> Grades:
-        """Return rewards with the scores that they were made of."""
+        """Return rewards with the scores that they were computed from."""
 
 
 @checked
@@ -71,11 +71,11 @@ def grade(
 ) -> Grades:
     """Score ``completions`` with any grader; a completion on which it fails gets None and is counted.
 
-    Arguments are those of ``call_grader``. A ``CombinedGrader`` gives a column for each grader in it.
+    Arguments are those of ``call_grader``. A ``CombinedGrader`` reports a column for each of its graders.
 
     Raises:
-        RewardError: the grader failed on every completion, so it is the grader that is at fault; or it broke its
-            protocol (see ``attempt_grader``).
+        RewardError: the grader failed on every completion, so the grader itself is broken; or it broke its protocol
+            (see ``attempt_grader``).
     """
     if isinstance(grader, Composite):
         return grader.grade(completions, rows, prompts)
@@ -86,11 +86,11 @@ def grades_of(name: str, outcomes: Sequence[Outcome]) -> Grades:
     """Return the outcomes of one grader as grades.
 
     Raises:
-        AllGradesFailedError: there is no outcome but failures.
+        AllGradesFailedError: all outcomes are failures.
     """
     failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):
-        count = f"{name} failed on all {len(outcomes)} completions; the first time: " if len(outcomes) > 1 else ""
+        count = f"{name} failed on all {len(outcomes)} completions; the first error: " if len(outcomes) > 1 else ""
         raise AllGradesFailedError(f"{count}{failures[0]}", failures) from failures[0]
     scores = [None if isinstance(outcome, RewardError) else outcome for outcome in outcomes]
     return Grades(list(scores), {name: scores}, {name: list(failures)}, failures)

@@ -1,4 +1,4 @@
-"""A grader in a process of its own: one that hangs, crashes or eats memory costs one score, not the run."""
+"""A grader in a separate process: if it hangs, crashes or eats memory, that costs one score, not the run."""
 
 import contextlib
 import inspect
@@ -30,31 +30,31 @@ __all__ = ["IsolatedGrader"]
 
 WORKER = Path(__file__).with_name("worker.py")
 ENDING = 5.0
-"""Seconds that the killing of all that a worker has started may take; a few milliseconds, unless it fights back."""
+"""Seconds that killing all processes of a worker may take; it takes a few milliseconds, unless they fight back."""
 STARTING = 60.0
 """Seconds that a worker has to import the grader."""
 LONGEST_REPLY = 2**16
-"""Bytes of a worker's reply, which is a number or a sentence."""
+"""The most bytes of a worker's reply, which is a number or a sentence."""
 WRITTEN = 16 * 2**20
-"""Bytes that a confined worker may write into its folder: some libraries need one to keep things in."""
+"""Bytes that a confined worker may write to its folder: some libraries need a folder for caches."""
 INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""All that a confined worker knows of the environment, which may hold keys."""
+"""The only environment variables that a confined worker gets: others may hold keys."""
 
 
 class IsolatedGrader(BaseGrader):
     """Run a function in worker processes, one completion at a time, each with a limit on time and memory.
 
-    A completion whose grading runs out of time, kills its process or raises has no score (None) and is counted as a
-    failure of the grader; its worker is killed and replaced. On Linux all that the grader started is killed with it,
-    also what left its session, lost its parent or ignores signals; elsewhere only what stayed in its session. This is
-    for graders that one trusts and texts that one does not; it is no sandbox: the grader can do what its user can. What
-    it can escape by is to kill its worker's parent process, to become another user (sudo), to have a process started by
-    one that is not its own (cron, a container daemon), and to fork faster than it is killed for five seconds.
+    A completion whose grading times out, kills its process or raises has no score (None) and counts as a failure of the
+    grader; its worker is killed and replaced. On Linux every process that the grader started is killed with it, even if
+    it left the session, lost its parent or ignores signals; elsewhere only those that stayed in the session. This is
+    for trusted graders and untrusted texts. It is not a sandbox: the grader can do whatever its user can. It can escape
+    being killed by killing its worker's parent process, by becoming another user (sudo), by having a process started
+    from outside (cron, a container daemon), or by forking faster than it is killed for five seconds.
 
-    With ``confined`` the process is under the limits of ``run_python`` as well, for graders that a text could make run
-    it: no root, no capabilities, none of the environment's variables, 32 processes and threads; on Linux with
-    unprivileged namespaces no network, no sight of other processes and no writing outside a folder of its own; with
-    Landlock (Linux 5.13) no file to read but those of Python and the packages that the grader has imported.
+    With ``confined`` the process is also under the limits of ``run_python``, for graders that a text could trick into
+    running it: no root, no capabilities, no environment variables, 32 processes and threads; on Linux with unprivileged
+    namespaces no network, no view of other processes and no writing outside its own folder; with Landlock (Linux 5.13)
+    it can only read the files of Python and of the packages that the grader has imported.
     """
 
     @checked
@@ -69,21 +69,21 @@ class IsolatedGrader(BaseGrader):
         confined: bool = False,
         cpu_seconds: Positive | None = None,
     ) -> None:
-        """Name the function.
+        """Set the function and its limits.
 
         Args:
             grader: a function of a module, ``"package.module:function"`` or ``"file.py:function"``; either signature.
-                Columns of the rows reach it as JSON, hence tuples as lists.
+                It gets the columns of the rows through JSON, so tuples become lists.
             timeout: seconds for one completion, more than 0.
             memory_bytes: address space of a worker, its libraries included.
             workers: processes, 1 or more.
-            name: what messages and metrics call it; the function's name by default.
+            name: the grader's name in messages and metrics; the function's name by default.
             confined: whether its processes have no privileges, no network and no files, as far as the machine allows.
-            cpu_seconds: of processor time for one completion, more than 0; whether it is enough depends less on what
-                else the machine does than ``timeout`` does, which should then be a multiple of it. None: no limit.
+            cpu_seconds: processor time for one completion, more than 0. It depends less than ``timeout`` on how busy
+                the machine is; set ``timeout`` to a multiple of it. None: no limit.
 
         Raises:
-            ConfigError: the function is not one that another process can import by name, or a limit is not positive.
+            ConfigError: another process cannot import the function by name, or a limit is not positive.
         """
         self.grader = grader if isinstance(grader, str) else _reference(grader)
         self.timeout, self.memory_bytes, self.workers = timeout, int(memory_bytes), workers
@@ -96,7 +96,7 @@ class IsolatedGrader(BaseGrader):
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | Exception | None]:
-        """Return a score for each completion, or why it has none."""
+        """Return a score for each completion, or the error if it has none."""
         self.setup()
         requests = [
             {"completion": text, "prompt": prompt, "row": {key: column[place] for key, column in columns.items()}}
@@ -106,7 +106,7 @@ class IsolatedGrader(BaseGrader):
             return list(pool.map(self._ask, requests))
 
     def open(self) -> None:
-        """Start the workers; raises RewardError when they cannot import the grader."""
+        """Start the workers; raises RewardError if they cannot import the grader."""
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(self.workers):
             worker = _Worker(
@@ -131,7 +131,7 @@ class IsolatedGrader(BaseGrader):
 
 
 class _Worker:
-    """One process, started anew after it was killed for not answering."""
+    """One process, started again if it was killed for not answering."""
 
     def __init__(
         self, grader: str, timeout: float, memory_bytes: int, *, confined: bool, cpu_seconds: float | None
@@ -159,13 +159,13 @@ class _Worker:
             limits["folder"] = folder
             options["env"] = {name: os.environ[name] for name in INHERITED if name in os.environ}
             options["env"] |= dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), folder)
-            # A library that would start a thread for each core has 32 of them at most.
+            # Libraries that start a thread per core would exceed the limit of 32 threads.
             options["env"] |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         settings = json.dumps({**self.settings, "path": path, "folder": folder})
         container = [sys.executable, "-I", "-S", str(CHILD), "contain"]
         worker = [sys.executable, *(["-I", "-B"] if self.confined else []), str(WORKER), settings]
         owner, held = os.pipe()
-        with tempfile.TemporaryFile() as messages:  # of a confined worker: a text could have it write to the terminal
+        with tempfile.TemporaryFile() as messages:  # not the terminal, to which a text could make the worker write
             try:
                 self.process = subprocess.Popen(
                     [*container, str(owner), json.dumps(limits), *worker],
@@ -194,8 +194,8 @@ class _Worker:
         return self.process
 
     def ask(self, request: Mapping[str, Any]) -> float | None:
-        """Return the score; raises RewardError with the reason where there is none."""
-        number = secrets.token_hex(8)  # what a text could have it print earlier does not pass for a later reply
+        """Return the score; raises RewardError with the reason if there is none."""
+        number = secrets.token_hex(8)  # so that output which a text caused earlier cannot pass for a later reply
         try:
             line = json.dumps({**request, "id": number}).encode() + b"\n"
         except (TypeError, ValueError) as error:
@@ -221,7 +221,7 @@ class _Worker:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not text.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"nothing within {patience:g} s")
+                    raise TimeoutError(f"no reply within {patience:g} s")
                 chunk = os.read(process.stdout.fileno(), 2**16)
                 if not chunk:
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -233,23 +233,23 @@ class _Worker:
         return text
 
     def stop(self) -> None:
-        """Kill the process and all that descends from it."""
+        """Kill the process and all its descendants."""
         if self.process is not None:
             self.process = None
             self._end()
 
 
 def _ended(status: int | None) -> str:
-    """Return in words how a process has ended."""
+    """Describe how a process ended."""
     if status is None or status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    reason = "; the kernel does that where memory runs out" if name == "SIGKILL" else ""
+    reason = "; the kernel does that if memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{reason}"
 
 
 def _reply(line: bytes, number: str) -> dict[str, Any]:
-    """Read the reply to a request; raises ValueError where it is none."""
+    """Read the reply to a request; raises ValueError if it is not one."""
     answer = json.loads(line)
     if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
         raise ValueError("its process did not reply with a score")
@@ -257,11 +257,11 @@ def _reply(line: bytes, number: str) -> dict[str, Any]:
 
 
 def _kill(process: subprocess.Popen[bytes], held: int, owner: int, folder: str | None) -> None:
-    """End a worker and all that descends from it; a process that was forked from its owner leaves it alone."""
+    """End a worker and all its descendants, unless called in a process that was forked from its owner."""
     if os.getpid() != owner:
         return
     with contextlib.suppress(BrokenPipeError):
-        os.write(held, b"x")  # closing it is not enough where a fork of this process has it open as well
+        os.write(held, b"x")  # closing the pipe is not enough if a fork of this process also has it open
     os.close(held)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(ENDING)
@@ -285,7 +285,7 @@ def _reference(grader: Grader) -> str:
     module, name = getattr(grader, "__module__", None), getattr(grader, "__qualname__", "")
     if not inspect.isfunction(grader) or module in (None, "__main__") or not name.replace(".", "").isidentifier():
         raise ConfigError(
-            f"expected a function that a new process can import by name, found {grader!r}; move it to a module of its "
-            "own, or give it as 'package.module:function'"
+            f"expected a function that a new process can import by name, found {grader!r}; move it to a module, or "
+            "give it as 'package.module:function'"
         )
     return f"{module}:{name}"

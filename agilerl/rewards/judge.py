@@ -1,4 +1,4 @@
-"""A language model as the grader, behind any endpoint that speaks OpenAI's chat completions."""
+"""A language model as the grader, behind any endpoint with OpenAI's chat completions API."""
 
 import hashlib
 import json
@@ -50,15 +50,15 @@ _CACHE_BYTES = 2**30
 
 
 class JudgeGrader(BaseGrader):
-    """Ask a model for a score; it is scaled to [0, 1].
+    """Ask a model for a score, which is scaled to [0, 1].
 
-    The same question is asked once: replies are kept by the whole request, in memory and, with ``cache``, in a file of
-    JSON lines that later runs read. Time-outs, broken connections, overload (429) and errors of the server (5xx) are
-    tried again, after waits that double, or as long as the server asks for; what is left is a failure of that
-    completion, and so is a reply without a score or with one out of range.
+    A question is asked only once: replies are cached by the whole request, in memory and, with ``cache``, in a file of
+    JSON lines that later runs read. Timeouts, broken connections, overload (429) and server errors (5xx) are retried,
+    after waits that double or that the server asks for. If all attempts fail, the completion counts as failed; so does
+    a reply without a score or with one out of range.
 
-    The API key is read from the environment when the grader is set up, sent in the header ``Authorization``, and shown
-    nowhere: not by ``repr``, not in errors.
+    The API key is read from the environment when the grader is set up, sent in the header ``Authorization``, and never
+    shown: neither by ``repr`` nor in errors.
     """
 
     name = "judge"
@@ -87,25 +87,25 @@ class JudgeGrader(BaseGrader):
 
         Args:
             model: its name at the endpoint.
-            base_url: the endpoint, up to and without ``/chat/completions``.
+            base_url: the endpoint's URL, without ``/chat/completions``.
             api_key_env: environment variable that holds the key; None for an endpoint without one.
-            template: what is asked, in Jinja: ``prompt``, ``completion``, ``low``, ``high``, ``answer`` (empty where
-                the row has none) and every other column of the row.
+            template: the question, a Jinja template with ``prompt``, ``completion``, ``low``, ``high``, ``answer``
+                (empty if the row has none) and every other column of the row.
             system: a system message before it.
             low: the judge's worst score, which becomes 0.
-            high: its best, which becomes 1.
-            pattern: regular expression whose first group is the score, its last match counting; None reads the key
+            high: the judge's best score, which becomes 1.
+            pattern: regular expression whose first group is the score; the last match counts. None reads the key
                 ``score`` of the last JSON object.
             request: further fields of each request; temperature is 0 unless given.
-            concurrency: most requests at a time, 1 or more.
+            concurrency: the most requests at a time, 1 or more.
             timeout: seconds for connecting, and for each wait for data.
-            attempts: tries of one request, 1 or more.
-            first_wait: seconds before the second try, doubled for each further one up to a minute; 0 or more.
-            cache: file of replies, made where it is missing.
-            name: what messages and metrics call it.
+            attempts: attempts per request, 1 or more.
+            first_wait: seconds before the second attempt, doubled for each further one up to a minute; 0 or more.
+            cache: file of replies, created if it is missing.
+            name: the grader's name in messages and metrics.
 
         Raises:
-            ConfigError: a setting that cannot be meant.
+            ConfigError: a setting makes no sense.
         """
         if not low < high or concurrency < 1 or attempts < 1 or not timeout > 0 or first_wait < 0:
             raise ConfigError(
@@ -152,7 +152,7 @@ class JudgeGrader(BaseGrader):
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
     ) -> list[float | Exception]:
-        """Return a score for each completion, or why it has none."""
+        """Return a score for each completion, or the error if it has none."""
         self.setup()
         bodies = [
             self._body(prompt, completion, {key: column[place] for key, column in columns.items()})
@@ -169,7 +169,7 @@ class JudgeGrader(BaseGrader):
         try:
             question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
         except (TemplateError, ValueError, TypeError, LookupError) as error:
-            raise RewardError(f"the template of the judge does not fit the row: {error}") from error
+            raise RewardError(f"the template of the judge failed on a row: {error}") from error
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": question}]
         return {"model": self.model, "messages": messages, **self.request}
@@ -241,7 +241,7 @@ class JudgeGrader(BaseGrader):
 
 
 def _passes(error: BaseException) -> bool:
-    """Whether a failed request is worth another try."""
+    """Return whether a failed request is worth another attempt."""
     if isinstance(error, httpx2.HTTPStatusError):
         return error.response.status_code in RETRIED
     return isinstance(error, httpx2.TimeoutException | httpx2.NetworkError | httpx2.RemoteProtocolError)
@@ -257,8 +257,8 @@ def _checked_url(base_url: str) -> str:
 def _checked_variable(name: str | None) -> str | None:
     if name is not None and re.fullmatch("[A-Z_][A-Z0-9_]*", name) is None:
         raise ConfigError(
-            "JudgeGrader: expected the name of an environment variable in capitals as api_key_env, found something "
-            "else, which is not shown in case it is the key itself"
+            "JudgeGrader: expected the name of an environment variable in capitals as api_key_env; what was found is "
+            "not shown, in case it is the key itself"
         )
     return name
 
@@ -267,7 +267,7 @@ def _compiled(template: str) -> Template:
     try:
         return BoundedEnvironment(undefined=StrictUndefined).from_string(template)
     except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
-        raise ConfigError(f"JudgeGrader: the template is not Jinja: {error}") from error
+        raise ConfigError(f"JudgeGrader: the template is not valid Jinja: {error}") from error
 
 
 def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
@@ -302,7 +302,7 @@ def _pattern_score(pattern: "regex.Pattern[str]", reply: str) -> float | None:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """Return the replies of a cache; a line that was cut off in writing is left out, and ended."""
+    """Return the replies of a cache; a last line that was cut off while writing is skipped, and a newline added."""
     check_file(path, _CACHE_BYTES)
     replies = {}
     text = path.read_text(encoding="utf-8", errors="replace")

@@ -1,7 +1,7 @@
-"""Graders that many runs need: right answers, format, length, repetition.
+"""Graders that many runs need: correct answers, format, length, repetition.
 
-Each is an object that is called like a function; ``LIBRARY`` has them by the names that manifests use. Scores are in
-[0, 1] unless said otherwise. Lengths are in tokens and read the column ``completion_ids``, which rollouts provide: the
+Each is an object that is called like a function; ``LIBRARY`` maps the names that manifests use to them. Scores are in
+[0, 1] unless stated otherwise. Lengths are in tokens and use the column ``completion_ids``, which rollouts provide: the
 generated ids, the end token included.
 """
 
@@ -37,20 +37,20 @@ __all__ = [
 
 
 _LONGEST = 60.0
-"""Seconds that a pattern may ask for."""
+"""The longest timeout that a pattern may have, in seconds."""
 
 
 class Accuracy(IsolatedGrader):
     """1.0 if the answer equals the column ``answer`` as mathematics (``1/2``, ``0.5``, ``\\frac12``), else 0.0.
 
-    See ``math_accuracy``; None where ``answer`` is no mathematics. It runs in a process of its own, because a text as
-    short as ``44**19**35`` keeps an algebra system busy for ever: out of time there is no score, counted as a failure.
-    An algebra system may also be talked into running a text, so that this process has no privileges and no files.
+    See ``math_accuracy``; None if ``answer`` is not mathematics. It runs in a separate process, because a text as short
+    as ``44**19**35`` keeps an algebra system busy for ever: a timeout gives no score and counts as a failure. A text
+    might also trick an algebra system into running it as code, so this process has no privileges and no files.
     """
 
     @checked
     def __init__(self, *, timeout: Positive = 5.0, workers: Count = 1) -> None:
-        """Take the seconds for one completion and the number of processes.
+        """Set the seconds for one completion and the number of processes.
 
         Raises:
             ConfigError: math-verify is not installed.
@@ -63,10 +63,10 @@ class Accuracy(IsolatedGrader):
 
 @dataclass(frozen=True)
 class FormatTags:
-    """1.0 if the completion is the given tags in this order, each opened and closed once; else 0.0.
+    """1.0 if the completion consists of the given tags in this order, each opened and closed once; else 0.0.
 
-    Outside the tags there is white space only. With ``partial`` the score is the share of the 2 * T tags that are
-    there exactly once, in any order.
+    Only whitespace is allowed outside the tags. With ``partial`` the score is the share of the 2 * T tags that occur
+    exactly once, in any order.
     """
 
     tags: Sequence[str] = ("think", "answer")
@@ -79,7 +79,7 @@ class FormatTags:
             raise ConfigError(f"format_tags: expected a list of one or more tag names, found {self.tags!r}")
 
     def __call__(self, completion: str) -> float:
-        """Return whether the completion keeps the form."""
+        """Return the score of a completion's format."""
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         once = [completion.count(mark) == 1 for mark in marks]
         if self.partial:
@@ -87,7 +87,7 @@ class FormatTags:
         if not all(once):
             return 0.0
         places = [completion.index(mark) for mark in marks]
-        # What is before, between and after the pairs; inside a pair anything may be.
+        # The text before, between and after the pairs; inside a pair anything is allowed.
         ends = [0, *(place + len(mark) for place, mark in zip(places[1::2], marks[1::2]))]
         outside = [completion[end:start] for end, start in zip(ends, [*places[::2], len(completion)])]
         return float(places == sorted(places) and not any(text.strip() for text in outside))
@@ -110,7 +110,7 @@ class TokenLength:
 
 @dataclass(frozen=True)
 class Overlong:
-    """Soft punishment of long completions, in [-1, 0]; eq. 13 of DAPO (https://arxiv.org/abs/2503.14476).
+    """Soft penalty for long completions, in [-1, 0]; eq. 13 of DAPO (https://arxiv.org/abs/2503.14476).
 
     0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
     """
@@ -127,16 +127,16 @@ class Overlong:
             )
 
     def __call__(self, completion_ids: Sequence[int]) -> float:
-        """Return the punishment for a completion of these tokens."""
+        """Return the penalty for a completion of these tokens."""
         over = len(completion_ids) - (self.max_tokens - self.cache_tokens)
         return -min(1.0, max(0, over) / self.cache_tokens)
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Minus the share of n-grams of words that occurred before, in [-1, 0]: 0 where none is repeated.
+    """Minus the share of word n-grams that are repetitions, in [-1, 0]: 0 if none is repeated.
 
-    Words are what white space separates, in lower case; fewer than ``n`` of them give 0. After
+    Words are separated by whitespace and compared in lower case; fewer than ``n`` of them give 0. Source:
     https://arxiv.org/abs/2502.03373.
     """
 
@@ -157,8 +157,8 @@ class Repetition:
 class Regex:
     """1.0 if ``pattern`` is found in the completion, else 0.0; with ``full`` it must match all of it.
 
-    The syntax is that of the package regex, which contains Python's. A search that takes more than ``timeout`` seconds
-    (backtracking) is given up: no score, counted as a failure.
+    The syntax is that of the package regex, a superset of Python's. A search that takes more than ``timeout`` seconds
+    (backtracking) is abandoned: there is no score, and it counts as a failure.
     """
 
     pattern: str
@@ -173,7 +173,7 @@ class Regex:
             raise ConfigError(f"regex: expected a timeout above 0 and of at most {_LONGEST:g} s, found {self.timeout}")
 
     def __call__(self, completion: str) -> float:
-        """Return whether the pattern is found; raises RewardTimeoutError when that takes too long."""
+        """Return whether the pattern is found; raises RewardTimeoutError if that takes too long."""
         search = regex.fullmatch if self.full else regex.search
         try:
             return float(search(self.pattern, completion, timeout=self.timeout) is not None)
@@ -185,7 +185,7 @@ class Regex:
 class JsonValid:
     """1.0 if the answer is JSON (and, with ``required``, an object with these keys), else 0.0.
 
-    The answer is what stands between answer tags, else the whole completion. ``NaN`` and ``Infinity`` are not JSON.
+    The answer is the text between answer tags, else the whole completion. ``NaN`` and ``Infinity`` are not JSON.
     """
 
     required: Sequence[str] = ()
@@ -226,15 +226,15 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "reward_model": RewardModelGrader,
     "sandbox": SandboxGrader,
 }
-"""What makes each grader of the package, by the name that manifests use."""
+"""The constructors of the package's graders, by the name that manifests use."""
 
 
 @checked
 def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader:
-    """Return the grader of the package that is called ``name``, made with ``params``.
+    """Return the package's grader ``name``, created with ``params``.
 
     Raises:
-        ConfigError: there is none of that name, or it does not take these parameters.
+        ConfigError: there is no grader of that name, or it does not take these parameters.
     """
     if name not in LIBRARY:
         raise ConfigError(f"expected one of the graders {', '.join(LIBRARY)}, found {name!r}")

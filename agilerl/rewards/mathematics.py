@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same, by math-verify; the one file that imports it."""
+"""Whether two mathematical answers are equal, by math-verify; the only file that imports it."""
 
 import logging
 
@@ -6,7 +6,7 @@ from math_verify import parse, verify
 
 from agilerl.rewards.functions import extract_answer
 
-# It warns once that we have switched its own time limit off, which works in a main thread only.
+# It warns once that its time limit is off; that limit only works in a main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 __all__ = ["math_accuracy"]
@@ -15,9 +15,9 @@ __all__ = ["math_accuracy"]
 def math_accuracy(completion: str, answer: str) -> float | None:
     """Return 1.0 if the answer that ``completion`` gives is ``answer``, mathematically; else 0.0.
 
-    What stands between answer tags counts, else the whole completion, where math-verify finds the answer in prose, in
-    LaTeX or in a box. ``answer`` may be LaTeX without its dollars; None where it cannot be read as mathematics. Nothing
-    here limits the time, which a short text can make endless: ``Accuracy`` does.
+    The text between answer tags counts, else the whole completion, in which math-verify finds the answer in prose, in
+    LaTeX or in a box. ``answer`` may be LaTeX without its dollar signs; None if it cannot be read as mathematics. There
+    is no time limit here, although a short text can take for ever: ``Accuracy`` has one.
     """
     given = extract_answer(completion)
     if given == answer.strip():

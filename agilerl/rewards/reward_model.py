@@ -1,4 +1,4 @@
-"""A reward model as the grader: a transformer with one number at its end."""
+"""A reward model as the grader: a transformer that outputs one number."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ __all__ = ["RewardModelGrader"]
 
 
 class RewardModelGrader(BaseGrader):
-    """Score completions by a sequence-classification model; its raw logit is the score, of any size and sign.
+    """Score completions with a sequence-classification model; its raw logit is the score, of any size and sign.
 
-    The prompt as a message of the user and the completion as one of the assistant go through the chat template of the
-    model's own tokenizer; without a template they are joined as they are. Only safetensors are read, and no code of
-    the model's repository is run. Batches are padded, which changes a score by rounding alone.
+    The chat template of the model's own tokenizer formats the prompt as a user message and the completion as an
+    assistant message; without a template the two are concatenated. Only safetensors are read, and no code of the
+    model's repository is run. Batches are padded, which changes a score only by rounding.
     """
 
     name = "reward_model"
@@ -40,18 +40,18 @@ class RewardModelGrader(BaseGrader):
         dtype: str = "float32",
         name: str = "reward_model",
     ) -> None:
-        """Name the model; it is loaded when the grader is set up or first used.
+        """Set the model; it is loaded when the grader is set up or first used.
 
         Args:
             model: local folder or name on the Hugging Face hub.
             revision: branch, tag or commit on the hub.
-            label: which of several outputs is the score; None for a model with one.
+            label: which of several outputs is the score; None for a model with one output.
             batch_size: completions at a time, 1 or more.
-            max_length: most tokens of prompt and completion; a longer one has no score and is counted as a failure,
-                since a cut text is another text. None: what the model's positions allow.
-            device: where it runs, such as ``cpu`` or ``cuda``.
+            max_length: the most tokens of prompt and completion; a longer text has no score and counts as a failure,
+                since a truncated text is a different text. None: the number of positions of the model.
+            device: the device to run on, such as ``cpu`` or ``cuda``.
             dtype: ``float32``, ``bfloat16`` or ``float16``.
-            name: what messages and metrics call it.
+            name: the grader's name in messages and metrics.
         """
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"RewardModelGrader: expected dtype float32, bfloat16 or float16, found {dtype!r}")
@@ -78,7 +78,7 @@ class RewardModelGrader(BaseGrader):
         folder = Path(self.model).expanduser()
         if folder.is_dir():
             check_model_folder(folder)
-        else:  # the hub's client would try again for half a minute
+        else:  # the hub's client would keep retrying for half a minute
             known["local_files_only"] = is_out_of_reach()
         check_config(self.model, **known)
         try:
@@ -89,7 +89,7 @@ class RewardModelGrader(BaseGrader):
             )
         except ConfigError:
             raise
-        except Exception as error:  # of any library that reads files: no list of their errors is complete
+        except Exception as error:  # any of several libraries that read files: no list of their errors is complete
             raise ConfigError(f"cannot load the reward model {self.model}: {error}") from error
         outputs = self._model.config.num_labels
         if not (outputs == 1 if self.label is None else 0 <= self.label < outputs):
@@ -99,7 +99,7 @@ class RewardModelGrader(BaseGrader):
             self._model.config.pad_token_id = self._tokenizer.pad_token_id
 
     def release(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         del self._model, self._tokenizer
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | Exception]:
@@ -113,7 +113,7 @@ class RewardModelGrader(BaseGrader):
         fitting = sorted(
             (n for n, row in enumerate(rows) if not limit or len(row) <= limit), key=lambda n: len(rows[n])
         )
-        # Without a pad token the model could not tell where a padded text ends.
+        # Without a pad token the model cannot tell where a padded text ends.
         size = 1 if self._model.config.pad_token_id is None else self.batch_size
         for start in range(0, len(fitting), size):
             places = fitting[start : start + size]

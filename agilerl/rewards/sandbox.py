@@ -1,4 +1,4 @@
-"""Run code that nobody has read, and grade completions by the tests that their code passes."""
+"""Run untrusted code, and grade completions by the tests that their code passes."""
 
 import contextlib
 import json
@@ -32,22 +32,22 @@ GRACE = 0.9
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended."""
+    """The result of a program."""
 
     stdout: str
-    """What it printed, at most ``output_bytes``; bytes that are no UTF-8 are replaced."""
+    """Its standard output, at most ``output_bytes``; invalid UTF-8 is replaced."""
     stderr: str
-    """What it printed to standard error, tracebacks included; the same limit."""
+    """Its standard error, tracebacks included; the same limit."""
     returncode: int | None
     """Exit status; -N if signal N ended it; None if it ran past the timeout."""
     timed_out: bool
     """Whether it was still running after ``timeout`` seconds."""
     truncated: bool
-    """Whether it printed more than is kept."""
+    """Whether it printed more than was kept."""
     seconds: float
-    """Wall time, starting Python included."""
+    """Wall time, including the start of Python."""
     isolation: tuple[str, ...]
-    """Which of ``processes``, ``network`` and ``files`` were namespaces of its own; empty where none is allowed."""
+    """Which of ``processes``, ``network`` and ``files`` were separate namespaces; empty if none is allowed."""
 
     @property
     def ok(self) -> bool:
@@ -65,19 +65,19 @@ def run_python(
     disk_bytes: int = 16 * 2**20,
     output_bytes: int = 64 * 2**10,
 ) -> SandboxResult:
-    """Run ``code`` as a Python program of its own and return how it ended; whatever it does, this returns in time.
+    """Run ``code`` as a separate Python program and return how it ended; whatever it does, this returns in time.
 
     The program is started by the same interpreter with ``-I``, in an empty folder that is removed afterwards, with no
     inherited environment and ``stdin`` as its whole input. It has ``timeout`` seconds of wall and of CPU time,
     ``memory_bytes`` of address space, files of ``disk_bytes`` and 32 processes and threads. All processes that it
-    started are killed with it, also those that left its session or ignore signals. Installed packages can be imported.
+    started are killed with it, even if they left its session or ignore signals. Installed packages can be imported.
 
-    What it cannot do depends on the machine, and ``SandboxResult.isolation`` says which it was. On Linux, where the
-    kernel gives unprivileged namespaces: no network (not even loopback), no sight of other processes, no writing
-    outside its folder. It can read every file that its user can read. Where there are no namespaces (many containers
-    forbid them; no other system has them) it can also use the network, write as its user, and escape the killing by
-    killing its supervisor. A process that is root runs it as nobody; where nobody cannot read the interpreter, it stays
-    root without a capability, which no limit on the number of processes binds. The kernel is shared in every case: for
+    How far it is isolated depends on the machine; ``SandboxResult.isolation`` reports it. On Linux, if the kernel
+    allows unprivileged namespaces: no network (not even loopback), no view of other processes, no writing outside its
+    folder. It can read every file that its user can read. Without namespaces (many containers forbid them; no other
+    system has them) it can also use the network, write as its user, and escape being killed by killing its supervisor.
+    If this process is root, the program runs as the user nobody; if nobody cannot read the interpreter, it stays root
+    without capabilities, and the limit on the number of processes does not bind it. The kernel is always shared: for
     code written to attack, use a virtual machine.
 
     Args:
@@ -85,8 +85,8 @@ def run_python(
         stdin: its standard input.
         timeout: seconds, more than 0.
         memory_bytes: address space of each of its processes; Python itself needs about 50 MiB.
-        disk_bytes: largest file, and with the namespace ``files`` everything that it writes together.
-        output_bytes: kept of standard output, and of standard error.
+        disk_bytes: size of the largest file and, with the namespace ``files``, of all files together.
+        output_bytes: how much of standard output, and of standard error, is kept.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -106,7 +106,7 @@ def run_python(
         order = {**limits, "program": str(program), "cpu_seconds": int(timeout) + 1}
         *output, report = _supervise(order, given, folder)
         seconds = time.monotonic() - started
-    # Without a report the child was killed: by us when it was late, or by the program.
+    # Without a report the child was killed: by us if it was late, else by the program.
     late = seconds >= timeout
     killed: dict[str, Any] = {"returncode": None if late else -signal.SIGKILL, "timed_out": late, "isolation": []}
     outcome: dict[str, Any] = json.loads(report) if report else killed
@@ -117,10 +117,10 @@ def run_python(
 
 
 def _supervise(order: dict[str, Any], stdin: Any, folder: str) -> list[bytes]:
-    """Run the child process to its end; return what was printed to both streams, and the child's report."""
+    """Run the child process until it ends; return the output of both streams, and the child's report."""
     report, child_report = os.pipe()
     environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-    # Libraries that would start a thread for each core have 32 of them at most.
+    # Libraries that start a thread per core would exceed the limit of 32 threads.
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         child = subprocess.Popen(
@@ -148,7 +148,7 @@ def _supervise(order: dict[str, Any], stdin: Any, folder: str) -> list[bytes]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
     if child.returncode > 0 and not printed[-1]:
-        raise RewardError(f"the sandbox failed before it ran anything: {printed[1].decode(errors='replace')}")
+        raise RewardError(f"the sandbox failed before it ran the program: {printed[1].decode(errors='replace')}")
     return printed
 
 
@@ -163,7 +163,7 @@ def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
         while not ended and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 chunk = _chunk(key.fd)
-                ended = ended or key.fd == streams[-1]  # the report: when it is there, everything else has ended
+                ended = ended or key.fd == streams[-1]  # the report comes after everything else has ended
                 if chunk == b"":
                     selector.unregister(key.fd)
                 kept[key.fd] += (chunk or b"")[: most - len(kept[key.fd])]
@@ -174,7 +174,7 @@ def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
 
 
 def _chunk(stream: int) -> bytes | None:
-    """Return what can be read now: b"" at the end of the stream, None if nothing is there yet."""
+    """Return what can be read now: b"" at the end of the stream, None if there is nothing to read yet."""
     try:
         return os.read(stream, 2**16)
     except BlockingIOError:
@@ -182,7 +182,7 @@ def _chunk(stream: int) -> bytes | None:
 
 
 def extract_code(completion: str) -> str:
-    """Return the last fenced block of Python (or of no language) in ``completion``, or all of it without a fence."""
+    """Return the last fenced block of Python (or of no stated language) in ``completion``, else the whole text."""
     blocks = FENCED.findall(completion)
     return str(blocks[-1]) if blocks else completion
 
@@ -191,13 +191,13 @@ class SandboxGrader(BaseGrader):
     """Run the code of a completion with the tests of its row; the score is the share of tests that it passes.
 
     A test is either Python that runs after the code (``"assert add(1, 2) == 3"``), or
-    ``{"stdin": "1 2", "stdout": "3"}``, which compares what the code prints, outer whitespace of lines aside. Code that
-    raises, runs out of time or memory, or leaves early fails the test: it is the answer that is wrong, not the grader.
-    A row without tests is not graded (None).
+    ``{"stdin": "1 2", "stdout": "3"}``, which compares the output, ignoring outer whitespace of lines. Code that
+    raises, runs out of time or memory, or exits early fails the test: the answer is wrong then, not the grader. A row
+    without tests is not graded (None).
 
-    Each test is a process of its own, with the limits and the honest limits of ``run_python``. Tests of printed output
-    are compared outside that process. Tests that are Python share it with the code under test, so that code made to
-    deceive them (which redefines what ``==`` means, or searches memory for the mark of success) can.
+    Each test runs in a separate process, with the limits (and the limitations) of ``run_python``. Printed output is
+    compared outside that process. Tests in Python share it with the code under test, so malicious code can deceive
+    them, for instance by redefining ``==`` or by searching memory for the success marker.
     """
 
     name = "sandbox"
@@ -215,14 +215,14 @@ class SandboxGrader(BaseGrader):
         """Make a grader.
 
         Args:
-            tests: the column that holds a row's tests, a list or a single one.
-            score: ``fraction``: passed / all of them; ``all``: 1.0 if none fails, else 0.0.
+            tests: the column that holds a row's tests, a list or a single test.
+            score: ``fraction``: the share that passed; ``all``: 1.0 if none fails, else 0.0.
             timeout: seconds for each test, more than 0.
             memory_bytes: address space of each process.
             workers: tests that run at the same time, 1 or more.
         """
         if score not in ("fraction", "all"):
-            raise ConfigError(f"SandboxGrader: expected the score fraction or all, found {score!r}")
+            raise ConfigError(f"SandboxGrader: expected fraction or all as score, found {score!r}")
         if workers < 1 or not timeout > 0 or memory_bytes < 1:
             raise ConfigError(
                 "SandboxGrader: expected workers and memory_bytes of 1 or more and a timeout above 0, found "
@@ -237,7 +237,7 @@ class SandboxGrader(BaseGrader):
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | Exception | None]:
         """Return a score for each completion, or the exception that stopped its tests from being run."""
         if self.tests not in columns:
-            raise RewardError(f"expected the tests in a column {self.tests!r}, found only {', '.join(sorted(columns))}")
+            raise RewardError(f"expected tests in the column {self.tests!r}, found only {', '.join(sorted(columns))}")
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._score, completions, columns[self.tests]))
 
@@ -255,7 +255,7 @@ class SandboxGrader(BaseGrader):
 
     def _outcomes(self, code: str, tests: Sequence[Any]) -> Iterator[bool]:
         for test in tests:
-            # Printed once a test has passed: code that exits early, with whatever status, does not print it.
+            # Printed after the test has passed: code that exits early, with any status, does not print it.
             mark = secrets.token_hex(16)
             given = test["stdin"] if isinstance(test, Mapping) else ""
             program = (
@@ -277,7 +277,7 @@ def _checked_tests(tests: object) -> Sequence[Any]:
         if not printed and not isinstance(test, str):
             raise RewardError(f"expected Python, or {{'stdin': text, 'stdout': text}}, as a test, found {test!r}")
     if not listed:
-        raise RewardError("expected at least one test in a row, found an empty list; use None where there are none")
+        raise RewardError("expected at least one test in a row, found an empty list; use None for no tests")
     return listed
 
 

@@ -1,9 +1,9 @@
-"""The process above one that may start others, which ends them all; a script, for it is to stay small.
+"""A supervisor process that kills everything its child has started; a script of its own, so that it stays small.
 
-``run_python`` starts it for code that nobody has read: it gives up root, moves into namespaces of its own where the
-kernel lets it, and starts the program under limits. ``IsolatedGrader`` starts it for its workers: where their grader is
-trusted it only sees to it that nothing outlives them, and a confined one is put under the same limits as a program. It
-imports nothing of the package, which therefore never forks a threaded process.
+``run_python`` starts it for untrusted code: it gives up root, enters new namespaces if the kernel allows it, and starts
+the program under limits. ``IsolatedGrader`` starts it for its workers: for a trusted grader it only ensures that
+nothing outlives the worker; a confined worker is put under the same limits as a program. It imports nothing of the
+package, so it has no threads, and forking is safe.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ CAPABILITIES = 64
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 NOBODY = 65534
 TASKS = 32
-"""Most processes and threads of a program, its first one included."""
+"""The most processes and threads of a program, including its first one."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Do what the arguments say: ``contain FD LIMITS COMMAND ...``, or else the order of ``run_python`` and its ``FD``.
+    """Follow the arguments: ``contain FD LIMITS COMMAND ...``, or else the order of ``run_python`` and its ``FD``.
 
-    The limits of a command that is trusted are null.
+    The limits of a trusted command are null.
     """
     if sys.argv[1] == "contain":
         contain(int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
@@ -49,7 +49,7 @@ def run(order: dict[str, Any], report: int) -> None:
     source = program.read_bytes()
     leave_root(((program.parent.parent, os.X_OK),), program.parent)
     isolation = enter_namespaces(program.parent, int(order["disk_bytes"]))
-    if sys.platform == "linux":  # only now: a new user namespace takes this back
+    if sys.platform == "linux":  # only now: entering a user namespace resets this
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if "files" in isolation:
         program.write_bytes(source)
@@ -67,10 +67,10 @@ def run(order: dict[str, Any], report: int) -> None:
 
 
 def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> None:
-    """Run a command until it or ``owner``, a pipe, ends; then kill all that descends from it, and end as it did.
+    """Run a command until it ends or ``owner``, a pipe, is closed; then kill all its descendants, and end as it did.
 
-    ``limits`` confine it: it has no privileges, writes into its folder alone and reaches no network, as far as the
-    kernel lets it.
+    ``limits`` confine it: it has no privileges, can only write to its folder and reaches no network, as far as the
+    kernel allows that.
     """
     os.set_inheritable(owner, False)
     isolation, init = [], None
@@ -83,10 +83,10 @@ def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> No
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # it ends when its owner does, not before
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # it must not end before its owner
         signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
-        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what leaves the session, or loses its parent, stays below this process
+        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # processes that leave the session or lose their parent become its children
     child = os.fork()
     if child == 0:
         os.setsid()  # a signal to its whole group does not reach this process
@@ -95,22 +95,22 @@ def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> No
         if sys.platform == "linux":
             LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.execv(command[0], command)
-    os.closerange(0, 2)  # its pipes are between the child and the owner
+    os.closerange(0, 2)  # these pipes belong to the child and the owner
     status = None
     while status is None and owner not in select.select([owner, woken], [], [])[0]:
         os.read(woken, 2**10)
-        status = bury(child)
+        status = reap(child)
     end_all(child, init)
     if status is not None and os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if os.WTERMSIG(status) != signal.SIGKILL:  # which has no handler to put back
+        if os.WTERMSIG(status) != signal.SIGKILL:  # whose handler cannot be set
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status) if status is not None else 0)
 
 
-def bury(child: int) -> int | None:
-    """Wait for all that has ended by now; return the status of ``child`` if it was among them."""
+def reap(child: int) -> int | None:
+    """Reap all children that have ended by now; return the status of ``child`` if it was among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -119,9 +119,9 @@ def bury(child: int) -> int | None:
 
 
 def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
-    """As root become nobody, unless nobody cannot read what is needed, or there is no nobody (in some containers).
+    """If root, become the user nobody, unless nobody cannot read what is needed or does not exist (some containers).
 
-    The interpreter is always needed. ``folder`` becomes nobody's.
+    The interpreter is always needed. ``folder`` is given to nobody.
     """
     if os.geteuid() != 0:
         return
@@ -139,11 +139,11 @@ def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # a change of user takes /proc/self away, which the user map is written to
+        LIBC.prctl(DUMPABLE, 1, 0, 0, 0)  # without it /proc/self, where the user map is written, belongs to root
 
 
 def enter_namespaces(folder: Path, disk_bytes: int) -> list[str]:
-    """Leave the machine's processes, network and files behind; return those of the three that worked."""
+    """Enter new namespaces for processes, network and files; return those of the three that worked."""
     user, group = os.geteuid(), os.getegid()
     if sys.platform != "linux" or LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC | NEWNS) != 0:
         return []
@@ -157,7 +157,7 @@ def enter_namespaces(folder: Path, disk_bytes: int) -> list[str]:
 
 
 def read_only_files(folder: Path, disk_bytes: int) -> bool:
-    """Make every file system read-only and lay an empty one in memory over ``folder``."""
+    """Make every file system read-only and mount an empty one in memory over ``folder``."""
     attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
     options = f"size={disk_bytes},mode=700".encode()
     return bool(
@@ -168,20 +168,20 @@ def read_only_files(folder: Path, disk_bytes: int) -> bool:
 
 
 def start_init(report: int) -> int:
-    """Start the first process of the new namespace: when it dies, the kernel kills all others there."""
+    """Start the first process of the new namespace: when it dies, the kernel kills all other processes in it."""
     init = os.fork()
     if init:
         return init
     LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     os.close(report)
     os.closerange(0, 3)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then buries orphans by itself
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps orphans by itself
     while True:
         signal.pause()
 
 
 def start_program(order: dict[str, Any], report: int, *, own_count: bool) -> None:
-    """In the child: take the limits on and become the program."""
+    """In the child: apply the limits and become the program."""
     os.close(report)
     os.setsid()
     take_limits(order, own_count=own_count)
@@ -189,7 +189,7 @@ def start_program(order: dict[str, Any], report: int, *, own_count: bool) -> Non
 
 
 def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
-    """Put this process, which is about to become the program, under its limits, and let it win no privilege again."""
+    """Apply the limits to this process, which is about to become the program, and give up privileges for good."""
     tasks = TASKS if own_count else TASKS + tasks_of_user()
     limits = {
         resource.RLIMIT_AS: int(order["memory_bytes"]),
@@ -204,20 +204,20 @@ def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
     if sys.platform == "linux":
-        for capability in range(CAPABILITIES):  # for who could not stop being root: then the program has none
+        for capability in range(CAPABILITIES):  # for a process that had to stay root: the program then has none
             LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
         LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def tasks_of_user() -> int:
-    """Count the threads of this user on the whole machine, which the limit on processes counts too."""
+    """Count this user's threads on the whole machine, because the limit on processes includes them."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if folder.stat().st_uid == os.geteuid():
                 count += len(list((folder / "task").iterdir()))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended in the meantime
             continue
     return count
 
@@ -239,16 +239,16 @@ def wait(child: int, timeout: float) -> int | None:
 
 
 def end_all(child: int, init: int | None) -> None:
-    """Kill the program's session and every process that descends from it."""
+    """Kill the program's session and all its descendants."""
     if init is not None:
         os.kill(init, signal.SIGKILL)
-        # It ends when everything in the namespace has ended and the program has been waited for.
+        # It ends only after everything else in the namespace has ended and the program has been reaped.
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
     else:
         kill_group(child)
-        # Each round may make orphans of grandchildren, which this process inherits and finds in the next.
+        # Each round may orphan grandchildren, which this process inherits and finds in the next round.
         while descendants := children():
             for pid in descendants:
                 kill_group(pid)
@@ -257,7 +257,7 @@ def end_all(child: int, init: int | None) -> None:
 
 
 def children() -> list[int]:
-    """Return the processes whose parent this one is; as a subreaper it inherits every orphan below it."""
+    """Return the children of this process; as a subreaper it inherits every orphan below it."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:
@@ -273,7 +273,7 @@ def kill_group(pid: int) -> None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Kill one process, if it is still there and this user's."""
+    """Kill one process, if it still exists and belongs to this user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):

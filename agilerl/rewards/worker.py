@@ -1,7 +1,7 @@
 """The process that ``IsolatedGrader`` runs a grader in: a line of JSON in, a line of JSON out.
 
-Started as ``python worker.py SETTINGS`` by path, so that it finds the modules that its owner finds before it imports
-anything of the package; by ``sandbox_child.py contain``, which ends what it starts.
+``sandbox_child.py contain``, which kills everything it starts, runs it by path as ``python worker.py SETTINGS``: so it
+can set up its owner's module path before it imports anything of the package.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class _Beneath(ctypes.Structure):
 def main() -> None:
     """Answer requests until the input ends."""
     settings = json.loads(sys.argv[1])
-    # Before the grader is imported: whatever it prints must not get between the answers.
+    # Before the grader is imported: nothing that it prints may mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path[:] = settings["path"]
@@ -59,20 +59,20 @@ def main() -> None:
     own = os.getpid()
     for line in sys.stdin:
         request = json.loads(line)
-        # The default action of the alarm ends this process even when its parent is gone and a loop in C holds the GIL.
+        # The default action of the alarm ends this process even if its parent is gone and a loop in C holds the GIL.
         signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + 1)
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"] or 0)
         (outcome,) = attempt_grader(grader, [request["completion"]], [request["row"]], [request["prompt"]])  # type: ignore[arg-type]
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if os.getpid() != own:  # the grader forked: only one of the two answers
+        if os.getpid() != own:  # the grader has forked: only the original process answers
             os._exit(0)
         answer = {"error": str(outcome)} if isinstance(outcome, Exception) else {"score": outcome}
         print(json.dumps({**answer, "id": request["id"]}), file=answers, flush=True)
 
 
 def forbid_files(own: str) -> None:
-    """Leave this process its folder, and to read the packages that it has imported; on Linux with Landlock."""
+    """With Landlock (Linux), allow only its own folder, and reading the packages that it has imported."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -94,12 +94,12 @@ def forbid_files(own: str) -> None:
         os.close(folder)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if libc.syscall(RESTRICT_SELF, ruleset, 0) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel has Landlock but does not confine this process with it")
+        raise OSError(ctypes.get_errno(), "the kernel has Landlock but refuses to confine this process")
     os.close(ruleset)
 
 
 def _imported_from() -> set[str]:
-    """Return the folders of Python, its libraries and the packages that are loaded, which load more of themselves."""
+    """Return the folders of Python, its libraries and the loaded packages, which may import more of their modules."""
     places = {sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
     places |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     for name, module in list(sys.modules.items()):

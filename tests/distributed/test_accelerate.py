@@ -94,9 +94,9 @@ def test_two_accelerators_on_one_base(accelerator: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"device": torch.device("cuda:0")}, "the accelerator works on cuda:0, the base model is on cpu"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 of the accelerator means nothing"),
-        ({"mixed_precision": "bf16"}, "wants a base in bfloat16, found float32"),
+        ({"device": torch.device("cuda:0")}, "the accelerator uses cuda:0, but the base model is on cpu"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 of the accelerator has no effect"),
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16' expects a base in bfloat16, found float32"),
         ({"state": None}, "must be an accelerate.Accelerator"),
     ],
 )

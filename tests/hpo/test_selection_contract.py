@@ -119,11 +119,11 @@ def test_no_selection_names_the_elite_and_touches_nobody():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"slots": (1, 1)}, "every agent once"),
-        ({"slots": (0, 1), "births": (Birth(7, 0),)}, "children live"),
-        ({"slots": (0, 1), "deaths": (1,)}, "its dead do not"),
+        ({"slots": (1, 1)}, "every agent exactly once"),
+        ({"slots": (0, 1), "births": (Birth(7, 0),)}, "children must be in its slots"),
+        ({"slots": (0, 1), "deaths": (1,)}, "dead must not"),
         ({"slots": (0, 1), "mutants": (0,)}, "never the elite"),
-        ({"slots": (0, 1), "mutants": (5,)}, "mutates living agents"),
+        ({"slots": (0, 1), "mutants": (5,)}, "mutate agents in its slots"),
     ],
 )
 def test_impossible_plans_cannot_be_written_down(arguments, message):
@@ -152,7 +152,7 @@ def test_applying_a_plan_clones_the_parents_as_they_were():
 
 
 def test_a_plan_for_other_agents_is_an_error():
-    with pytest.raises(ConfigError, match=r"speaks of agents \[7\]"):
+    with pytest.raises(ConfigError, match=r"agents \[7\].*population is \[0, 1"):
         apply_plan(Plan(0, elite=0, slots=(0, 3), births=(Birth(3, 7),)), population(0.1, 0.2))
 
 

@@ -151,7 +151,7 @@ def test_a_model_that_has_lost_its_gradients_is_refused(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32").eval()
     with torch.no_grad():
         model(input_ids=torch.tensor([[4, 5, 6]]))
-    with pytest.raises(ConfigError, match=r"has computed something already.*load it anew"):
+    with pytest.raises(ConfigError, match=r"4-bit model has already been used.*load it again"):
         Runtime.for_model(model)
 
 

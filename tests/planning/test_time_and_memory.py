@@ -157,7 +157,7 @@ def test_memory() -> None:
     assert parts["adapters"] == 3 * 16 * 30  # two agents and the elite; parameters, gradients, two moments
     assert parts["decode_cache"] == 6 * 64 * 32 + 6 * 10 * 28  # the exam's 2 * 3 rows
     # 2 rows of 64 tokens, half of them completions; the head has gone before a layer's backward begins
-    at_work = max(128 * working_bytes(SHAPE, again=False), head_bytes(SHAPE, 64))
+    at_work = max(128 * working_bytes(SHAPE, restored=False), head_bytes(SHAPE, 64))
     assert parts["training_activations"] == 128 * saved_bytes(SHAPE, checkpointing=False) + at_work
     assert peak(parts) == 800 + 1440 + parts["training_activations"]
     assert memory(SHAPE, LOAD, Split(processes=2, sharded=True))["base"] == 600  # embeddings and head stay whole

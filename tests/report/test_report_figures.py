@@ -182,7 +182,7 @@ def test_samples_are_limited_in_number_and_length(tmp_path):
     groups = sample_groups(load_run(root))
     assert len(groups) == 20 * 6
     assert {groups[0]["step"], groups[-1]["step"]} == {0, 29}
-    assert groups[0]["prompt"].endswith("(cut here, 5,000 characters in all)")
+    assert groups[0]["prompt"].endswith("(truncated, 5,000 characters in total)")
     assert groups[0]["worst"] is None
 
 

@@ -177,7 +177,7 @@ def test_an_unfinished_run_says_so(page):
 
 def test_an_empty_run_still_gives_a_report(tmp_path):
     found = Page(build_report([write_run(tmp_path / "run")], tmp_path / "out" / "report.html"))
-    for words in ("no metrics yet", "no agents yet", "No agent has been examined yet", "No completions were saved"):
+    for words in ("no metrics yet", "no agents yet", "No agent has been evaluated yet", "No completions were saved"):
         assert words in found.text
     assert found.figures == {}
 

@@ -103,7 +103,7 @@ def test_what_a_grader_leaves_behind_ends_when_its_owner_is_killed(detached: Pat
 
 SAID = {
     "raises": "raised ZeroDivisionError: no luck",
-    "hangs": "nothing within 0.5 s",
+    "hangs": "no reply within 0.5 s",
     "allocates": "MemoryError",
     "leaves": "ended with status 0",
     "nan": "finite number or None, found nan",

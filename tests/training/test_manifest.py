@@ -168,7 +168,7 @@ OUT_OF_RANGE = {
     "mutation.probabilities.rl_hp_mut=-1": "mutation.probabilities.rl_hp_mut: input should be greater than",
     "mutation.probabilities={no_mut: 0, rl_hp_mut: 0}": "not all 0",
     "mutation.probabilities.new_layer=0.5": "the base model is frozen",
-    "mutation.rank_range=[8, 4]": "rank_range is (smallest, largest)",
+    "mutation.rank_range=[8, 4]": "rank_range must be (smallest, largest)",
     "training.device=tpu": "training.device: expected cpu, cuda, or cuda with a number such as cuda:1, found 'tpu'",
 }
 NOT_FINITE = {
@@ -309,7 +309,7 @@ def test_a_wrong_task(overrides: list[str], message: str) -> None:
 
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "needs a CUDA build of torch and such a GPU, found 0 GPUs" in refused("training.device=cuda")
+    assert "device='cuda' needs a CUDA build of torch and that GPU, found 0 GPUs" in refused("training.device=cuda")
     assert "found 0 GPUs" in refused("training.device=cuda:7")
 
 

@@ -47,8 +47,8 @@ def test_a_layer_by_hand() -> None:
     assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 320
     assert saved_bytes(WIDTHS, checkpointing=True) == 3 * 8 * 2
     assert saved_bytes(WIDTHS, checkpointing=False, offload=True) == 0
-    assert working_bytes(WIDTHS, again=False) == 4 * (20 + 8) * 4
-    assert working_bytes(WIDTHS, again=True) == 4 * (20 + 8) * 4 + 320
+    assert working_bytes(WIDTHS, restored=False) == 4 * (20 + 8) * 4
+    assert working_bytes(WIDTHS, restored=True) == 4 * (20 + 8) * 4 + 320
     assert head_bytes(WIDTHS, 100, 16) == 3 * 16 * 50 * 4 + 3 * 100 * 8 * 2
     assert head_bytes(WIDTHS, 100) == 3 * 100 * 50 * 4 + 3 * 100 * 8 * 2
 

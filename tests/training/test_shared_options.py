@@ -53,7 +53,7 @@ def test_options_of_loading_are_for_loading() -> None:
     runtime = Runtime.for_model(random_model())
     with pytest.raises(ConfigError, match="lora_target_scope='mlp' contradicts"):
         agent(runtime, lora_target_scope="mlp")
-    with pytest.raises(ConfigError, match="model_config is for a model that is loaded by its name"):
+    with pytest.raises(ConfigError, match="model_config only applies to a model that is loaded by name"):
         GRPO(actor_network=random_model(), pad_token_id=PAD, model_config={"attn_implementation": "eager"})
 
 
@@ -64,7 +64,7 @@ def test_model_config_changes_the_configuration_of_a_model_that_is_loaded() -> N
     assert (str(base.dtype), base.model.config._attn_implementation) == ("torch.bfloat16", "eager")
     for overrides, message in (
         ({"rms_norm_epsilon": 3}, "has no setting 'rms_norm_epsilon' to change; did you mean 'rms_norm_eps'"),
-        ({"dtype": "int3"}, "'int3' does not go with dtype='auto'"),
+        ({"dtype": "int3"}, "'int3' contradicts dtype='auto'"),
     ):
         with pytest.raises(ConfigError, match=message):
             GRPO(model_name="embedded", model_config=overrides)

@@ -132,7 +132,7 @@ def too_small(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "cannot load"),
     "a list as config": (lambda f: (f / "config.json").write_text("[1]"), "cannot load"),
     "unknown architecture": (lambda f: (f / "config.json").write_text('{"model_type": "nonsense"}'), "nonsense"),
