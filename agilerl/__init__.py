@@ -85,12 +85,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that ``import agilerl`` itself is light."""
+    """Import a public name when it is first used, so that ``import agilerl`` is fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    """List the public names, whether or not they were used yet."""
+    """List the public names, including those not imported yet."""
     return [*__all__, "__version__"]

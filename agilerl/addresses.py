@@ -1,4 +1,4 @@
-"""Which addresses get a key (files name them, users trust them), how much of an answer is read, if the hub answers."""
+"""Requests to addresses that files name: which of them get a key, how much of an answer is read, if the hub answers."""
 
 import os
 import re
@@ -14,40 +14,40 @@ import httpx2
 from agilerl.errors import ConfigError
 
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
-"""Environment variable with the addresses that keys may be sent to, separated by white space or commas."""
+"""Environment variable with the addresses that keys may be sent to, separated by whitespace or commas."""
 
 _ANSWER_BYTES = 64 * 2**20
 _HUB_SECONDS = 5.0
-"""To wait for a connection, before the hub's client would spend half a minute on retries."""
+"""Seconds to wait for a connection; the hub's client itself would retry for half a minute."""
 _ENCODINGS = ("", "identity", "gzip", "deflate")
-"""Compressions of which a piece of an answer unfolds into at most a thousand times its size."""
+"""Compression methods that expand a piece of an answer to at most a thousand times its size."""
 OPENAI = "https://api.openai.com/v1"
 _OWN = {"OPENAI_API_KEY": OPENAI}
-"""Keys that have an address that they are for."""
+"""Keys of known services, with the addresses that they are for."""
 
 
 class AnswerTooLarge(httpx2.HTTPError):
-    """An answer that is longer than any that makes sense, or that does not come to its end."""
+    """An answer that is longer than any that makes sense."""
 
 
 def check_key(where: str, variable: str, address: str, typed: Iterable[str] = (), *, without: str) -> None:
-    """Raise ConfigError where a file would send the key of an environment variable to an address that it names.
+    """Raise ConfigError if a file would send the key in an environment variable to an address that the file names.
 
     ``typed`` are the addresses that the user has given on the command line; ``without`` says how to send no key.
     """
     if may_have_key(variable, address, typed):
         return
     raise ConfigError(
-        f"{where}: a manifest or run directory cannot send the API key of an environment variable ({variable}) to an "
+        f"{where}: a manifest or run directory cannot send the API key in an environment variable ({variable}) to an "
         f"address that it names itself ({_shown(address)}); if you trust that address, allow it: "
         f"{ALLOWED}={_shown(address)}, or name it on the command line; if it needs no key, {without}"
     )
 
 
 def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool:
-    """Return whether the user allows a key at an address: in the environment or on the command line.
+    """Return whether the user allows sending a key to an address, in the environment or on the command line.
 
-    An allowed address stands for itself and what is below it, at the same scheme, host and port.
+    An allowed address covers itself and all paths below it, with the same scheme, host and port.
     """
     allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
     own = [_OWN[variable]] if variable in _OWN else []
@@ -56,7 +56,7 @@ def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool
 
 
 def addresses_in(value: Any) -> Iterator[str]:
-    """Yield the addresses among the values of a setting, whatever it is made of."""
+    """Yield the addresses among the values of a setting, at any depth."""
     if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -67,13 +67,13 @@ Address = tuple[str, str, int, str]
 
 
 def _parts(address: str) -> Address | None:
-    """Return scheme, host, port and path, None for what is no plain address."""
+    """Return scheme, host, port and path; None for anything but a plain address."""
     try:
         found = urlsplit(address)
         port = found.port or {"http": 80, "https": 443}[found.scheme]
     except (ValueError, KeyError):
         return None
-    # What parsers of addresses disagree about is no plain address.
+    # Anything that parsers of addresses may read differently is not a plain address.
     if not found.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in found.path:
         return None
     return found.scheme, found.hostname.rstrip("."), port, found.path.rstrip("/").removesuffix("/v1")
@@ -84,27 +84,27 @@ def _covers(allowed: Address | None, target: Address) -> bool:
 
 
 def _shown(address: str) -> str:
-    address = re.sub(r"(?<=://)[^/]*@", "***@", address)  # a password may stand before the host
+    address = re.sub(r"(?<=://)[^/]*@", "***@", address)  # a password may precede the host
     return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
 
 
 def request(client: httpx2.Client, method: str, url: Any, *, seconds: float, **arguments: Any) -> httpx2.Response:
-    """Send a request and return the whole answer, of at most 64 MiB, unpacked.
+    """Send a request and return the whole answer, of at most 64 MiB, decompressed.
 
-    The time-outs of a client are for one wait each, and a server that sends a byte a minute never exceeds them:
-    ``seconds`` are for all of the answer. Raises AnswerTooLarge, and what the client raises.
+    A client's timeouts limit each wait for data, and a server that sends a byte a minute never exceeds them;
+    ``seconds`` limits the whole answer. Raises AnswerTooLarge, and whatever the client raises.
     """
     deadline, content = time.monotonic() + seconds, bytearray()
     headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
     with client.stream(method, url, headers=headers, **arguments) as answer:
         if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
-            raise AnswerTooLarge("the answer is packed in a way that was not asked for")
+            raise AnswerTooLarge("the answer is compressed with a method that was not requested")
         for piece in answer.iter_bytes():
             content += piece
             if len(content) > _ANSWER_BYTES:
                 raise AnswerTooLarge(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
             if time.monotonic() > deadline:
-                raise httpx2.ReadTimeout(f"the answer did not end within {seconds:g} s")
+                raise httpx2.ReadTimeout(f"the answer was not complete within {seconds:g} s")
     kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
     return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
 
@@ -113,7 +113,7 @@ _OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 
 def is_out_of_reach() -> bool:
-    """Try to connect to the hub; behind a proxy nothing is tried, and the answer is False."""
+    """Return whether connecting to the hub fails; behind a proxy nothing is tried and the result is False."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

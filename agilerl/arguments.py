@@ -1,7 +1,7 @@
-"""Arguments of public functions and fields of public dataclasses, checked by their annotations; findings as sentences.
+"""Arguments of public functions and fields of public dataclasses, checked against their annotations.
 
-A public function or method carries :func:`checked`, a public dataclass calls :func:`check_fields`: their annotations
-are then the rules, ranges included (``Count``, ``Share``, ``Within``). Functions inside the package are not checked.
+A public function or method is decorated with :func:`checked`, a public dataclass calls :func:`check_fields`: their
+annotations are then the rules, ranges included (``Count``, ``Share``, ``Within``). Internal functions are not checked.
 """
 
 import collections.abc
@@ -48,10 +48,10 @@ _MOST_NAMES = 12
 
 
 def shown(value: Any) -> str:
-    """Return ``repr(value)``, shortened where it would drown the message."""
+    """Return ``repr(value)``, shortened if it would dominate the message."""
     try:
         text = repr(value)
-    except Exception as error:  # an object that is not even complete, perhaps
+    except Exception as error:  # for instance of a half-initialised object
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -68,7 +68,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number, as a part of its annotation: ``Annotated[int, Within(least=1)]``."""
+    """Bounds of a number, as part of its annotation: ``Annotated[int, Within(least=1)]``."""
 
     least: float | None = None
     above: float | None = None
@@ -85,7 +85,7 @@ class Within:
         )
 
     def words(self) -> str:
-        """Return the bounds in words that follow "a number"."""
+        """Return the bounds in words that can follow "a number"."""
         low = "" if self.least is None else f" of {self.least:g} or more"
         low += "" if self.above is None else f" above {self.above:g}"
         high = "" if self.most is None else f"at most {self.most:g}"
@@ -95,7 +95,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Having:
-    """What an object of a foreign type must have, as a part of its annotation: ``Annotated[Any, Having(...)]``."""
+    """Attributes that an object of another library must have, as part of its annotation."""
 
     what: str
     """What it is, in words."""
@@ -107,19 +107,19 @@ class Having:
 
 @dataclass(frozen=True)
 class Hint:
-    """What to do about a value that does not fit, as a part of its annotation."""
+    """What to do about a value that does not fit, as part of its annotation."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class _Text:
-    """Text that is not empty and has no zero byte in it, which no system call takes."""
+    """Text that is not empty and has no zero byte, which system calls do not accept."""
 
 
 @dataclass(frozen=True)
 class _AlsoNotFinite:
-    """NaN and infinity are taken too."""
+    """NaN and infinity are accepted too."""
 
 
 Number = Annotated[float, _AlsoNotFinite()]
@@ -132,7 +132,7 @@ Positive = Annotated[float, Within(above=0)]
 NotNegative = Annotated[float, Within(least=0)]
 Name = Annotated[str, _Text()]
 Location = Annotated[str | os.PathLike[str], _Text()]
-"""Where something lies in the file system."""
+"""A path in the file system."""
 Tokenizer = Annotated[
     Any,
     Having(
@@ -144,7 +144,7 @@ Tokenizer = Annotated[
 
 
 class _Misfit(Exception):  # noqa: N818  (never leaves this file)
-    """A value is not what an annotation says: what was expected, what was found at which place in it, what to do."""
+    """A value does not match an annotation: what was expected, what was found and where in it, what to do."""
 
     def __init__(self, expected: str, found: Any, hint: str = "", place: str = "") -> None:
         super().__init__(expected)
@@ -152,7 +152,7 @@ class _Misfit(Exception):  # noqa: N818  (never leaves this file)
 
 
 def described(value: Any) -> str:
-    """Return what was found in words: numbers and texts as they are, others with their type, of a tensor its shape."""
+    """Describe a value that was found: numbers and strings as they are, tensors by shape, all else with its type."""
     if value is None or type(value) in (bool, int, float, str):
         return shown(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -162,18 +162,18 @@ def described(value: Any) -> str:
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Check every argument against its annotation before the call: the door of a public function or method.
+    """Check every argument of a public function or method against its annotation before the call.
 
-    Numbers of numpy become Python's. True and false are no numbers, a float is no whole number, and NaN and infinity
-    are no settings. Raises ConfigError with what was expected, what was found and, where that helps, what to
-    do. Arguments that are missing or unknown are Python's TypeError, as everywhere.
+    Numbers of numpy become Python's. True and False are not numbers, a float is not a whole number, and NaN and
+    infinity are not accepted. Raises ConfigError with what was expected, what was found and, if that helps, what to do.
+    Missing or unknown arguments raise Python's TypeError, as everywhere.
     """
     places = function.__code__.co_varnames[: function.__code__.co_argcount]
     hints: dict[str, Any] = {}
 
     @wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Read at the first call: annotations may name what is defined further down.
+        # Read at the first call, because annotations may name things that are defined further down.
         if len(hints) < len(function.__annotations__):
             hints.update(_hints(function))
         given, named = list[Any](args), dict[str, Any](kwargs)
@@ -209,9 +209,9 @@ def _field_hints(kind: type) -> dict[str, Any]:
 
 
 def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
-    """Return a value as an annotation takes it.
+    """Return a value, converted as an annotation asks.
 
-    ``owner`` (what was called) and ``name`` (of the argument) begin the ConfigError of one that does not fit.
+    ``owner`` (what was called) and ``name`` (of the argument) begin the ConfigError for a value that does not fit.
     """
     try:
         return _taken(annotation, value)
@@ -225,7 +225,7 @@ def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
 def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, annotation: Any, value: Any) -> Any:
     owner, _, own = function.__qualname__.rpartition(".")
     if owner and "<locals>" not in owner:
-        # What the user called: the class of the object, which may inherit the method.
+        # The class that the user called, which may have inherited the method.
         holder = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else object
         owner = holder.__name__ if owner in (base.__qualname__ for base in holder.__mro__) else owner
         own = owner if own == "__init__" else f"{owner}.{own}"
@@ -233,7 +233,7 @@ def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, an
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function; one that names what is known to type checkers alone says nothing."""
+    """Return the annotations of a function; names that only type checkers know are not checked."""
     space = getattr(function, "__globals__", {})
     found: dict[str, Any] = {}
     for name, annotation in function.__annotations__.items():
@@ -265,7 +265,7 @@ def _taken(wanted: Any, value: Any) -> Any:
         return _PLAIN[plain](value)
     if plain is collections.abc.Callable:
         if not callable(value):
-            raise _Misfit("a function (or another object that can be called)", value)
+            raise _Misfit("a function (or another callable)", value)
         return value
     if not isinstance(plain, type) or plain is object:
         return value
@@ -334,7 +334,7 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
         return value
     try:
         given = list(value)
-    except TypeError:  # a tensor or array of no dimension
+    except TypeError:  # a tensor or array without dimensions
         raise _Misfit(f"a list{_of(parts)}", value) from None
     fixed = wanted is tuple and parts[-1] is not Ellipsis
     if fixed and len(given) != len(parts):
@@ -347,7 +347,7 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
             raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{place}]{misfit.place}") from None
     if wanted is tuple:
         return tuple(items)
-    # A list that fits stays the object that it is; a tensor or an array becomes a list of its rows.
+    # A list that fits stays the same object; a tensor or an array becomes a list of its rows.
     same = isinstance(value, collections.abc.Sequence) and all(a is b for a, b in zip(given, items))
     return value if same else items
 
@@ -355,7 +355,7 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
 def _mapping(parts: tuple[Any, ...], value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _Misfit("a mapping", value)
-    if not parts or parts[1] is Any:  # rows and settings, whose keys are checked where they are read
+    if not parts or parts[1] is Any:  # rows and settings, whose keys are checked when they are read
         return value
     made = {}
     for key, item in value.items():
@@ -368,7 +368,7 @@ def _mapping(parts: tuple[Any, ...], value: Any) -> Any:
 
 
 def _of(parts: tuple[Any, ...]) -> str:
-    """Return in words what a list is of, as far as its annotation says it."""
+    """Return in words what a list contains, if its annotation says so."""
     words: dict[Any, str] = {int: " of whole numbers", float: " of numbers", str: " of texts"}
     first = parts[0] if parts else None
     named = isinstance(first, type) and first is not object and typing.get_origin(first) is None
@@ -386,7 +386,7 @@ def _instance(wanted: type, value: Any) -> Any:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return the names that a protocol asks for."""
+    """Return the names that a protocol requires."""
     names = [
         name
         for base in protocol.__mro__
@@ -398,7 +398,7 @@ def _members(protocol: type) -> list[str]:
 
 def _whole(value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)  # numpy's too; of an int it is the same object
+        return int(value)  # converts numpy's integers; an int stays the same object
     raise _Misfit(_WORDS[int], value)
 
 
@@ -411,7 +411,7 @@ def _number(value: Any) -> Any:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer beyond the range of floats
         return False
 
 
@@ -436,7 +436,7 @@ def _nothing(value: Any) -> Any:
 
 def _path(value: Any) -> Any:
     if not isinstance(value, os.PathLike):
-        raise _Misfit("a path", value, "pass the path as text or as a pathlib.Path")
+        raise _Misfit("a path", value, "pass a string or a pathlib.Path")
     return value
 
 

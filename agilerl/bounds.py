@@ -1,4 +1,4 @@
-"""Bounds on what is read from files that others wrote: sizes, kinds of files, regular expressions."""
+"""Bounds on untrusted files: sizes, kinds of files, regular expressions."""
 
 import os
 import stat
@@ -12,13 +12,13 @@ from agilerl.errors import AgileRLError, ConfigError
 __all__ = ["PATTERN_SECONDS", "check_file", "compiled_pattern", "full_matches", "memory_bytes"]
 
 PATTERN_SECONDS = 2.0
-"""Time for all matches of one pattern."""
+"""Seconds for all matches of one pattern."""
 _PATTERN = 10_000
 _REPEATS = 100_000
 
 
 def memory_bytes() -> int | None:
-    """Return the memory that the machine or its container allows; None where unknown."""
+    """Return the memory of the machine, or of its container if that allows less; None if unknown."""
     limits = [_container_limit()]
     try:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -37,10 +37,10 @@ def _container_limit() -> int | None:
 
 
 def check_file(path: Path, most: int | None = None, *, error: type[AgileRLError] = ConfigError) -> None:
-    """Raise ``error`` for what is no plain file, and for one of more than ``most`` bytes, before it is opened.
+    """Raise ``error`` for anything but a plain file of at most ``most`` bytes, before it is opened.
 
-    A pipe would be waited for, a device never ends, and a sparse file of terabytes costs a stranger nothing. Links are
-    followed. A file that is missing is left to what reads it.
+    Reading a named pipe would wait for ever, a device never ends, and a sparse file of terabytes costs an attacker
+    nothing. Links are followed. A missing file is left to its reader.
     """
     try:
         found = os.stat(path)
@@ -54,7 +54,7 @@ def check_file(path: Path, most: int | None = None, *, error: type[AgileRLError]
 
 
 def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
-    """Return a regular expression that can be compiled in no time; raises ConfigError for another one."""
+    """Return a compiled regular expression; raises ConfigError for one that is invalid or too large to compile."""
     if len(pattern) > _PATTERN or _repeats(pattern) > _REPEATS:
         raise ConfigError(
             f"{where}: the regular expression is too large: expected at most {_PATTERN:,} characters and repeats of "
@@ -63,11 +63,11 @@ def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
     try:
         return regex.compile(pattern)
     except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-        raise ConfigError(f"{where}: {pattern[:80]!r} is no regular expression: {error}") from error
+        raise ConfigError(f"{where}: {pattern[:80]!r} is not a regular expression: {error}") from error
 
 
 def _repeats(pattern: str) -> int:
-    """Return how many parts a pattern has with each ``{n}`` written out: the compiler does that."""
+    """Return how many parts a pattern has with each ``{n}`` expanded, as the compiler does it."""
     stack, parts, last, place = [], 0, 0, 0
     while place < len(pattern):
         character = pattern[place]
@@ -92,13 +92,13 @@ def _repeats(pattern: str) -> int:
 def full_matches(pattern: str, names: Iterable[str], where: str) -> set[str]:
     """Return the names that a pattern matches as a whole.
 
-    Raises ConfigError for a pattern that is none, or that takes too long: one that tries every way to cut a name into
-    pieces (``(\\w+\\.?)+x``) would go on for years.
+    Raises ConfigError for an invalid pattern, or one that takes too long: a pattern that tries every way to split a
+    name (``(\\w+\\.?)+x``) would run for years.
     """
     compiled, left = compiled_pattern(pattern, where), PATTERN_SECONDS
     try:
         return {name for name in names if compiled.fullmatch(name, timeout=left) is not None}
     except TimeoutError:
         raise ConfigError(
-            f"{where}: matching {pattern[:80]!r} takes more than {left:g} s; write it without repeats inside of repeats"
+            f"{where}: matching {pattern[:80]!r} takes more than {left:g} s; write it without nested repeats"
         ) from None

@@ -1,4 +1,4 @@
-"""Custom code (graders, environments, losses): files run as modules; torch is as before, and the process goes on."""
+"""Custom code (graders, environments, losses): runs files as modules; keeps torch's settings and the process intact."""
 
 import hashlib
 import importlib.util
@@ -13,9 +13,9 @@ from typing import Any
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run custom code: what it does to torch's settings is undone, and ``sys.exit()`` is a RuntimeError.
+    """Run custom code: its changes to torch's settings are undone, and ``sys.exit()`` becomes a RuntimeError.
 
-    A grader that ends the process with status 0 would otherwise look like a run that has finished.
+    A grader that ends the process with status 0 would otherwise look like a finished run.
     """
     with torch_restored():
         try:
@@ -25,16 +25,16 @@ def contained() -> Iterator[None]:
 
 
 def left(error: SystemExit) -> RuntimeError:
-    """Return what ``sys.exit()`` in custom code is reported as."""
-    return RuntimeError(f"it wanted to leave the process (SystemExit: {error.code})")
+    """Return the error that reports a ``sys.exit()`` in custom code."""
+    return RuntimeError(f"it tried to exit the process (SystemExit: {error.code})")
 
 
 @contextmanager
 def torch_restored() -> Iterator[None]:
-    """Put back torch's grad mode, default dtype and device, deterministic flags and number of threads.
+    """Restore torch's grad mode, default dtype and device, deterministic flags and number of threads.
 
-    Learning and sampling rely on all of them. Its random generator is left alone: nothing of this package draws from
-    it, and code that does would draw the same number every time. Grad mode and default device belong to a thread.
+    Learning and sampling depend on all of them. The state of its random generator is not restored: this package never
+    draws from it, and custom code would get the same number every time. Grad mode and default device are per thread.
     """
     before = _settings()
     try:
@@ -45,9 +45,9 @@ def torch_restored() -> Iterator[None]:
 
 
 def _settings() -> dict[str, Any] | None:
-    """Return torch's settings; None if it has not been imported, so that custom code finds what it expects."""
+    """Return torch's settings; None if torch has not been imported, and then there is nothing to restore."""
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_default_device"):  # it is being imported right now
+    if torch is None or not hasattr(torch, "get_default_device"):  # without the attribute, it is just being imported
         return None
     return {
         "grad": torch.is_grad_enabled(),
@@ -67,7 +67,7 @@ def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
     setters: dict[str, Callable[[], object]] = {
         "grad": lambda: torch.set_grad_enabled(before["grad"]),
         "dtype": lambda: torch.set_default_dtype(before["dtype"]),
-        # A CPU that is named would stay on as a mode that every call goes through.
+        # None, not "cpu": a named device stays active as a mode that every call passes through.
         "device": lambda: torch.set_default_device(None if before["device"].type == "cpu" else before["device"]),
         "deterministic": lambda: torch.use_deterministic_algorithms(enabled, warn_only=warn_only),
         "threads": lambda: torch.set_num_threads(before["threads"]),
@@ -78,7 +78,7 @@ def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def run_file(path: Path) -> ModuleType:
-    """Run a file under a module name of its own, once for each content; raises what the code raises, and OSError."""
+    """Run a file under a unique module name, once for each content; raises whatever the code raises, and OSError."""
     own = f"_agilerl_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]}"
     if own in sys.modules:
         return sys.modules[own]
@@ -86,7 +86,7 @@ def run_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[own] = module  # dataclasses look their module up while it runs
+    sys.modules[own] = module  # dataclasses look up their module while it runs
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -96,7 +96,7 @@ def run_file(path: Path) -> ModuleType:
 
 
 class _SourceAlone(SourceFileLoader):
-    """Reads the source and no compiled copy beside it, which could hold something else, and writes none."""
+    """Reads only the source, not a compiled copy beside it, which could hold other code; writes no copy either."""
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the code of the source."""

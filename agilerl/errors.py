@@ -1,11 +1,11 @@
-"""Every error that a user can cause or meet, in one small tree."""
+"""Every error that a user may cause or see, in one small hierarchy."""
 
 
 class AgileRLError(Exception):
     """Base of all errors raised on purpose; its message says what was expected, what was found and what to do."""
 
     everywhere: bool = False
-    """Whether every process that works on the same agents raises it, so that one of them is enough to say it."""
+    """Whether every process that works on the same agents raises it, so that only one of them needs to report it."""
 
 
 class ConfigError(AgileRLError, ValueError):
@@ -29,7 +29,7 @@ class CheckpointError(AgileRLError):
 
 
 class WriteError(CheckpointError):
-    """The disk refused: it is full, broken, or may not be written to."""
+    """Writing failed: the disk is full, broken or not writable."""
 
 
 class EngineError(AgileRLError):
@@ -37,12 +37,12 @@ class EngineError(AgileRLError):
 
 
 class MemoryExhaustedError(EngineError):
-    """Memory does not hold the least that can be computed at once."""
+    """Memory is too small even for the smallest batch."""
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an optional part, ``math`` say, for the end of a message.
+    """Return the command that installs an optional dependency group, for instance ``math``, for a message.
 
-    The one place that knows it: PyPI has another project by the name of this one, so the source is installed.
+    It installs from source, because the project of this name on PyPI is a different one.
     """
     return f"pip install -e '.[{extra}]' in the folder of agilerl's source"

@@ -1,4 +1,4 @@
-"""Processes that work on one run together: bytes and tensors between them, over torch.distributed."""
+"""Several processes that work on one run, and the exchange of bytes and tensors between them (torch.distributed)."""
 
 import os
 import threading
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 _CONNECTING, _POLL = timedelta(seconds=120), 0.05
 _WATCHING = 1.0
-"""Seconds between two looks at whether the launcher is still there."""
+"""Seconds between two checks that the launcher is still running."""
 
 
 @dataclass(frozen=True)
 class Processes:
     """A group of processes, seen from one of them.
 
-    All processes of a group make the same calls in the same order. What travels is bytes and tensors: nothing that is
-    received can run code. Every call raises EngineError where another process is lost.
+    All processes of a group make the same calls in the same order. Only bytes and tensors are exchanged, so received
+    data cannot run code. Every call raises EngineError if another process is lost.
     """
 
     rank: int = 0
-    """Place of this process in the group, from 0."""
+    """Rank of this process in the group, from 0."""
     size: int = 1
-    """Processes of the group."""
+    """Number of processes in the group."""
     group: Any = None
     """The group of torch.distributed; None: this process is alone."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every process gave, in the order of their ranks."""
+        """Return the bytes of every process, in the order of their ranks."""
         if self.size == 1:
             return [data]
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -58,7 +58,7 @@ class Processes:
         return [_bytes(part[: int(length)]) for part, length in zip(received, lengths)]
 
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return the bytes that the process of rank ``source`` gave; the others give None."""
+        """Return the bytes that the process of rank ``source`` passed; the other processes pass None."""
         if self.size == 1:
             assert data is not None
             return data
@@ -72,12 +72,12 @@ class Processes:
         return _bytes(content)
 
     def send(self, data: bytes, target: int) -> None:
-        """Give bytes to the process of rank ``target``, which calls :meth:`receive` now."""
+        """Send bytes to the process of rank ``target``, which must call :meth:`receive`."""
         for part in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
             _together(lambda part=part: dist.send(part, group=self.group, group_dst=target))  # type: ignore[misc]
 
     def receive(self, source: int) -> bytes:
-        """Return the bytes that the process of rank ``source`` gives with :meth:`send`; at least one."""
+        """Return the bytes that the process of rank ``source`` sends with :meth:`send`; at least one."""
         length = torch.zeros(1, dtype=torch.int64)
         _together(lambda: dist.recv(length, group=self.group, group_src=source))
         content = torch.zeros(int(length), dtype=torch.uint8)
@@ -90,24 +90,24 @@ class Processes:
             _together(lambda: dist.all_reduce(tensor, group=self.group))
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Return when every process has called this."""
         self.gather(b"")
 
     def share(self, count: int) -> range:
-        """Return which of ``count`` places are this process's: consecutive ones, the first processes one more."""
+        """Return which of ``count`` items are this process's: consecutive ones, the first processes get one more."""
         return self.shares(count)[self.rank]
 
     def shares(self, count: int) -> list[range]:
-        """Return the places of every process."""
+        """Return the items of every process."""
         least, more = divmod(count, self.size)
         starts = [rank * least + min(rank, more) for rank in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(starts)]
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> "Processes":
-        """Divide the processes of this group by their ranks, and return the part that this one is in."""
+        """Split this group by ranks, and return the subgroup of this process."""
         own = ALONE
         for ranks in groups:
-            # Every process takes part in making every group.
+            # torch requires every process to take part in the creation of every group.
             world = [dist.get_global_rank(self.group, rank) if self.group is not None else rank for rank in ranks]
             made = dist.new_group(world) if len(ranks) > 1 else None
             if self.rank in ranks:
@@ -116,15 +116,15 @@ class Processes:
 
 
 ALONE = Processes()
-"""One process by itself."""
+"""A single process on its own."""
 
 
 @contextmanager
 def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[Processes]:
-    """Meet the other processes that a launcher has started, and take leave of them at the end.
+    """Join the other processes that a launcher has started, and leave them at the end.
 
-    Raises ConfigError where the launcher's variables or the meeting place cannot be used, EngineError where not
-    everybody comes in time.
+    Raises ConfigError if the launcher's variables or the address to meet at cannot be used, EngineError if not all
+    processes join in time.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not os.environ.get(name, "").isdigit():
@@ -150,9 +150,9 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
 
 
 def _end_with_launcher() -> None:
-    """End this process when torchrun, which started it, is gone: nothing would end it any more, or start it again.
+    """End this process if torchrun, which started it, is gone: nothing else would end or restart it.
 
-    Of other launchers we do not know that they stay: a shell may start processes and end.
+    This is for torchrun only: other launchers need not stay, for instance a shell may start processes and exit.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _launchers:
         return
@@ -162,15 +162,15 @@ def _end_with_launcher() -> None:
         while not _is_orphaned():
             sleep(_WATCHING)
         if os.environ["RANK"] == "0":
-            with suppress(OSError):  # whoever listened may be gone as well
+            with suppress(OSError):  # the reader of standard error may be gone as well
                 os.write(2, b"error: the launcher of this run was killed; continue with agilerl resume\n")
-        os._exit(2)  # as a kill would: a run directory is whole at any moment
+        os._exit(2)  # like a kill: a run directory is consistent at any moment
 
     threading.Thread(target=watch, name="watch the launcher", daemon=True).start()
 
 
 _launchers: list[int] = []
-"""The process that started this one, where it is watched."""
+"""The process that started this one, if it is watched."""
 
 
 def _is_orphaned() -> bool:
@@ -178,19 +178,19 @@ def _is_orphaned() -> bool:
 
 
 def _meet(backend: str, patience: timedelta) -> None:
-    """Start torch.distributed as soon as every process is there; from then on it takes little time, or hangs."""
+    """Start torch.distributed once every process has arrived; it is quick then, and would hang before."""
     found, rank, size = next(rendezvous("env://", timeout=patience))
-    # torchrun's store outlives the processes that it starts again, and with it the addresses of those that have ended.
+    # torchrun's store outlives the processes that it restarts, and still has the addresses of those that have ended.
     store = dist.PrefixStore(_meeting(found, rank, size, patience), found)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=min(patience, _CONNECTING))
     dist.distributed_c10d._set_pg_timeout(patience)
 
 
 def _meeting(store: Any, rank: int, size: int, patience: timedelta) -> str:
-    """Return a word that only the processes that are here now know.
+    """Return a word that only the current processes know.
 
-    Each calls with a word that nobody ever said before; the first answers every call, those of the dead too, until all
-    that are alive have answered back.
+    Each process calls with a word that was never used before. The first process answers every call, even those of dead
+    processes, until all living ones have replied.
     """
     if rank:
         own = uuid4().hex
@@ -204,7 +204,7 @@ def _meeting(store: Any, rank: int, size: int, patience: timedelta) -> str:
     missing = set(range(1, size))
     while missing:
         if monotonic() > end:
-            raise RuntimeError(f"of {size} processes {len(missing)} did not come")
+            raise RuntimeError(f"{len(missing)} of {size} processes did not join")
         for other in missing:
             if store.check([f"call {other}"]):
                 store.set(f"answer {store.get(f'call {other}').decode()}", word)
@@ -217,11 +217,11 @@ def _meeting(store: Any, rank: int, size: int, patience: timedelta) -> str:
 def _together(call: Callable[[], T]) -> T:
     try:
         return call()
-    except RuntimeError as error:  # gloo has one kind of error for all that can happen to the others
-        if _is_orphaned():  # theirs is what happens to this one too, in a moment
+    except RuntimeError as error:  # gloo has one type of error for anything that happens to other processes
+        if _is_orphaned():  # the launcher is gone, so this process is about to end as well
             sleep(2 * _WATCHING)
         raise EngineError(
-            f"another process of this run is lost or does not answer ({_reason(error)}); go on from the last "
+            f"another process of this run is lost or does not answer ({_reason(error)}); continue from the last "
             "checkpoint with agilerl resume, or under the launcher with --resume auto"
         ) from error
 

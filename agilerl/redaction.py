@@ -1,4 +1,4 @@
-"""Keys and passwords are not written down: how they are recognised in settings and command lines."""
+"""Keys and passwords are never written to disk: how they are recognised in settings and command lines."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 REDACTED = "***"
 
 _ENDINGS = ("key", "token", "secret", "password", "passwd", "passphrase", "credential", "bearer", "authorization")
-_PLURALS = frozenset({"keys", "secrets", "passwords", "credentials"})  # tokens are what models are made of
+_PLURALS = frozenset({"keys", "secrets", "passwords", "credentials"})  # not "tokens": models count those
 _NAME = r"""["']?[A-Za-z][\w.-]*["']?"""
 _VALUE = r""""[^"]*"|'[^']*'|[^\s,;&}\]"']+"""
 _ASSIGNED = re.compile(rf"({_NAME})(\s*[=:]\s*)({_VALUE})")
@@ -17,16 +17,16 @@ _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
 def names_a_secret(name: str) -> bool:
-    """Return whether a setting of this name holds a secret: ``api_key`` does, ``api_key_env`` and ``max_tokens`` not.
+    """Return whether a setting of this name holds a secret: ``api_key`` does, ``api_key_env`` or ``max_tokens`` not.
 
-    A name that ends with ``env`` is for the name of an environment variable.
+    A setting whose name ends with ``env`` holds the name of an environment variable.
     """
     words = [word.lower() for word in _WORDS.findall(name.rpartition(".")[2])]
     return any(word.endswith(_ENDINGS) or word in _PLURALS for word in words) and words[-1] != "env"
 
 
 def redacted(command: Sequence[str]) -> list[str]:
-    """Return a command line with ``***`` for the value of each setting, also inside a value, that holds a secret."""
+    """Return a command line with ``***`` for the value of each setting that holds a secret, also in other values."""
     shown, follows = [], False
     for argument in command:
         option = _OPTION.fullmatch(argument)
@@ -41,19 +41,19 @@ def redacted(command: Sequence[str]) -> list[str]:
 def _without_assigned(text: str) -> str:
     whole = re.fullmatch(rf"(-*{_NAME}=)(.+)", text, re.DOTALL)
     if whole is not None and names_a_secret(whole[1].strip("-=\"'")):
-        return f"{whole[1]}{REDACTED}"  # to its end, whatever characters the secret is made of
+        return f"{whole[1]}{REDACTED}"  # up to the end, because a secret may contain any character
     pieces, end, place = [], 0, 0
     while (found := _ASSIGNED.search(text, place)) is not None:
         if names_a_secret(found[1].strip("\"'")):
             pieces += [text[end : found.start(3)], REDACTED]
             place = end = found.end()
         else:
-            place = found.end(2)  # what is assigned may itself be an assignment
+            place = found.end(2)  # the assigned value may itself be an assignment
     return "".join([*pieces, text[end:]])
 
 
 def secrets_in(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the path of each text inside nested settings that is there under the name of a secret."""
+    """Yield the path of each string in nested settings whose name is that of a secret."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             inner = f"{path}.{key}" if path else str(key)

@@ -1,7 +1,7 @@
 """The date that chat templates see: one for a whole run, however long it takes and however often it is resumed.
 
-Templates such as Llama's write today's date into every prompt (``strftime_now``). With the date of the wall clock, a
-run that is resumed on another day, or that lasts over midnight, would sample other completions without a word.
+Templates such as Llama's write today's date into every prompt (``strftime_now``). With the wall clock, a run that is
+resumed on another day, or that lasts past midnight, would silently sample different completions.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ __all__ = ["asks_for_date", "now", "pinned", "strftime_now"]
 
 _LONGEST_FORMAT = 1000
 _pinned: list[datetime] = []
-"""Of the run that this process works on, in all of its threads; of runs inside each other the innermost."""
+"""The dates of the runs that this process works on, for all threads; the innermost run comes last."""
 
 
 @contextmanager
 def pinned(date: datetime) -> Iterator[None]:
-    """Let it be this date for chat templates meanwhile."""
+    """Set the date that chat templates see while the context is open."""
     _pinned.append(date)
     try:
         yield
@@ -29,17 +29,17 @@ def pinned(date: datetime) -> Iterator[None]:
 
 
 def now() -> datetime:
-    """Return the date of the run, local time; where there is no run, that of the clock."""
+    """Return the date of the run, local time; without a run, the current date."""
     return _pinned[-1] if _pinned else datetime.now()
 
 
 def strftime_now(form: str) -> str:
-    """Return the date as a chat template asks for it."""
+    """Return the date in the format that a chat template asks for."""
     if len(form) > _LONGEST_FORMAT:
         raise ValueError(f"a chat template asks for the date in a format of {len(form)} characters")
     return now().strftime(form)
 
 
 def asks_for_date(tokenizer: Any) -> bool:
-    """Return whether what the chat template writes depends on the date."""
+    """Return whether the output of the chat template depends on the date."""
     return "strftime_now" in str(getattr(tokenizer, "chat_template", None))

@@ -1,24 +1,24 @@
-"""Sizes that the code computes with and the planner counts with, each declared once. Imports nothing."""
+"""Sizes that both the code and the planner use, each declared once. Imports nothing."""
 
 from math import ceil
 
 LENGTH_MULTIPLE = 32
 """Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
 CPU_ROWS = 16
-"""On a CPU, rows of a matrix product are padded to a multiple of this: with fewer rows, and in fp64 on some CPUs for
-what four does not divide, kernels add a row's terms in another order."""
+"""On a CPU, rows of a matrix product are padded to a multiple of this: with fewer rows (and in fp64 on some CPUs with a
+number of rows that is not a multiple of four) kernels add a row's terms in a different order."""
 MICRO_TOKENS = 4096
-"""Padded tokens of one agent's micro-batch when the user gives no size: enough to fill a core, small in memory."""
+"""Padded tokens of one agent's micro-batch if the user gives no size: enough to fill a core, but small in memory."""
 MAX_TOKENS = 4096
-"""Default of ``training.max_tokens_in_flight``: most padded tokens of a training forward of several agents."""
+"""Default of ``training.max_tokens_in_flight``: the most padded tokens of a training forward of several agents."""
 MAX_ROWS = 1024
-"""Default of ``training.max_rows_in_flight``: most rows that are decoded at once."""
+"""Default of ``training.max_rows_in_flight``: the most rows that are decoded at once."""
 UNIT_ROWS = 256
-"""Most rows of one agent in one decode batch."""
+"""The most rows of one agent in one decode batch."""
 TILE_BYTES = 256 * 2**20
 """Size of a tile of fp32 logits if the caller gives no ``chunk_rows``."""
 ADAPTER_COPIES = 4
-"""Numbers held for each number of an adapter: parameter, gradient, two Adam moments."""
+"""Numbers that are stored for each number of an adapter: parameter, gradient, two Adam moments."""
 VLLM_CPU_CACHE = 1 << 30
 """Bytes of vLLM's cache on a CPU if no setting says otherwise."""
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers: every draw is a pure function of a seed, a purpose and a key.
 
-Nothing here (or anywhere in the package) touches a global generator, so the number of workers, the order of the
-agents and the layout of a batch cannot change a draw, and resuming needs no generator state.
+Nothing in the package uses a global generator, so the number of workers, the order of the agents and the layout of a
+batch cannot change a draw, and resuming needs no generator state.
 """
 
 import zlib

@@ -1,10 +1,10 @@
-"""Templates that come from files (chat templates of models, questions to judges): rendered with a bound on everything.
+"""Templates from files (chat templates of models, prompts of judges), rendered with bounds on time and memory.
 
-Jinja's sandbox keeps a template from reaching Python, but not from working for ever or from filling the memory: two
+Jinja's sandbox keeps a template from reaching Python, but not from running for ever or from filling the memory: two
 nested loops over ``range(100000)``, ``'a' * 3_000_000_000``, ``10 ** 10 ** 10``, a list that holds itself doubled forty
-times. Here every loop, call, filter and operator goes through a guard that counts, and that looks at what would come
-out *before* it is made wherever a little in gives a lot out. What the guard does not know is refused. What a template
-computes is not changed: the output of one within the bounds is that of transformers, byte for byte.
+times. Here every loop, call, filter and operator goes through a guard that counts, and that checks the size of a result
+*before* it is computed if a small input can give a large output. Anything that the guard does not know is refused.
+Within the bounds nothing changes: the output is that of transformers, byte for byte.
 """
 
 import json
@@ -29,33 +29,33 @@ from agilerl.run_date import strftime_now
 __all__ = ["BoundedEnvironment", "TemplateBrokenError", "TemplateLimitError", "apply_chat_template", "rendered"]
 
 SECONDS = 5.0
-"""Processor time of one rendering; a template of a real model needs less than a thousandth."""
+"""Processor time of one rendering; the template of a real model needs less than a thousandth of it."""
 STEPS = 5_000_000
-"""Nodes of a template that one rendering may pass through, counted in its loops, macros, calls and filters."""
+"""Nodes of a template that one rendering may visit, counted in its loops, macros, calls and filters."""
 SOURCE = 2**18
 """Characters of a template."""
 CHARACTERS = 2**23
-"""Of one text, or of all texts that a value is made of."""
+"""Characters of one text, or of all texts in one value."""
 PARTS = 200_000
-"""Values that a list or mapping is made of, counted as often as they would be written."""
+"""Values in a list or mapping, at any depth, counted as often as they would be written."""
 DEPTH = 100
 PRODUCED = 2**28
-"""Characters of all that one rendering makes, what it throws away included."""
+"""Characters of everything that one rendering produces, including what it discards."""
 _BITS = 1024
 _NUMBER = 100_000
 _SMALL = 2**16
 
 
 class TemplateBrokenError(TemplateError):
-    """A template fails whatever it is given: it divides by nothing, calls itself without end, reaches for Python."""
+    """A template that fails on any input: it divides by zero, recurses without end, or tries to reach Python."""
 
 
 class TemplateLimitError(TemplateBrokenError):
-    """A template asks for more time or memory than any real one, or for something that cannot be bounded."""
+    """A template that needs more time or memory than any real one, or uses something that cannot be bounded."""
 
 
 class _Spent(threading.local):
-    """What the rendering of this thread has used."""
+    """What the rendering in this thread has used so far."""
 
     running = False
     steps = 0
@@ -79,16 +79,16 @@ class _Spent(threading.local):
             raise TemplateLimitError(f"it makes a text of more than {CHARACTERS:,} characters")
         self.produced += characters
         if self.running and self.produced > PRODUCED:
-            raise TemplateLimitError(f"it makes texts of more than {PRODUCED:,} characters in all")
+            raise TemplateLimitError(f"it makes texts of more than {PRODUCED:,} characters in total")
 
 
 _SPENT = _Spent()
 
 
 def _size(*values: Any) -> int:
-    """Return the characters that values would have as text, about; refuses what is beyond the bounds.
+    """Return roughly how many characters values would have as text; raises if they are beyond the bounds.
 
-    A part that is contained twice counts twice: as text, and in a comparison, it is gone through twice.
+    A part that is contained twice counts twice, because rendering or comparing the value visits it twice.
     """
     parts, characters = 0, 0
     waiting = [(value, 0) for value in values]
@@ -129,7 +129,7 @@ def _made(value: Any) -> Any:
 
 
 def _check_binary(operator: str, left: Any, right: Any) -> None:
-    """Refuse an operation whose result is far larger than what it is made of."""
+    """Refuse an operation whose result is far larger than its operands."""
     if operator == "*":
         for many, what in ((left, right), (right, left)):
             if isinstance(many, int) and isinstance(what, str | bytes | list | tuple):
@@ -149,7 +149,7 @@ def _numbers(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_format(text: Any, *values: Any) -> None:
-    """Refuse a format that widens: ``'%9999999d'``, ``'{:>{width}}'``, or one long value filled in many times."""
+    """Refuse a format that expands: ``'%9999999d'``, ``'{:>{width}}'``, or one long value inserted many times."""
     pattern = text if isinstance(text, str) else str(text)
     digits = longest = 0
     for character in pattern:
@@ -163,12 +163,12 @@ def _check_format(text: Any, *values: Any) -> None:
         level += (character == "{") - (character == "}")
         nested = nested or level > 1
     if longest > 4 or nested or ("*" in pattern and "%" in pattern):
-        raise TemplateLimitError("it formats with a width of more than 9999 or with one that is computed")
+        raise TemplateLimitError("it formats with a width of more than 9999, or with a computed width")
     _SPENT.make(len(pattern) + fields * (_size(*values) + 10_000 * (longest > 0)))
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Return what ``"".join`` does, of a bounded length."""
+    """Do ``"".join`` with a bounded result."""
     found, length = [], 0
     for piece in pieces:
         length += len(piece)
@@ -197,7 +197,7 @@ _LINEAR = _words(
     "isnumeric isprintable isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex "
     "rpartition rsplit rstrip split splitlines startswith strip swapcase title upper"
 )
-"""Methods of texts whose result is about as long as the text."""
+"""String methods whose result is about as long as the string."""
 _OF_HOLDERS = _words("keys values items get copy index count")
 _WIDENING = _words("center ljust rjust zfill")
 
@@ -234,7 +234,7 @@ def _check_join(separator: str, parts: Any) -> None:
     if isinstance(parts, str | list | tuple | Mapping):
         _SPENT.make(_size(parts) + len(parts) * len(separator))
     else:
-        raise TemplateLimitError("it joins something that is no list")
+        raise TemplateLimitError("it joins something that is not a list")
 
 
 def _check_numbers(values: Iterable[Any], most: int = _NUMBER) -> None:
@@ -249,16 +249,16 @@ _SHALLOW = _words(
     "length count first last default d list reverse items map select selectattr reject rejectattr attr safe random "
     "abs float int string trim lower upper capitalize title e escape forceescape urlencode wordcount"
 )
-"""Filters whose result is about as large as what they are given, and whose arguments cannot change that."""
+"""Filters whose result is about as large as their input, whatever their arguments."""
 _COMPARING = _words("sort unique dictsort min max groupby tojson")
-"""Filters that go through all of a value, whatever is inside."""
+"""Filters that visit every part of a value."""
 _COSTLY = _words("batch slice center indent truncate sum round pprint urlize wordwrap xmlattr striptags filesizeformat")
-"""Filters that may multiply: for small values, with small numbers."""
+"""Filters whose output can be much larger than their input: allowed for small values and small numbers."""
 _AS_TEXT = _words("string trim lower upper capitalize title e escape forceescape urlencode wordcount")
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter behind its guard. Filters that are passed a context get it as their first argument."""
+    """Return a filter with its guard. Filters that need a context get it as their first argument."""
     passed = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
     @wraps(function)
@@ -303,7 +303,7 @@ def _tick(context: Context, cost: int) -> bool:
 
 @pass_eval_context
 def _concatenated(context: nodes.EvalContext, values: Sequence[Any]) -> str:
-    """What ``a ~ b`` means."""
+    """The operation ``a ~ b``."""
     _size(*(value for value in values if not isinstance(value, str)))
     if context.autoescape:
         return markup_join(values)
@@ -311,7 +311,7 @@ def _concatenated(context: nodes.EvalContext, values: Sequence[Any]) -> str:
 
 
 _INNER = {"agilerl tick": _tick, "agilerl made": _made, "agilerl concatenated": _concatenated}
-"""Filters under names that no template can write."""
+"""Internal filters, under names that a template cannot contain."""
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.bound()
 
     def bound(self) -> None:
-        """Put every filter behind its guard; call it again after adding one."""
+        """Guard every filter; call it again after adding one."""
         self.globals.pop("lipsum", None)
         inner = set(_INNER)
         self.filters = {name: f if name in inner else _unguarded(name, f) for name, f in self.filters.items()}
@@ -342,13 +342,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Do an operation that gives a bounded result."""
+        """Apply an operator after checking that its result is bounded."""
         _SPENT.step()
         _check_binary(operator, left, right)
         return _made(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call what is known to give a bounded result."""
+        """Call a function or method that is known to have a bounded result."""
         _SPENT.step(4)
         wrapped = getattr(__obj, "__wrapped__", None)
         if isinstance(wrapped, BuiltinMethodType | MethodType) and wrapped.__name__ in ("format", "format_map"):
@@ -372,13 +372,13 @@ def _marked(function: Any) -> Any:
 
 
 def _instrument(tree: Any) -> None:
-    """Let loops and macros count, and values that are made without a call be looked at."""
+    """Add counters to loops and macros, and checks to values that are made without a call."""
     found = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)))
     for node in found:
         cost = 1 + sum(1 for child in node.body for _ in child.find_all(nodes.Node))
         tick = _inner("tick", nodes.Const(cost).set_environment(tree.environment))
         node.body.insert(0, nodes.ExprStmt(tick).set_lineno(node.lineno))
-        if isinstance(node, nodes.For) and node.test is not None:  # it is asked of every item, in a loop of its own
+        if isinstance(node, nodes.For) and node.test is not None:  # jinja evaluates it for all items in a separate loop
             node.test = nodes.And(tick, node.test).set_environment(tree.environment)
     _replace(tree)
 
@@ -418,7 +418,7 @@ def rendered(template: Template, /, **values: Any) -> str:
     """Render within the bounds.
 
     Raises:
-        TemplateError: the template refuses the values, fails, or leaves the bounds.
+        TemplateError: the template rejects the values, fails, or exceeds the bounds.
         ValueError, TypeError, LookupError: the values are not what it expects.
     """
     _SPENT.begin()
@@ -428,7 +428,7 @@ def rendered(template: Template, /, **values: Any) -> str:
         raise TemplateBrokenError(str(error)) from error
     except (TemplateError, ValueError, TypeError, LookupError):
         raise
-    except Exception as error:  # division by nothing, recursion: templates are programs
+    except Exception as error:  # division by zero, recursion, ...: templates are programs
         raise TemplateBrokenError(f"{type(error).__name__}: {error}") from error
     finally:
         _SPENT.running = False
@@ -438,7 +438,7 @@ def rendered(template: Template, /, **values: Any) -> str:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks what the assistant said, for those who ask; here it is only its content."""
+    """``{% generation %}``: marks the assistant's part for callers that need it; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja reads it under this name)
 
@@ -488,11 +488,11 @@ def apply_chat_template(
     continue_final_message: bool = False,
     **names: Any,
 ) -> Any:
-    """Return what ``tokenizer.apply_chat_template`` does, text or ids, within bounds of time and memory.
+    """Do what ``tokenizer.apply_chat_template`` does, for text or ids, within bounds on time and memory.
 
     Raises:
-        TemplateError: the template refuses the messages, fails, or leaves the bounds.
-        ValueError: there is no template, or the last message is not in the text that it gives.
+        TemplateError: the template rejects the messages, fails, or exceeds the bounds.
+        ValueError: there is no template, or its output does not contain the last message.
         ValueError, TypeError, LookupError: the messages are not what the template expects.
     """
     if not _uses_jinja(tokenizer):
@@ -519,15 +519,15 @@ def apply_chat_template(
 
 
 def _continued(render: Callable[..., str], messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation up to the last character of its last message, found by a mark behind that."""
+    """Return a conversation up to the last character of its last message, which is found by a marker after it."""
     chat = deepcopy([dict(message) for message in messages])
     said = chat[-1]["content"]
     chat[-1]["content"] = said + _TAG
     text = render(messages=chat)
     if said.strip() not in text or _TAG.strip() not in text:
-        raise ValueError("the last message does not appear in what the template makes of the conversation")
+        raise ValueError("the last message does not appear in the template's rendering of the conversation")
     place = text.rindex(_TAG.strip())
-    whole = text[place : place + len(_TAG)] == _TAG  # else the template took spaces off the end
+    whole = text[place : place + len(_TAG)] == _TAG  # otherwise the template stripped spaces from the end
     return text[:place] if whole else text[:place].rstrip()
 
 

@@ -1,4 +1,4 @@
-"""Pydantic's findings as sentences: what was expected, what was found, what to do."""
+"""Pydantic's errors as sentences: what was expected, what was found, what to do."""
 
 import types
 import typing
@@ -15,40 +15,40 @@ __all__ = ["LARGEST_FLOAT32", "check_booleans", "nearest", "sentence", "shown", 
 Model = TypeVar("Model", bound=BaseModel)
 
 LARGEST_FLOAT32 = 3.4e38
-"""Most numbers meet a float32 tensor in the end, which refuses larger ones or makes them infinite."""
+"""Most numbers end up in a float32 tensor, which rejects larger ones or makes them infinite."""
 _MOST_FINDINGS = 20
 
 
 def validated(model: type[Model], values: Mapping[str, Any], where: str = "") -> Model:
-    """Build a pydantic model; raise ConfigError with one sentence a mistake. ``where`` prefixes the key.
+    """Build a pydantic model; raise ConfigError with one sentence per mistake. ``where`` prefixes the key.
 
-    Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are no numbers.
+    Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are not numbers.
     """
     for path in _misplaced_booleans(model, values):
-        raise _no_number(path, where)
+        raise _not_a_number(path, where)
     try:
         made = model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
-    except ConfigError as error:  # of a model whose constructor a user may call, without ``where``
+    except ConfigError as error:  # from a model whose constructor users may also call, which does not know ``where``
         if isinstance(error.__cause__, ValidationError):
             raise ConfigError(sentence(error.__cause__, model, where)) from None
         raise
     for path in _beyond_64_bits(values):
-        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that 64 bits hold")
+        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that fits into 64 bits")
     for path in _converted_booleans(values, made):
-        raise _no_number(path, where)
+        raise _not_a_number(path, where)
     return made
 
 
 def check_booleans(model: type[BaseModel], values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for true or false where a model has a number; pydantic would take them for 1 and 0."""
+    """Raise ConfigError for true or false in place of a number; pydantic would turn them into 1 and 0."""
     for path in _misplaced_booleans(model, values):
-        raise _no_number(path, "")
+        raise _not_a_number(path, "")
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
-    """Turn a validation error into sentences that name the key and, for an unknown one, the nearest known key."""
+    """Turn a validation error into sentences that name the key and, for an unknown key, the nearest known one."""
     found: dict[str, str] = {}
     wrong_type: set[str] = set()
     for item in error.errors()[:_MOST_FINDINGS]:
@@ -63,7 +63,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
             text = f"{key}: {message}, found {shown(item['input'])}"
-        # A union has one finding for each of its types; one about the value says more than one about the type.
+        # A union has one error for each of its types; an error about the value says more than one about the type.
         is_type = item["type"].endswith(("_type", "_parsing"))
         if key not in found or (key in wrong_type and not is_type):
             found[key] = text
@@ -72,7 +72,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
 
 
 def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list[str], type[BaseModel]]:
-    """Return the keys that the user wrote, without the names of a union's types, and the model that owns the last."""
+    """Return the keys that the user wrote, without the names of a union's types, and the model of the last key."""
     path: list[str] = []
     owner, inside = model, typing.cast(Any, model)
     for part in location:
@@ -89,7 +89,7 @@ def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list
 
 
 def _plain(annotation: Any) -> Any:
-    """Take ``Annotated`` and ``| None`` off an annotation."""
+    """Strip ``Annotated`` and ``| None`` from an annotation."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _plain(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -98,12 +98,12 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
-def _no_number(path: list[str], where: str) -> ConfigError:
+def _not_a_number(path: list[str], where: str) -> ConfigError:
     return ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
 
 
 def _misplaced_booleans(wanted: Any, given: Any) -> Iterator[list[str]]:
-    """Yield the place of each boolean that stands for a number, before pydantic makes 1 or 0 of it."""
+    """Yield the path of each boolean in place of a number, before pydantic turns it into 1 or 0."""
     plain, items = _plain(wanted), list[tuple[str, Any, Any]]()
     if isinstance(given, bool):
         if plain in (int, float):
@@ -120,7 +120,7 @@ def _misplaced_booleans(wanted: Any, given: Any) -> Iterator[list[str]]:
 
 
 def _beyond_64_bits(given: Any) -> Iterator[list[str]]:
-    """Yield the place of each whole number that neither torch nor numpy could hold."""
+    """Yield the path of each integer that is too large for torch and numpy."""
     if isinstance(given, int) and not -(2**63) <= given < 2**63:
         yield []
     items = given.items() if isinstance(given, Mapping) else enumerate(given) if isinstance(given, list | tuple) else ()
@@ -129,7 +129,7 @@ def _beyond_64_bits(given: Any) -> Iterator[list[str]]:
 
 
 def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:
-    """Yield the place of each boolean that became a number."""
+    """Yield the path of each boolean that became a number."""
     if isinstance(given, bool):
         if not isinstance(made, bool):
             yield []

@@ -1,4 +1,4 @@
-"""The run directory: journal, checkpoints, completions, lock. Importing it pulls in neither torch nor pyarrow."""
+"""The run directory: journal, checkpoints, completions, lock. Importing it loads neither torch nor pyarrow."""
 
 from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files
 from agilerl.runs.directory import RunDirectory, RunLayout, read_run

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever moment the process dies at."""
+"""Files and folders that exist complete or not at all, whenever the process dies."""
 
 import ctypes
 import hashlib
@@ -35,7 +35,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file through a temporary one in its folder: a reader sees the old content or the new, never a mix.
 
-    Raises WriteError where the file cannot be written; what was there before is then untouched.
+    Raises WriteError if the file cannot be written; the old content is unchanged then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with _writing(path):
@@ -66,15 +66,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def commit_folder(
     target: Path, write: Callable[[Path], None], *, manifest: bool = True, overwrite: bool = False
 ) -> None:
-    """Create the folder ``target`` out of what ``write(folder)`` puts into a hidden temporary folder beside it.
+    """Create the folder ``target`` from the files that ``write(folder)`` writes to a hidden temporary folder beside it.
 
     Every file is synced to disk, ``MANIFEST.json`` ({file: {size, sha256}}) is added, then one rename makes the
-    folder visible. Where ``write`` raises, nothing is left behind and its exception passes. With ``overwrite`` a folder
-    that exists changes places with the new one, and is deleted as a whole. Raises CheckpointError where ``target``
-    exists without it, and WriteError where the disk refuses.
+    folder visible. If ``write`` raises, nothing is left behind and its exception is passed on. With ``overwrite`` an
+    existing folder is swapped with the new one, and then deleted. Raises CheckpointError if ``target`` exists without
+    ``overwrite``, and WriteError if the disk is full or refuses.
     """
     if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(f"{target} exists already, and a committed folder is never overwritten.")
+        raise CheckpointError(f"{target} already exists, and a committed folder is never overwritten.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with _writing(target):
         try:
@@ -98,8 +98,8 @@ def commit_folder(
 def verify_folder(folder: Path) -> dict[str, Any]:
     """Return the manifest of a committed folder after comparing every file with it.
 
-    Raises CheckpointError that names the first file that differs and how: missing, unexpected, a link, of another
-    size or with another content.
+    Raises CheckpointError naming the first file that differs, and how: missing, unexpected, a link, a different size
+    or different content.
     """
     manifest = _read_manifest(folder)
     try:
@@ -116,7 +116,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder so that a death half-way leaves no half-deleted folder under its own name."""
+    """Delete a folder; if the process dies half-way, no half-deleted folder is left under its name."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     with _writing(folder):
         if doomed.exists():
@@ -126,9 +126,9 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files and folders in ``folder`` of processes that died while they wrote or deleted there.
+    """Delete temporary files and folders in ``folder`` that belong to processes that died while writing or deleting.
 
-    Nobody else may be writing there; what cannot be deleted stays, for it is in nobody's way.
+    No other process may be writing there. Leftovers that cannot be deleted stay, because they do no harm.
     """
     for path in folder.glob(".*.tmp"):
         if _TEMPORARY.fullmatch(path.name) is None:
@@ -141,10 +141,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _replace(target: Path, new: Path) -> None:
-    """Put the folder ``new`` in the place of ``target``, which is deleted: a reader sees the old one or the new one.
+    """Replace ``target`` by the folder ``new`` and delete the old one: a reader sees one or the other.
 
-    Without the system call that exchanges two names there is a moment without either; the old folder is then beside it
-    under the hidden name ``.NAME.PID.old``.
+    Without the system call that exchanges two names there is a moment without either; the old folder then lies beside
+    it under the hidden name ``.NAME.PID.old``.
     """
     if _exchange(new, target):
         shutil.rmtree(new)
@@ -160,7 +160,7 @@ def _replace(target: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step (Linux's renameat2); returns False where the system or the disk cannot."""
+    """Exchange two names in one step (Linux's renameat2); returns False if the system or the disk cannot."""
     try:
         rename = ctypes.CDLL(None).renameat2
     except (OSError, TypeError, AttributeError):
@@ -173,26 +173,26 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     for linked in (folder, path):
         if linked.is_symlink():
-            raise CheckpointError(f"{linked} is a symbolic link; a committed folder holds plain files only.")
+            raise CheckpointError(f"{linked} is a symbolic link; a committed folder may only hold plain files.")
     manifest = strict_json.read_json(path)
-    # The manifest has no checksum of its own: it is canonical text, so any other spelling of it is damage.
+    # The manifest has no checksum of its own: it is written as canonical JSON, so any other form of it is damage.
     try:
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     if text != (strict_json.dumps(manifest, indent=2) + "\n").encode():
-        raise CheckpointError(f"{path} is not as it was written; the file is damaged.")
+        raise CheckpointError(f"{path} is not what was written; the file is damaged.")
     for name, entry in manifest.items():
         parts = PurePosixPath(name)
         if not parts.parts or parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(f"{path} lists {name!r}, which does not lie inside the folder.")
+            raise CheckpointError(f"{path} lists {name!r}, which is not inside the folder.")
         if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
             raise CheckpointError(f"{path} should give size and sha256 of {name}, found {entry!r}.")
     return manifest
 
 
 def _compare(path: Path, entry: Mapping[str, Any]) -> None:
-    check_file(path, memory_bytes(), error=CheckpointError)  # it has to be read, and then it has to be held
+    check_file(path, memory_bytes(), error=CheckpointError)  # a file larger than the memory could not be loaded
     size = path.stat().st_size
     if size != entry["size"]:
         raise CheckpointError(f"{path} should have {entry['size']} bytes, found {size}; the file is damaged.")
@@ -209,7 +209,7 @@ def _list_files(folder: Path) -> set[str]:
         if stat.S_ISREG(mode):
             names.add(path.relative_to(folder).as_posix())
         elif not stat.S_ISDIR(mode):
-            raise CheckpointError(f"{path} is a link or device; a committed folder holds plain files only.")
+            raise CheckpointError(f"{path} is a link or device; a committed folder may only hold plain files.")
     return names
 
 
@@ -246,6 +246,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise WriteError(
-            f"{path} could not be written: {reason}. What was there before is untouched; "
+            f"{path} could not be written: {reason}. Its previous content is unchanged; "
             f"check the space and permissions of {path.parent}."
         ) from error

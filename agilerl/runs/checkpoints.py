@@ -1,4 +1,4 @@
-"""Numbered checkpoints of a population: committed whole, verified before use, the damaged ones put aside."""
+"""Numbered checkpoints of a population: committed atomically, verified before use, and set aside if damaged."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AgentFiles:
-    """Where one agent lies inside a checkpoint."""
+    """The paths of one agent's files inside a checkpoint."""
 
     root: Path
     """The agent's folder."""
@@ -35,12 +35,12 @@ class AgentFiles:
 
     @property
     def reference(self) -> Path:
-        """PEFT adapter folder of the reference policy, where there is one."""
+        """PEFT adapter folder of the reference policy, if there is one."""
         return self.root / "reference"
 
     @property
     def critic(self) -> Path:
-        """PEFT adapter folder of the critic, where there is one."""
+        """PEFT adapter folder of the critic, if there is one."""
         return self.root / "critic"
 
     @property
@@ -56,7 +56,7 @@ class AgentFiles:
 
 @checked
 def agent_files(checkpoint: Path, index: int) -> AgentFiles:
-    """Return where the agent ``index`` lies inside the checkpoint folder ``checkpoint``."""
+    """Return the paths of agent ``index`` inside the checkpoint folder ``checkpoint``."""
     return AgentFiles(checkpoint / f"agent_{index}")
 
 
@@ -64,7 +64,7 @@ class CheckpointStore:
     """The folder ``checkpoints/`` of a run: ``000123/`` holds the state after step 123.
 
     Only the process that holds the lock of the run directory may use it. ``report`` receives one sentence about
-    each checkpoint that had to be put aside; by default it goes to the log as a warning.
+    each checkpoint that had to be set aside; by default the sentence is logged as a warning.
     """
 
     @checked
@@ -76,7 +76,7 @@ class CheckpointStore:
     def path(self, number: int) -> Path:
         """Return the folder of checkpoint ``number``, whether or not it exists."""
         if number < 0:
-            raise CheckpointError(f"the number of a checkpoint should be at least 0, found {number}.")
+            raise CheckpointError(f"the number of a checkpoint must be at least 0, found {number}.")
         return self.root / f"{number:06d}"
 
     def numbers(self) -> list[int]:
@@ -86,11 +86,11 @@ class CheckpointStore:
         return sorted(int(p.name) for p in self.root.iterdir() if _NUMBERED.fullmatch(p.name) and p.is_dir())
 
     def commit(self, number: int, write: Callable[[Path], None], *, keep: Collection[int] = ()) -> Path:
-        """Save a checkpoint out of what ``write(folder)`` puts into a temporary folder; return where it lies.
+        """Save a checkpoint from the files that ``write(folder)`` writes to a temporary folder; return its folder.
 
-        Once it has been read back intact, older ones are deleted, except the newest intact one before it and the
-        numbers in ``keep`` (the best). Raises CheckpointError where ``number`` exists, WriteError where the disk
-        refuses; where ``write`` raises, its exception passes and nothing has changed.
+        After it has been read back intact, older ones are deleted, except the newest intact one before it and the
+        numbers in ``keep`` (the best). Raises CheckpointError if ``number`` exists, WriteError if the disk is full or
+        refuses; if ``write`` raises, its exception is passed on and nothing changes.
         """
         target = self.path(number)
         remove_leftovers(self.root)
@@ -105,37 +105,37 @@ class CheckpointStore:
         return target
 
     def latest(self, *, before: int | None = None) -> Path | None:
-        """Return the newest intact checkpoint (of those with a number below ``before``), or None where there is none.
+        """Return the newest intact checkpoint (of those with a number below ``before``), or None if there is none.
 
-        A damaged one is reported, renamed ``*.corrupt`` and passed over.
+        A damaged one is reported, renamed to ``*.corrupt`` and skipped.
         """
         number = self._newest_intact([n for n in self.numbers() if before is None or n < before])
         return None if number is None else self.path(number)
 
     def put_in_order(self, number_in: Callable[[Path], int | None]) -> None:
-        """Give checkpoints that were renamed the names of their numbers again, and report it.
+        """Restore the names of checkpoints that were renamed, and report it.
 
-        ``number_in`` returns the number that a folder holds, None where it cannot be read. What holds the same number
-        as the checkpoint of that name is put aside. Raises CheckpointError where a folder cannot be renamed.
+        ``number_in`` returns the number that a folder holds, None if it cannot be read. A duplicate of the checkpoint
+        with the right name is set aside. Raises CheckpointError if a folder cannot be renamed.
         """
         if not self.root.is_dir():
             return
         folders = sorted(p for p in self.root.iterdir() if re.fullmatch("[0-9]+", p.name) and p.is_dir())
         numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
         wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}
-        # By way of names that no reader looks for: two may have been swapped.
+        # Through temporary names that no reader looks for, because two checkpoints may have been swapped.
         moved = {_renamed(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
         for aside, (folder, number) in moved.items():
             place = self.path(number)
             if place.exists():
-                self.put_aside(aside, f"{folder} holds iteration {number}, as {place} does.")
+                self.put_aside(aside, f"{folder} holds iteration {number}, like {place}.")
             else:
                 _renamed(aside, place.name)
-                self._report(f"The checkpoint {folder} holds iteration {number}; it is called {place} again.")
+                self._report(f"The checkpoint {folder} holds iteration {number}; it was renamed to {place}.")
 
     @property
     def damaged(self) -> bool:
-        """True where a checkpoint of this run was put aside, now or earlier."""
+        """True if a checkpoint of this run was set aside, now or earlier."""
         return next(self.root.glob("*.corrupt"), None) is not None
 
     def _newest_intact(self, numbers: list[int]) -> int | None:
@@ -144,7 +144,7 @@ class CheckpointStore:
                 verify_folder(self.path(number))
             except CheckpointError as error:
                 if isinstance(error.__cause__, PermissionError):
-                    raise  # Not damaged, only not ours to read.
+                    raise  # It is not damaged; this user just may not read it.
                 self.put_aside(self.path(number), str(error))
             else:
                 self._verified.add(number)
@@ -152,17 +152,17 @@ class CheckpointStore:
         return None
 
     def put_aside(self, folder: Path, reason: str) -> None:
-        """Rename a checkpoint that nobody can go on from ``*.corrupt``, and report why, in a sentence."""
+        """Rename a checkpoint that cannot be resumed from to ``*.corrupt``, and report why in a sentence."""
         aside, count = folder.with_name(f"{folder.name}.corrupt"), 1
         while aside.exists():
             aside, count = folder.with_name(f"{folder.name}.{count}.corrupt"), count + 1
         try:
             folder.rename(aside)
         except OSError as failure:
-            self._report(f"{reason} The checkpoint {folder} is passed over ({failure.strerror or failure}).")
+            self._report(f"{reason} The checkpoint {folder} is skipped ({failure.strerror or failure}).")
         else:
             self._report(
-                f"{reason} The checkpoint was put aside as {aside}; the one before it, if there is one, takes its "
+                f"{reason} The checkpoint was set aside as {aside}; the one before it, if there is one, takes its "
                 "place."
             )
 
@@ -172,7 +172,7 @@ class CheckpointStore:
         older = self.numbers()
         while older and len(intact) < _KEPT:
             number = older.pop()
-            # Verified by this process already, or else read now: deleting must never cost the last good one.
+            # Count only checkpoints that this process has verified: deleting must never cost the last good one.
             if number in self._verified or self._newest_intact([number]) is not None:
                 intact.append(number)
         for number in older:
@@ -189,6 +189,6 @@ def _renamed(folder: Path, name: str) -> Path:
         return folder.rename(place)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint {folder} holds another iteration than its name says, and cannot be renamed to {place}: "
+            f"the checkpoint {folder} does not hold the iteration in its name, and cannot be renamed to {place}: "
             f"{error.strerror or error}; rename it"
         ) from error

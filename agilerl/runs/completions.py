@@ -1,4 +1,4 @@
-"""Sampled completions of a run: one Parquet file a step, never overwritten."""
+"""Sampled completions of a run: one Parquet file per step, never overwritten."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -28,14 +28,14 @@ class CompletionRecord:
     step: int
     agent: int
     group: int
-    """Rows of one agent and step that share it answer the same prompt."""
+    """Rows of one agent and step with the same group answer the same prompt."""
     sample: int
     """Number of the sample in its group."""
     prompt: str
     completion: str
     answer: str
     reward: float | None
-    """None where the grader gave no grade."""
+    """None if the grader gave no grade."""
     length: int
     """Generated tokens."""
     finish_reason: str
@@ -51,7 +51,7 @@ _SCHEMA = pa.schema(
 def write_completions(folder: Path, step: int, records: Sequence[CompletionRecord]) -> Path:
     """Write the completions of one step to ``folder/step_<step>.parquet``, atomically, and return the path.
 
-    Writing the same rows again changes nothing; raises CheckpointError where the file holds other ones.
+    Writing the same rows again changes nothing; raises CheckpointError if the file holds different rows.
     """
     columns: dict[str, list[Any]] = {field.name: [] for field in fields(CompletionRecord)}
     for record in records:
@@ -63,7 +63,7 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
     path = _file(folder, step)
     if path.exists():
         if path.read_bytes() != data:
-            raise CheckpointError(f"{path} exists with other rows, and completions are never overwritten.")
+            raise CheckpointError(f"{path} exists with different rows, and completions are never overwritten.")
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, data)
@@ -77,7 +77,7 @@ def completion_steps(folder: Path) -> list[int]:
 
 
 def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Return the rows of one step; raises CheckpointError where the file is missing, damaged or lacks columns."""
+    """Return the rows of one step; raises CheckpointError if the file is missing, damaged or lacks columns."""
     path = _file(folder, step)
     check_file(path, _MOST_BYTES, error=CheckpointError)
     try:
@@ -85,15 +85,15 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
     except FileNotFoundError as error:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
     except (OSError, pa.ArrowException) as error:
-        raise CheckpointError(f"{path} should be a Parquet file of completions, but it is not: {error}.") from error
+        raise CheckpointError(f"expected a Parquet file of completions at {path}, found none: {error}.") from error
     if rows and set(rows[0]) != set(_SCHEMA.names):
         missing = sorted(set(_SCHEMA.names) - set(rows[0]))
-        raise CheckpointError(f"{path} should be a Parquet file of completions, but it lacks {', '.join(missing)}.")
+        raise CheckpointError(f"expected a Parquet file of completions at {path}, but it lacks {', '.join(missing)}.")
     return rows
 
 
 def _bounded_table(path: Path) -> pa.Table:
-    """Read a file, of which a few bytes may stand for many: equal texts stay one until their lengths are added up."""
+    """Read a file, in which a few bytes may expand to many: repeated texts stay encoded until their size is checked."""
     there = set(pq.read_schema(path).names)
     texts = [name for name in _TEXTS if name in there]
     with pq.ParquetFile(path, read_dictionary=texts) as file:
@@ -107,12 +107,12 @@ def _bounded_table(path: Path) -> pa.Table:
             if pa.types.is_dictionary(chunk.type):
                 size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
     if size > _MOST_BYTES:
-        raise CheckpointError(f"{path} has more than {_MOST_BYTES:,} bytes of texts.")
+        raise CheckpointError(f"{path} has more than {_MOST_BYTES:,} bytes of text.")
     return table
 
 
 def discard_completions(folder: Path, *, after: int) -> None:
-    """Delete the files of steps after ``after``: what a resumed run is about to sample again."""
+    """Delete the files of steps after ``after``, which a resumed run is about to sample again."""
     for step in completion_steps(folder):
         if step > after:
             _file(folder, step).unlink()

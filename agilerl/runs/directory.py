@@ -1,4 +1,4 @@
-"""The run directory: where each part lies, who may write to it, and what it was started with."""
+"""The run directory: the paths of its parts, the lock on it, and the settings that the run was started with."""
 
 import hashlib
 import re
@@ -39,15 +39,15 @@ _RUN_KEYS = {
 
 
 class RunLayout:
-    """The parts of a run directory by name; holds no file open and checks nothing."""
+    """The paths in a run directory; opens no files and checks nothing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         """The directory itself."""
         self.run_json = root / "run.json"
-        """What the run was started with."""
+        """The settings that the run was started with."""
         self.summary = root / "summary.json"
-        """Results; there once the run is finished."""
+        """Results; exists once the run is finished."""
         self.journal = root / "journal.jsonl"
         self.metrics = root / "metrics.jsonl"
         self.lineage = root / "lineage.jsonl"
@@ -59,7 +59,7 @@ class RunLayout:
 
     @property
     def is_finished(self) -> bool:
-        """True where ``summary.json`` says so; CheckpointError where the directory lacks what a finished run has."""
+        """True if ``summary.json`` says so; raises CheckpointError if parts of the finished run are missing."""
         if not self.summary.exists():
             return False
         summary = strict_json.read_json(self.summary)
@@ -67,13 +67,13 @@ class RunLayout:
             return False
         if lacking := self._lacks(summary):
             raise CheckpointError(
-                f"{self.summary} says that the run is finished, but {lacking}; put back what is missing, or delete "
-                f"that file and go on with the run: agilerl resume {shlex.quote(str(self.root))}"
+                f"{self.summary} says that the run is finished, but {lacking}; restore the missing part, or delete "
+                f"that file and resume the run: agilerl resume {shlex.quote(str(self.root))}"
             )
         return True
 
     def _lacks(self, summary: Mapping[str, Any]) -> str:
-        """Return in words what is missing from a run that ``summary`` calls finished, "" where nothing is."""
+        """Return in words what is missing from a run that ``summary`` calls finished; "" if nothing is."""
         if not isinstance(summary.get("generations"), int):
             return "it gives no number of generations"
         if summary.get("elite") and not (self.elite / "adapter_model.safetensors").is_file():
@@ -85,14 +85,14 @@ class RunLayout:
             commits = [record["checkpoint"] for record in records if record["kind"] == "commit"]
             last = int(commits[-1]) if commits else 0
         except (CheckpointError, KeyError, TypeError, ValueError):
-            return ""  # a damaged journal takes nothing from results that are there
+            return ""  # a damaged journal does not invalidate existing results
         if last != summary.get("iterations"):
-            return f"the last checkpoint in {self.journal} is after iteration {last}, which is not that of the summary"
+            return f"the last checkpoint in {self.journal} is after iteration {last}, which contradicts the summary"
         return ""
 
 
 class RunDirectory(RunLayout):
-    """A run directory that this process holds the lock of, until ``close`` or the end of a ``with`` block."""
+    """A run directory that this process has locked, until ``close`` or the end of a ``with`` block."""
 
     def __init__(self, root: Path, lock: DirectoryLock, info: dict[str, Any]) -> None:
         super().__init__(root)
@@ -115,12 +115,12 @@ class RunDirectory(RunLayout):
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
-        ``config`` is the resolved configuration (anything JSON holds), ``given`` what of it was set, the rest being
-        defaults (None: all of it); ``command`` defaults to this process's, and is
-        written without keys and passwords; ``files`` gives the sha256 of what the run reads, by kind and path; ``date``
-        is what its chat templates take for the present, local time (None: now).
-        Raises CheckpointError, having written nothing, where the directory is in use (with the owner's process
-        id), holds a run, or holds something else.
+        ``config`` is the resolved configuration (any JSON value), ``given`` the part of it that was set explicitly
+        (None: all of it). ``command`` defaults to the command line of this process, and is written without keys and
+        passwords. ``files`` gives the sha256 of the files that the run reads, by kind and path. ``date`` is the date
+        that its chat templates see, local time (None: now).
+        Raises CheckpointError, having written nothing, if the directory is in use (with the owner's process id), holds
+        a run, or holds something else.
         """
         root = Path(path)
         document = strict_json.loads(strict_json.dumps(config))
@@ -132,7 +132,7 @@ class RunDirectory(RunLayout):
             raise CheckpointError(f"the directory {root} cannot be used: {error.strerror or error}.") from error
         lock = DirectoryLock(root / _LOCK)
         try:
-            # Again, now that nobody else can write: another process may have been a moment faster.
+            # Check again under the lock: another process may have been faster.
             check_vacant(root, locked=True)
             info = {
                 "schema_version": SCHEMA_VERSION,
@@ -151,7 +151,7 @@ class RunDirectory(RunLayout):
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
                 _make(folder)
-            # Last, for this is what makes the directory a run.
+            # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
             lock.release()
@@ -163,7 +163,7 @@ class RunDirectory(RunLayout):
     def open(cls, path: Location) -> Self:
         """Take over the run directory of an unfinished run.
 
-        Raises CheckpointError where it is missing, no run directory, damaged, in use (with the owner's process id)
+        Raises CheckpointError if it is missing, not a run directory, damaged, in use (with the owner's process id)
         or finished.
         """
         root = Path(path)
@@ -173,7 +173,7 @@ class RunDirectory(RunLayout):
         try:
             run = cls(root, lock, read_run(root))
             if run.is_finished:
-                raise CheckpointError(f"the run in {root} is finished: there is nothing left to do in it.")
+                raise CheckpointError(f"the run in {root} is finished: there is nothing left to do.")
             for folder in (root, run.completions, run.checkpoints):
                 remove_leftovers(folder)
         except BaseException:
@@ -184,14 +184,14 @@ class RunDirectory(RunLayout):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status.
 
-        Raises CheckpointError where the directory was closed before.
+        Raises CheckpointError if the directory has been closed.
         """
         if not self._lock.held:
-            raise CheckpointError(f"{self.root} was closed; open it again to write to it.")
+            raise CheckpointError(f"{self.root} has been closed; open it again to write to it.")
         write_json(self.summary, {"status": "finished", **summary})
 
     def close(self) -> None:
-        """Let other processes use the directory; closing twice is allowed."""
+        """Release the lock on the directory; closing twice is allowed."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -209,10 +209,10 @@ class RunDirectory(RunLayout):
 
 @checked
 def read_run(path: Location) -> dict[str, Any]:
-    """Return the checked content of ``run.json`` of any run, also one in use or finished; takes no lock.
+    """Return the checked content of ``run.json`` of any run, even one in use or finished; takes no lock.
 
-    Raises CheckpointError where ``path`` is missing, no run directory, written by a newer version, or where its
-    configuration does not fit the hash beside it.
+    Raises CheckpointError if ``path`` is missing, not a run directory, or written by a newer version, or if its
+    configuration does not match the hash beside it.
     """
     root = Path(path)
     if not root.is_dir():
@@ -221,35 +221,35 @@ def read_run(path: Location) -> dict[str, Any]:
     file = root / "run.json"
     if not file.exists():
         raise CheckpointError(
-            f"{root} is not a run directory: it has no run.json. Give the folder a run was written to."
+            f"{root} is not a run directory: it has no run.json. Give the folder that a run was written to."
         )
     info = strict_json.read_json(file)
     version = info.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise CheckpointError(
-            f"{file} has schema version {version}, this agilerl reads up to {SCHEMA_VERSION}; install a newer one."
+            f"{file} has schema version {version}, but this agilerl reads up to {SCHEMA_VERSION}; install a newer one."
         )
     for key, kind in _RUN_KEYS.items():
         if not isinstance(info.get(key), kind):
-            raise CheckpointError(f"{file} should give {key} as {kind.__name__}, found {shown(info.get(key))}.")
+            raise CheckpointError(f"{file}: expected {key} as {kind.__name__}, found {shown(info.get(key))}.")
     if _sha256(info["config"]) != info["config_sha256"]:
-        raise CheckpointError(f"{file}: the configuration does not fit its sha256; the file was changed or damaged.")
+        raise CheckpointError(f"{file}: the configuration does not match its sha256; the file was changed or damaged.")
     try:
         run_date(info)
     except ValueError as error:
-        raise CheckpointError(f"{file} should give dates as 2026-01-31T12:00:00: {error}.") from error
+        raise CheckpointError(f"{file}: expected dates as 2026-01-31T12:00:00: {error}.") from error
     for key in ("files", "given"):
         if not isinstance(info.get(key, {}), dict):
-            raise CheckpointError(f"{file} should give {key} as dict, found {shown(info[key])}.")
+            raise CheckpointError(f"{file}: expected {key} as dict, found {shown(info[key])}.")
     if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
-        raise CheckpointError(f"{file}: what was set does not fit its sha256; the file was changed or damaged.")
+        raise CheckpointError(f"{file}: the given settings do not match their sha256; the file was changed or damaged.")
     return info
 
 
 def run_date(info: Mapping[str, Any]) -> datetime:
-    """Return what the chat templates of a run take for the present, local time, from its ``run.json``.
+    """Return the date that the chat templates of a run see, local time, from its ``run.json``.
 
-    Where that was not written yet, it is the time when the run was started. Raises ValueError for what is no date.
+    Runs of versions that did not write it use the time when they were started. Raises ValueError for an invalid date.
     """
     if "date" not in info:
         return datetime.fromisoformat(info["started"]).astimezone().replace(tzinfo=None)
@@ -260,7 +260,7 @@ def run_date(info: Mapping[str, Any]) -> datetime:
 
 
 def check_not_in_use(root: Path) -> None:
-    """Raise CheckpointError with the owner's process id where another process works in the directory now."""
+    """Raise CheckpointError with the owner's process id if another process is using the directory."""
     if (root / _LOCK).exists():
         DirectoryLock(root / _LOCK).release()
 
@@ -269,24 +269,24 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise WriteError(f"{folder} could not be made: {error.strerror or error}.") from error
+        raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
 
 
 def _check_plain(root: Path) -> None:
-    """Raise CheckpointError where a part of a run is a link: what is written to it, or cut off, would be elsewhere."""
+    """Raise CheckpointError if a part of a run is a link: writing to it or truncating it would change another file."""
     try:
         modes = {path: path.lstat().st_mode for path in root.iterdir()}
     except OSError as error:
         raise CheckpointError(f"{root} cannot be read: {error.strerror or error}.") from error
     for path, mode in modes.items():
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise CheckpointError(f"{path} is a link or device; a run directory holds plain files and folders only.")
+            raise CheckpointError(f"{path} is a link or device; a run directory may only hold plain files and folders.")
 
 
 def check_vacant(root: Path, *, locked: bool = False) -> None:
-    """Raise CheckpointError where a new run may not be started; writes nothing into a directory of others.
+    """Raise CheckpointError if a new run must not be started in a directory; writes nothing to it.
 
-    ``locked`` says that this process holds the lock, so that nobody else can be at work in the directory.
+    ``locked`` means that this process holds the lock, so that no other process can be using the directory.
     """
     if not root.exists():
         return
@@ -303,12 +303,12 @@ def check_vacant(root: Path, *, locked: bool = False) -> None:
     foreign = [name for name in names if not _is_of_interrupted_start(root / name)]
     if foreign:
         raise CheckpointError(
-            f"{root} is not empty (found {foreign[0]}) and holds no run; choose a directory that is empty or new."
+            f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
         )
 
 
 def _is_of_interrupted_start(path: Path) -> bool:
-    """Return True for what ``create`` leaves when it is killed before ``run.json`` is there."""
+    """Return True for the leftovers of a ``create`` that was killed before it wrote ``run.json``."""
     if path.name in ("completions", "checkpoints"):
         return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
     return path.name == _LOCK or re.fullmatch(r"\.run\.json\.\d+\.tmp", path.name) is not None

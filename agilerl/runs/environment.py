@@ -1,4 +1,4 @@
-"""What a run ran on: package versions and hardware, for ``run.json`` and bug reports."""
+"""The environment of a run: package versions and hardware, for ``run.json`` and bug reports."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ _PACKAGES = ("agilerl", "torch", "transformers", "peft", "reasoning-gym", "safet
 
 
 def collect_versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that decide results, None where one is not installed."""
+    """Return the versions of Python and of the packages that affect results, None for those not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -24,9 +24,9 @@ def collect_versions() -> dict[str, str | None]:
 
 
 def collect_hardware() -> dict[str, Any]:
-    """Return {platform, cpu, cores, memory_bytes, cuda}: cores that this process may use, and a list of devices.
+    """Return {platform, cpu, cores, memory_bytes, cuda}: ``cores`` are those that this process may use.
 
-    Imports torch to ask for CUDA devices; each is {name, memory_bytes, capability}.
+    Imports torch to list the CUDA devices; each is {name, memory_bytes, capability}.
     """
     return {
         "platform": platform.platform(),
@@ -57,7 +57,7 @@ def _memory_bytes() -> int | None:
 
 def _cuda_devices() -> list[dict[str, Any]]:
     try:
-        import torch  # Slow to import, and needed for this one question only.
+        import torch  # Slow to import, and only needed here.
     except ImportError:
         return []
     if not torch.cuda.is_available():

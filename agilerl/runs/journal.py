@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines, whose torn tail is cut when they are opened again after a crash."""
+"""Append-only files of JSON lines, whose torn tail is cut off when they are reopened after a crash."""
 
 import hashlib
 import os
@@ -20,18 +20,18 @@ __all__ = ["Journal", "JsonLines", "damaged_lines", "missing_bytes", "missing_re
 
 _BLOCK = 1 << 20
 _LONGEST_LINE = 1 << 26
-"""Bytes of a line, which one thousand agents with a hundred genes do not reach."""
+"""The most bytes of a line; a thousand agents with a hundred genes need fewer."""
 
 
 _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 
 
 class JsonLines:
-    """Writer of metrics and lineage: one JSON object a line, sorted keys, handed to the system line by line.
+    """Writer of metrics and lineage: one JSON object per line, with sorted keys, passed to the system line by line.
 
-    Non-finite numbers become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). What follows the
-    last newline of an existing file is the torn end of a line that a crash interrupted; it is cut. ``keep`` cuts
-    the file to its first ``keep`` bytes, a ``position`` that was noted at a checkpoint.
+    Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). Bytes after
+    the last newline of an existing file are a line that a crash interrupted; they are cut off. ``keep`` truncates the
+    file to its first ``keep`` bytes, a ``position`` that was noted at a checkpoint.
     """
 
     @checked
@@ -50,22 +50,22 @@ class JsonLines:
 
     @property
     def position(self) -> int:
-        """Bytes written so far; ``keep=position`` brings the file back to this moment."""
+        """Bytes written so far; ``keep=position`` restores the file to this state."""
         return self._file.position
 
     @property
     def sha256(self) -> str:
-        """Of all bytes up to ``position``: a reader can tell whether the lines are those that were written."""
+        """The sha256 of all bytes up to ``position``, with which a reader can check that no line was changed."""
         return self._written.hexdigest()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object; raises WriteError where the disk refuses, and then leaves no partial line."""
+        """Append one object; raises WriteError if the disk is full or refuses, and leaves no partial line then."""
         line = strict_json.dumps(record).encode() + b"\n"
         self._file.append(line)
         self._written.update(line)
 
     def sync(self) -> None:
-        """Return when everything written is on the disk, safe from a power cut as well."""
+        """Return when everything written is on the disk, safe even from a power failure."""
         self._file.sync()
 
     def close(self) -> None:
@@ -82,11 +82,11 @@ class JsonLines:
 
 
 class Journal:
-    """The record of decisions a run can be replayed from: each line holds a sequence number and its own crc32.
+    """The record of decisions from which a run can be replayed: each line has a sequence number and its own crc32.
 
-    Opening reads and checks every record, and cuts a torn tail. A damaged record that intact ones follow is not a
-    torn tail: that raises CheckpointError with the line number, for the records after it would silently be lost.
-    ``keep`` cuts the journal to its first ``keep`` records, as many as there were at a checkpoint.
+    Opening reads and checks every record, and cuts off a torn tail. A damaged record before intact ones is not a torn
+    tail: it raises CheckpointError with the line number, because cutting there would silently lose records.
+    ``keep`` truncates the journal to its first ``keep`` records, as many as it had at a checkpoint.
     """
 
     @checked
@@ -115,9 +115,9 @@ class Journal:
         try:
             self._file.sync()
         except CheckpointError:
-            self._file.cut(before)  # or the next record would be the second of this number
+            self._file.cut(before)  # otherwise the next record would reuse this number
             raise
-        # What a reader would get back, not an alias of the caller's dict.
+        # Keep what a reader would get back, not an alias of the caller's dict.
         self.records.append(strict_json.loads(line)["data"])
         return sequence
 
@@ -138,24 +138,24 @@ class Journal:
 
 
 def missing_bytes(path: Path, keep: int) -> str:
-    """Return in words what a file of lines lacks of its first ``keep`` bytes, which end a line; "" where nothing."""
+    """Return in words what is missing from the first ``keep`` bytes of a file, which end a line; "" if nothing is."""
     with _reading(path):
         if not path.exists():
-            return f"{path} should hold {keep:,} bytes of lines, but it does not exist" if keep else ""
+            return f"{path} should have {keep:,} bytes of lines, but it does not exist" if keep else ""
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, keep - 1))
             ends = file.read(1) == b"\n"
     if keep > size:
-        return f"{path} should hold at least {keep:,} bytes, found {size:,}; lines were lost"
-    return "" if keep == 0 or ends else f"{path} should have the end of a line at byte {keep:,}; lines were changed"
+        return f"{path} should have at least {keep:,} bytes, found {size:,}; lines were lost"
+    return "" if keep == 0 or ends else f"{path} should have a line that ends at byte {keep:,}; lines were changed"
 
 
 def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
-    """Return in words what is wrong with the first ``keep`` bytes of a file of lines, "" where nothing.
+    """Return in words what is wrong with the first ``keep`` bytes of a file of lines; "" if nothing is.
 
-    They are all there, end a line, hold one JSON object a line, and are those that were written: their ``sha256``, as
-    far as it was noted.
+    They must all exist, end with a line, hold one JSON object per line, and match the ``sha256`` of what was written,
+    if it was noted.
     """
     if lost := missing_bytes(path, keep):
         return lost
@@ -173,27 +173,27 @@ def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
                     return str(error).rstrip(".")
     if sha256 is None:
         return ""
-    return f"the lines of {path} are not those that were written: something in its first {keep:,} bytes was changed"
+    return f"the lines of {path} are not what was written: something in its first {keep:,} bytes was changed"
 
 
 def missing_records(path: Path, keep: int) -> str:
-    """Return in words what a journal lacks of its first ``keep`` records, "" where nothing.
+    """Return in words what is missing from a journal's first ``keep`` records; "" if nothing is.
 
-    Raises CheckpointError where a record before others is damaged.
+    Raises CheckpointError if a record before intact ones is damaged.
     """
     with _reading(path):
         return _fewer_records(path, len(_read_journal(path)[0]) if path.exists() else 0, keep)
 
 
 def _fewer_records(path: Path, found: int, keep: int) -> str:
-    return "" if keep <= found else f"{path} should hold at least {keep} records, found {found}; records were lost"
+    return "" if keep <= found else f"{path} should have at least {keep} records, found {found}; records were lost"
 
 
 @checked
 def read_lines(path: Location) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; a missing file has none, a torn last line is left out.
+    """Yield the objects of a JSON-lines file; a missing file has none, and a torn last line is skipped.
 
-    Raises CheckpointError that names the line where one before the end is damaged.
+    Raises CheckpointError naming the line if one before the end is damaged.
     """
     path = Path(path)
     try:
@@ -227,9 +227,9 @@ def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = strict_json.loads(line)
     except ValueError as error:
-        raise CheckpointError(f"line {number} of {path} should hold JSON, but it does not: {error}.") from error
+        raise CheckpointError(f"line {number} of {path} should be JSON, but it is not: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"line {number} of {path} should hold a JSON object, found a {type(value).__name__}.")
+        raise CheckpointError(f"line {number} of {path} should be a JSON object, found a {type(value).__name__}.")
     return value
 
 
@@ -243,10 +243,10 @@ def _seal(sequence: int, data: Mapping[str, Any]) -> bytes:
 
 
 def _unseal(line: bytes) -> tuple[int, dict[str, Any]] | None:
-    """Return sequence number and data of an intact line, else None."""
+    """Return the sequence number and data of an intact line, else None."""
     try:
         record = strict_json.loads(line)
-        # Sealing again and comparing bytes checks crc and spelling at once.
+        # Sealing the data again and comparing bytes checks the crc and the JSON's form at once.
         return (record["seq"], record["data"]) if _seal(record["seq"], record["data"]) == line else None
     except (ValueError, KeyError, TypeError):
         return None
@@ -256,18 +256,18 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records up to the first damaged line, and the bytes they take."""
     check_file(path, _JOURNAL_BYTES, error=CheckpointError)
     lines = [line + b"\n" for line in path.read_bytes().split(b"\n")]
-    lines[-1] = lines[-1][:-1]  # What follows the last newline was never finished.
+    lines[-1] = lines[-1][:-1]  # Whatever follows the last newline is an unfinished line.
     records: list[dict[str, Any]] = []
     whole = 0
     for number, line in enumerate(lines, start=1):
         found = _unseal(line)
-        # An intact record may also hide behind the damaged newline of the one before it.
+        # An intact record may also be hidden behind the damaged newline of the record before it.
         if found is None and _unseal(line[line.rfind(_HEAD) :]) is None:
             continue
         if found is None or found[0] != len(records) or number != len(records) + 1:
             raise CheckpointError(
-                f"line {len(records) + 1} of {path} is damaged or lost, but line {number} is intact: this is no "
-                "interrupted write, so nothing was cut. Restore the file from a copy."
+                f"line {len(records) + 1} of {path} is damaged or lost, but line {number} is intact: this is not an "
+                "interrupted write, so nothing was cut off. Restore the file from a copy."
             )
         records.append(found[1])
         whole += len(line)
@@ -278,13 +278,13 @@ _APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class _AppendFile:
-    """A file that grows by whole records: a record that could not be written in full is taken back."""
+    """A file that grows by whole records: a record that could not be written in full is removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Not through a link: a run directory from elsewhere could have this one's lines cut off another file.
+            # Not through a link: a run directory from elsewhere could make this truncate an unrelated file.
             self._descriptor: int | None = os.open(path, _APPENDING, 0o666)
             found = os.fstat(self._descriptor)
         except OSError as error:
@@ -304,7 +304,7 @@ class _AppendFile:
             try:
                 os.ftruncate(descriptor, self.position)
             except OSError:
-                self.close()  # the torn line stays until the file is opened again, and nothing may follow it
+                self.close()  # the torn line stays until the file is reopened, and nothing may be written after it
             raise self._refused(error) from error
         self.position += len(data)
 
@@ -330,18 +330,18 @@ class _AppendFile:
 
     def _refused(self, error: OSError) -> WriteError:
         return WriteError(
-            f"{self.path} could not be written: {error.strerror or error}. The lines before are intact; "
+            f"{self.path} could not be written: {error.strerror or error}. The earlier lines are intact; "
             f"check the space and permissions of {self.path.parent}."
         )
 
     def _open(self) -> int:
         if self._descriptor is None:
-            raise CheckpointError(f"{self.path} is closed; open it again to write.")
+            raise CheckpointError(f"{self.path} has been closed; open it again to write.")
         return self._descriptor
 
 
 def _digest(path: Path, size: int) -> "hashlib._Hash":
-    """Return the sha256 of the first ``size`` bytes of a file, to go on with."""
+    """Return the hash of the first ``size`` bytes of a file, ready to be updated."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while size > 0 and (block := file.read(min(size, _BLOCK))):

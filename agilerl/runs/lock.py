@@ -14,9 +14,9 @@ __all__ = ["DirectoryLock"]
 
 
 class DirectoryLock:
-    """An exclusive lock on a file, taken at construction; the system drops it when the process dies.
+    """An exclusive lock on a file, taken at construction; the system releases it when the process dies.
 
-    Raises CheckpointError with the owner's process id where another process holds it, at once.
+    Raises CheckpointError at once, with the owner's process id, if another process holds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,9 +52,9 @@ class DirectoryLock:
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Give the lock back; the file stays, for removing it would race with the next owner."""
+        """Release the lock; the file stays, because removing it would race with the next owner."""
         if self._descriptor is not None:
-            with suppress(OSError):  # the name stays in the file then, of a process that holds nothing
+            with suppress(OSError):  # then the file keeps the name of a process that no longer holds the lock
                 os.ftruncate(self._descriptor, 0)
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             self._close()
@@ -66,7 +66,7 @@ class DirectoryLock:
 
 
 def _owner(descriptor: int, *, patience: float = 0.3) -> str:
-    """Return who holds the lock; waits a moment for an owner that has not written its name yet."""
+    """Return which process holds the lock; waits briefly for an owner that has not written its name yet."""
     deadline = time.monotonic() + patience
     while True:
         words = os.pread(descriptor, 200, 0).decode(errors="replace").split()
@@ -81,7 +81,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A forked worker shares the open file, and with it the lock: it would keep the directory locked after we died.
+    # A forked worker shares the open file and its lock: it would keep the directory locked after this process dies.
     for lock in list(_held):
         lock._close()
 

@@ -1,8 +1,8 @@
 """JSON that every parser reads: sorted keys, ASCII, and no bare NaN.
 
-JSON has no NaN and no infinity, yet a diverged agent's loss is exactly that. Null would lose which of the three it
+JSON has no NaN and no infinity, but a diverged agent's loss may be either. Null would not say which of the three it
 was, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which ``float()`` and JavaScript's
-``Number()`` both understand) and ``loads`` turns these three strings back into floats.
+``Number()`` both understand), and ``loads`` turns these three strings back into floats.
 """
 
 import json
@@ -36,14 +36,14 @@ class SavedValues(BaseModel):
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Return ``value`` as strict JSON with sorted keys; equal values give equal text.
 
-    Takes dicts, lists, tuples, strings, numbers (numpy's too), paths and None; raises TypeError on anything else.
+    Accepts dicts, lists, tuples, strings, numbers (numpy's too), paths and None; raises TypeError for anything else.
     """
     separators = (",", ":") if indent is None else (",", ": ")
     return json.dumps(_encode(value), sort_keys=True, allow_nan=False, indent=indent, separators=separators)
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the value that ``dumps`` wrote; raises ValueError for other texts, and for more than 100 levels."""
+    """Return the value that ``dumps`` wrote; raises ValueError for other text, and for more than 100 levels."""
     try:
         return _decode(json.loads(text, parse_constant=_refuse))
     except RecursionError as error:
@@ -51,9 +51,9 @@ def loads(text: str | bytes) -> Any:
 
 
 def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any]:
-    """Return the JSON object in a file of at most 100 MB, unchanged, and whole what a ``model`` says it may hold.
+    """Return the JSON object in a file of at most 100 MB, unchanged, after checking it against a ``model`` if given.
 
-    Raises CheckpointError that names the file and what in it is missing, unknown, of another type or damaged.
+    Raises CheckpointError naming the file and what in it is missing, unknown, of a wrong type or damaged.
     """
     try:
         value = loads(_bytes(path))
@@ -62,9 +62,9 @@ def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} should hold JSON, but it does not: {error}. The file is damaged.") from error
+        raise CheckpointError(f"{path} should be JSON, but it is not: {error}. The file is damaged.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, found a {type(value).__name__}.")
+        raise CheckpointError(f"{path} should be a JSON object, found a {type(value).__name__}.")
     if model is None:
         return value
     try:
@@ -79,7 +79,7 @@ def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any
 
 def _bytes(path: Path) -> bytes:
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a pipe under this name would be waited for, forever
+    if not stat.S_ISREG(found.st_mode):  # reading a named pipe would wait forever
         raise CheckpointError(f"expected a plain file at {path}, found a folder or a device.")
     if found.st_size > _FILE_BYTES:
         raise CheckpointError(f"{path} has {found.st_size:,} bytes, expected at most {_FILE_BYTES:,}.")
@@ -101,7 +101,7 @@ def _encode(value: Any) -> Any:
         return {str(key): _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
-    raise TypeError(f"expected a value that JSON can hold, found a {type(value).__name__}: {value!r}")
+    raise TypeError(f"expected a value that JSON can represent, found a {type(value).__name__}: {value!r}")
 
 
 def _decode(value: Any, level: int = 0) -> Any:

@@ -109,7 +109,7 @@ def test_resume_goes_on_from_the_last_good_one_and_ends_with_the_same_adapters(
             path.write_bytes(path.read_bytes()[:-1])
         ended = agilerl("resume", name)
         assert ended.code == 0, ended.errors
-        assert ("put aside as" in ended.errors) == (name == "damaged")
+        assert ("set aside as" in ended.errors) == (name == "damaged")
         shutil.rmtree(root / "checkpoints" / "000002.corrupt", ignore_errors=True)
         assert not list((root / "checkpoints").glob("*.corrupt"))
         verify_folder(newest(root))

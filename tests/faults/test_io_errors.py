@@ -74,7 +74,7 @@ def test_a_line_that_cannot_be_taken_back_is_the_last_one(tmp_path: Path, monkey
         patched.setattr(journal.os, "ftruncate", refuse)
         with pytest.raises(CheckpointError, match="No space left"):
             broken.append({"text": "x" * 200})
-    with pytest.raises(CheckpointError, match="is closed"):
+    with pytest.raises(CheckpointError, match="has been closed"):
         broken.append({"number": 2})
     with Journal(path) as again:
         assert again.records == [{"number": 1}]

@@ -60,9 +60,9 @@ def test_an_older_checkpoint_that_can_do_without_them_is_used(
     assert ended.code == 0, ended.errors
     lost, goes_on = ended.errors.splitlines()
     counted = "records" if name == "journal.jsonl" else f"{needs['000002']:,} bytes, found {needs['000002'] - 1:,}"
-    assert f"{name} should hold at least " in lost
+    assert f"{name} should have at least " in lost
     assert counted in lost
-    assert "was put aside as run/checkpoints/000002.corrupt" in lost
+    assert "was set aside as run/checkpoints/000002.corrupt" in lost
     assert goes_on == "The run goes on after iteration 1; what it did since is lost, and done again."
     assert ended.output.startswith("Resuming run after iteration 1 ")
     shutil.rmtree(root / "checkpoints" / "000002.corrupt")
@@ -92,7 +92,7 @@ def test_where_no_checkpoint_can_the_run_says_how_to_go_on_and_stays_as_it_is(
     needs = lengths(root, "000002", name)
     size = len(before.get(name, b""))
     found = "but it does not exist" if what == "missing" else f"found {size:,}; lines were lost"
-    assert f"{root / name} should hold " in str(refusal.value)
+    assert f"{root / name} should have " in str(refusal.value)
     assert f"{needs:,} bytes" in str(refusal.value)
     assert found in str(refusal.value)
     assert "put the file back from a copy, or start another run from an adapter" in str(refusal.value)
@@ -117,7 +117,7 @@ def test_a_line_that_grew_is_no_place_to_cut(unfinished: Unfinished, tmp_path: P
     saved = open_run(root, report=said.append)
     saved.run.close()
     assert saved.checkpoint == root / "checkpoints" / "000001"
-    assert "metrics.jsonl should have the end of a line at byte" in said[0]
+    assert "metrics.jsonl should have a line that ends at byte" in said[0]
 
 
 def test_with_every_checkpoint_damaged_the_command_says_that_it_starts_again(

@@ -158,7 +158,10 @@ def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Pa
     [
         ("nowhere", "error: expected a run directory at nowhere, found nothing."),
         ("file", "error: expected a run directory at file, found a file."),
-        ("empty", "error: empty is not a run directory: it has no run.json. Give the folder a run was written to."),
+        (
+            "empty",
+            "error: empty is not a run directory: it has no run.json. Give the folder that a run was written to.",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(place: str, message: str, agilerl: Agilerl, tmp_path: Path) -> None:
@@ -209,9 +212,9 @@ def test_a_summary_alone_does_not_finish_a_run(kept: Path, agilerl: Agilerl, tmp
         assert outcome.code == 2
         assert "says that the run is finished, but it gives no number of generations" in outcome.errors
     shutil.copy(kept / "done" / "summary.json", root)
-    assert "run/elite holds no adapter; put back what is missing, or delete" in agilerl("resume", "run").errors
+    assert "run/elite holds no adapter; restore the missing part, or delete" in agilerl("resume", "run").errors
     shutil.copytree(kept / "done" / "elite", root / "elite")
-    assert "is after iteration 2, which is not that of the summary" in agilerl("resume", "run").errors
+    assert "is after iteration 2, which contradicts the summary" in agilerl("resume", "run").errors
     (root / "summary.json").unlink()
     assert agilerl("resume", "run").code == 0
     assert differences(evidence(root), evidence(kept / "done")) == []

@@ -267,7 +267,7 @@ def test_a_damaged_completions_file_is_noted(runs, tmp_path):
     shutil.copytree(runs["unfinished"], root)
     (root / "completions" / "step_000010.parquet").write_bytes(b"PAR1")
     found = Page(build_report([root], tmp_path / "report.html"))
-    assert "step_000010.parquet should be a Parquet file" in found.text
+    assert "step_000010.parquet, found none" in found.text
     assert {sample["step"] for sample in found.data(id="samples-0")[0]} == {1}
 
 

@@ -214,7 +214,7 @@ def test_requests_run_side_by_side_up_to_the_limit():
         ({"base_url": "ftp://x"}, r"http\(s\)://host/path"),
         ({"base_url": "http://user:pass@host/v1"}, "without a password, on host"),
         ({"template": "{{ prompt"}, "the template is not valid Jinja"),
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"pattern": "x"}, "expected a group"),
     ],
 )

@@ -126,7 +126,7 @@ def test_json(completion, valid, with_keys):
         ("length", {"goal": 3}, r"does not take the parameters \['goal'\]"),
         ("overlong", {"max_tokens": 4, "cache_tokens": 5}, "cache_tokens from 1 to max_tokens"),
         ("repetition", {"n": 0}, "1 or more for n"),
-        ("regex", {"pattern": "("}, "no regular expression"),
+        ("regex", {"pattern": "("}, "not a regular expression"),
         ("format_tags", {"tags": "think"}, "a list of texts for tags"),
         ("format_tags", {"tags": []}, "a list of one or more tag names"),
         ("json_valid", {"required": "key"}, "a list of texts for required"),

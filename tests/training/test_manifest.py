@@ -197,7 +197,7 @@ WRONG_TYPE = {
     "mutation.rl_hp_selection.lr=3": "mutation.rl_hp_selection.lr: input should be a valid dictionary",
     "training.pop_size.x=3": "training.pop_size holds 4, so it has no key 'x'",
     "network.lora_config.target_modules=[]": "network.lora_config.target_modules: list should have at least 1 item",
-    "network.lora_config.target_modules='('": "is no regular expression: missing )",
+    "network.lora_config.target_modules='('": "is not a regular expression: missing )",
     "environment.conversation_template=hello": "environment.conversation_template: input should be a valid list",
 }
 RANGES = {
