@@ -30,9 +30,8 @@ from agilerl.models.base import (
     load_tokenizer,
     with_padding,
 )
-from agilerl.models.heads import token_values
 from agilerl.models.lockstep import Lockstep, agreed
-from agilerl.models.lora import attach, detach
+from agilerl.models.lora import attach, detach, token_values
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import shard_base

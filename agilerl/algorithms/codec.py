@@ -279,8 +279,7 @@ def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentSta
     """Return a state with the moments in a file, each of the shape of its weight."""
     names, critic = [layer.name for layer in layers], state.critic
     if critic is not None:
-        same = dict.fromkeys(MOMENTS, critic.adapter)
-        critic = replace(critic, moments=same, head_moments=dict.fromkeys(MOMENTS, critic.head))
+        critic = replace(critic, moments=dict.fromkeys(MOMENTS, critic.adapter))
     like_weights = replace(state, moments=dict.fromkeys(MOMENTS, state.adapter), critic=critic)
     expected = _of_optimizer(tensors(like_weights, names))
     saved = adapters.read_tensors(path)
@@ -291,4 +290,8 @@ def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentSta
             raise CheckpointError(f"{path} does not fit this agent: {name} {wrong}")
         if finite and torch.isnan(found).any():
             raise CheckpointError(f"{path}: {name} holds NaN")
-    return assembled(plain(state), {**tensors(state, names), **{name: saved[name] for name in expected}}, names)
+    moments = {name: saved[name] for name in expected}
+    if critic is not None:  # how wide the head has to be, its agent knows
+        heads = [f"critic.{moment}.head" for moment in MOMENTS]
+        moments |= {name: saved.get(name, torch.zeros(0)) for name in heads}
+    return assembled(plain(state), {**tensors(state, names), **moments}, names)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from agilerl.errors import EngineError
 from agilerl.models.slots import AdapterStore, LinearShape, Route
 
-__all__ = ["StackedLoRALinear", "attach", "detach"]
-
 
 class StackedLoRALinear(nn.Module):
     """Wrap a frozen linear layer: the base layer once over all rows, then each row's low-rank delta.
@@ -189,3 +187,32 @@ def detach(model: nn.Module, store: AdapterStore) -> None:
 def _parent(model: nn.Module, shape: LinearShape) -> tuple[nn.Module, str]:
     path, _, name = shape.name.rpartition(".")
     return model.get_submodule(path), name
+
+
+# -- value heads: one number a token from a slot's own hidden states, for all agents' critics in one bank --------------
+
+
+def token_values(hidden: Tensor, store: AdapterStore, slot: int) -> Tensor:
+    """Return values ``[...]`` of hidden states ``[..., H]`` by a slot's head, ``w h + b``, in the head's type."""
+    return cast(Tensor, _ValueHead.apply(hidden, store, slot))  # type: ignore[no-untyped-call]
+
+
+class _ValueHead(torch.autograd.Function):
+    """The gradient of the head goes straight into the store's bank, as an adapter's does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, store: AdapterStore, slot: int) -> Tensor:
+        head = store.heads[slot]
+        hidden = hidden.to(head.dtype)
+        ctx.save_for_backward(hidden)
+        ctx.place = (store, slot)
+        # A sum over the row, not a matrix product: its bits do not depend on how many rows there are.
+        return (hidden * head[:-1]).sum(-1) + head[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (hidden,) = ctx.saved_tensors
+        store, slot = ctx.place
+        store.head_grads[slot, :-1] += (grad[..., None] * hidden).flatten(0, -2).sum(0)
+        store.head_grads[slot, -1] += grad.sum()
+        return grad[..., None] * store.heads[slot, :-1], None, None
