@@ -3,6 +3,7 @@
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import EvolvableAlgorithm
 from agilerl.algorithms.cispo import CISPO, CISPOConfig
+from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import PolicyLoss
 from agilerl.algorithms.dpo import DPO, DPOConfig
 from agilerl.algorithms.dppo import DPPO, DPPOConfig
@@ -12,7 +13,6 @@ from agilerl.algorithms.maxrl import MaxRL, MaxRLConfig
 from agilerl.algorithms.ppo import PPO, PPOConfig
 from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
 from agilerl.algorithms.rloo import RLOO, RLOOConfig
-from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.algorithms.sft import SFT, SFTConfig
 
 __all__ = [

@@ -17,14 +17,13 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
-from agilerl.algorithms.config import LLMConfig, RolloutLLMConfig
+from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig, lr_factor
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.examination import Environment, examine, of_all
 from agilerl.algorithms.experiences import ActionResult, action_result, prompt_ids, to_batch
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import fingerprint
-from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
 from agilerl.algorithms.state import (
     AgentState,
     PlainState,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from agilerl.algorithms.schedules import CosineLRScheduleConfig, lr_factor
+from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
 from agilerl.arguments import checked, taken
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.errors import ConfigError

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import LossFunction
-from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.hpo.parameters import Gene, HyperparameterConfig
 from agilerl.runtime import Runtime
 

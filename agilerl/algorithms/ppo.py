@@ -10,13 +10,12 @@ from torch import Tensor
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
-from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
+from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig, lr_factor
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.keywords import PPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
-from agilerl.algorithms.schedules import lr_factor
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (

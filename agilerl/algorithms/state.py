@@ -13,8 +13,8 @@ from pydantic import Field, create_model, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
+from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import LossFunction, loss_name
-from agilerl.algorithms.schedules import CosineLRScheduleConfig
 from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
