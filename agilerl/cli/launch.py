@@ -223,7 +223,7 @@ def agreed(
     def decide() -> dict[str, Any] | None:
         job = _decided(request, opened, console, tell)
         own.append(job)
-        if job is None:
+        if job is None or topology.world.size == 1:
             return None
         # One date for all of them, whatever their clocks say.
         date = (job.config.date or datetime.now()).isoformat()
