@@ -75,7 +75,7 @@ def test_one_process_goes_on_with_what_two_have_left(on_two: Path, expected: dic
 def test_four_islands_and_what_they_go_on_with(on_two: Path, expected: dict[str, str], folder: Path) -> None:
     """Four do it all; and go on with what two, and what one has left."""
     overrides = (*SHORT, *FIVE)
-    stop_after(begin(folder / "left_by_one", *FIVE), 10)
+    stop_after(begin(folder / "left_by_one", *FIVE), 11)
     run_jobs(
         4,
         Job(folder / "four", overrides),
