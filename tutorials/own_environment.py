@@ -1,4 +1,4 @@
-"""Bring your own multi-turn environment: a plain class with reset and step, checked, trained on, examined.
+"""A custom multi-turn environment: a plain class with reset and step, checked, trained on, evaluated.
 
 A lock has a secret digit. The agent tries digits; each answer says how far off it was, so two tries are enough: the
 first measures the distance, the second goes there (or to the other side). Nothing is inherited, nothing registered.
@@ -21,7 +21,7 @@ from agilerl.streams import stream
 
 
 class Lock:
-    """Open the lock: 1 for the right digit, a third of it less for each try before."""
+    """Open the lock: 1 for the right digit, a third less for each earlier try."""
 
     max_turns = 3
     action_space = Text(1, charset="12345")  # optional: what check_env plays with

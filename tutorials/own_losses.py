@@ -1,4 +1,4 @@
-"""Own losses, three ways: a function, a loss made of parts, and tangents. About 20 seconds on one core.
+"""Custom losses, three ways: a function, a loss made of parts, and tangents. About 20 seconds on one core.
 
 The example replaces GRPO's clipping by a gate that closes smoothly: the further a token's probability has moved since
 it was sampled, the less it is pushed on.
@@ -13,7 +13,7 @@ from agilerl.data import LossInputs, collate
 torch.set_num_threads(1)
 
 
-# 1. A function: tensors in, a scalar out. `beta` is asked for by name, so it is the agent's, and may evolve.
+# 1. A function: tensors in, a scalar out. `beta` is requested by name, so it is the agent's value, and may evolve.
 def smooth_loss(inputs: LossInputs, beta: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ratio = torch.exp(inputs.logp - inputs.old_logp)
     gate = torch.sigmoid(4 * (ratio - 1))
@@ -24,7 +24,7 @@ def smooth_loss(inputs: LossInputs, beta: float) -> tuple[torch.Tensor, dict[str
     return per_row.sum() / inputs.denominator, {"gate": gate}
 
 
-# 2. The same of parts: each is a name or a function.
+# 2. The same loss made of parts: each is a name or a function.
 def smooth_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     return -torch.sigmoid(4 * (ratio - 1)) * advantages
 
@@ -38,7 +38,7 @@ agent = GRPO(runtime=runtime, loss=smooth_loss, **settings)
 population = Population([agent], task, prompts_per_step=16, eval_max_new_tokens=10)
 population.learn(population.rollout())  # one step, so that the policy is no longer the reference
 
-# 3. Tangents: d loss / d log-prob of each token, from whatever computed it. Here autograd, on the log-probs alone.
+# 3. Tangents: d loss / d log-prob of each token, however it was computed. Here by autograd, on the log-probs only.
 batch = collate(population.rollout().trajectories[agent.index], agent.pad_token_id)
 experience = agent.prepare(batch)
 logp = agent.logprobs(batch).requires_grad_()
@@ -53,7 +53,7 @@ inputs = LossInputs(
 loss, _ = smooth_loss(inputs, agent.beta)
 (tangents,) = torch.autograd.grad(loss, logp)
 
-# ... or by pencil: sigmoid'(0) = 1/4, and the ratio is 1 on policy.
+# ... or by hand: sigmoid'(0) = 1/4, and the ratio is 1 on policy.
 lengths = batch.action_mask.sum(dim=1, keepdim=True).clamp(min=1)
 slope = -experience.advantages + agent.beta * (1 - torch.exp(experience.ref_logp - logp.detach()))
 pencil = torch.where(batch.action_mask, slope / lengths / len(batch), 0.0)
@@ -82,7 +82,7 @@ for name, accumulate in ways.items():
     print(f"  {name:10} gradient norm {norms[name]:.6f}")
 assert max(norms.values()) - min(norms.values()) < 1e-5 * max(norms.values())
 
-# Training with it is what it always was.
+# Training with it works as usual.
 before = population.evaluate("test")[agent.index]
 for _ in range(10):
     metrics = population.learn(population.rollout())[agent.index]

@@ -1,4 +1,4 @@
-"""Bring your own task: rows from wherever you like, and a function that says what an answer is worth.
+"""A custom task: rows from any source, and a function that scores an answer.
 
 Here: write the larger of two digits. The rows are made in place; a file or a Hugging Face dataset works as well (see
 docs/datasets.md). The reward function names the columns that it wants; everything else is taken care of.

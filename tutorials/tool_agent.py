@@ -22,7 +22,7 @@ from agilerl.streams import stream
 torch.set_num_threads(1)
 
 
-# 1. A tool. The model is told what its signature and its docstring say.
+# 1. A tool. Its signature and its docstring describe it to the model.
 def calculator(expression: str) -> str:
     """Add whole numbers.
 
@@ -42,13 +42,13 @@ task = DatasetTask(train, exam, test, reward_fn=exact_match)
 
 
 # 3. The environment. A completion with a call gets the result of the tool, one without is the answer. The special
-# tokens of the model's family decide what a call is; a tag spelt in ordinary characters is none. "none": this model
-# knows its only tool; others are told by their chat template or, where that knows no tools, by the system message.
+# tokens of the model's family decide what a call is; a tag spelt in ordinary characters is not one. "none": this model
+# knows its only tool; others are told by their chat template or, if that has no tools, by the system message.
 def calculator_env() -> ToolEnv:
     return ToolEnv(task, [calculator], max_turns=3, announce="none")
 
 
-# 4. A tokenizer as the Hermes and Qwen models have, in small: characters, special tokens, the words of a call.
+# 4. A small version of the tokenizers of Hermes and Qwen models: characters, special tokens, the words of a call.
 BEGIN, END = "<tool_call>", "</tool_call>"
 BEFORE, AFTER = '{"name": "calculator", "arguments": {"expression": "', '"}}'
 TEMPLATE = (
@@ -66,7 +66,7 @@ tokenizer = PreTrainedTokenizerFast(
 )
 
 
-# 5. A model: first it is shown how to call the calculator, then that most people guess.
+# 5. A model: it is first shown how to call the calculator, then that most people guess.
 def shown(number: int, share_of_calls: float) -> Example:
     draws = stream(2, "tutorial/shown", number)
     row = train[int(draws.integers(len(train)))]
@@ -80,7 +80,7 @@ def shown(number: int, share_of_calls: float) -> Example:
 
 
 def learn(examples: list[Example]) -> None:
-    """One step on what the assistant said."""
+    """One step on the assistant's tokens."""
     width = max(len(e.ids) for e in examples)
     ids = torch.tensor([e.ids + [tokenizer.pad_token_id] * (width - len(e.ids)) for e in examples])
     learned = torch.tensor([e.learned + [False] * (width - len(e.ids)) for e in examples])
@@ -111,7 +111,7 @@ for step in range(200):
             group["lr"] = 2e-3
     learn([shown(BATCH * step + place, 1.0 if step < 140 else 1 / 6) for place in range(BATCH)])
 
-# 6. Training, as on any other task: here one agent; more of them, and evolution, are the same as everywhere.
+# 6. Training, as on any other task: one agent here; populations and evolution work as everywhere.
 runtime = Runtime.for_model(model.eval(), tokenizer=tokenizer)
 agent = GRPO(runtime=runtime, lr=1e-3, beta=0.0, group_size=8, batch_size=128, max_output_tokens=12)
 episodes = EpisodeTask(calculator_env, exam_episodes=100, test_episodes=300)

@@ -132,7 +132,7 @@ def test_a_combined_grader_says_which_failed_and_why() -> None:
         raise RewardTimeoutError("nothing within 5 s")
 
     task = GradedTask(Parity(), CombinedGrader({"task": TaskGrader(Parity()), "late": (late, 0.0)}))
-    with pytest.raises(RewardError, match=f"all {BATCH} completions; the first error: late: nothing within 5 s"):
+    with pytest.raises(RewardError, match=f"all {BATCH} completions; the first time: late: nothing within 5 s"):
         make_population(1, task=task).rollout()
 
 
