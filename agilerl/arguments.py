@@ -17,7 +17,7 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
-from agilerl.errors import ConfigError
+from agilerl.errors import AgileRLError, ConfigError
 
 __all__ = [
     "Count",
@@ -45,6 +45,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LONGEST = 100
 _MOST_NAMES = 12
+_LONGEST_REASON = 300
 
 
 def shown(value: Any) -> str:
@@ -56,13 +57,29 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def reason(error: BaseException) -> str:
+    """Return the beginning of an error's message as one line, its kind in front where that says more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A line that ends in a colon only announces the next ones.
+    count = next((i for i, line in enumerate(lines, 1) if line[-1] not in ":,"), len(lines))
+    text = " ".join(lines[:count]).rstrip(".")[:_LONGEST_REASON]
+    if not text or isinstance(error, OSError | ValueError | AgileRLError):
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint for a misspelt name: the nearest known one, or some of them."""
     names = list(known)
     by_lower = {known_name.lower(): known_name for known_name in names}
-    close = difflib.get_close_matches(name[:_LONGEST].lower(), by_lower, n=1, cutoff=0.6)
+    wanted = name[:_LONGEST].lower()
+    # A whole word of a name says more than similar letters: "sum" is meant for "chain_sum", not for "tsumego".
+    close = [known_name for known_name in by_lower if wanted in known_name.split("_")]
+    close = close or difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
     if close:
         return f"did you mean {by_lower[close[0]]!r}?"
+    if not names:
+        return "there are none"
     return f"known: {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''}"
 
 

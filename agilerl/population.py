@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.metrics import record_batch
@@ -15,16 +15,15 @@ from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checke
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import examples_at
+from agilerl.envs.examples import DataTask, examples_at
 from agilerl.envs.graded import all_weights, check_evolving_weights
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
-from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.guard import quarantined, replaced_by_elite
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
-from agilerl.hpo.parameters import Value
+from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
-from agilerl.members import Checkup, Evolution, Known, check_source, own_weights, sick_members
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import episode_metrics
@@ -32,13 +31,75 @@ from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
 from agilerl.rollouts.questions import grader_metrics
 from agilerl.rollouts.rollout import Rollout, teaches_nothing
 
-__all__ = ["Evolution", "Panels", "Population", "Rollout"]
-
 Panels = Literal["exam", "test"]
 AnyTask = Annotated[
     Task | EpisodeTask,
     Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, for instance ReasoningGymTask('spell_backward')"),
 ]
+
+
+class Known(Protocol):
+    """What everybody may know of an agent, wherever it lives."""
+
+    @property
+    def index(self) -> int:
+        """Its number in the run."""
+        ...
+
+    @property
+    def parent(self) -> int | None:
+        """Whom it was cloned from."""
+        ...
+
+    @property
+    def mut(self) -> str:
+        """What its last mutation did."""
+        ...
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """What it has spent."""
+        ...
+
+    @property
+    def genes(self) -> Mapping[str, Gene]:
+        """Genes in force."""
+        ...
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Value]:
+        """Value of each gene."""
+        ...
+
+
+@dataclass
+class Evolution:
+    """What one generation change did."""
+
+    plan: Plan
+    mutations: list[Mutation]
+    """One for each agent of the new population."""
+    inherited: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Gene values each child was born with, before its own mutation."""
+    sick: dict[int, str] = field(default_factory=dict)
+    """Agents that could be neither elite nor parent, and why."""
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """How an agent is."""
+
+    sick: str
+    """Why it may be no parent; empty where it is sound."""
+    vitals: Vitals
+    """What its samples were like since the last selection."""
+    weights: Mapping[str, float]
+    """Its own weights for parts of the reward: rewards under others are no measure for it."""
+
+    @classmethod
+    def of(cls, agent: LLMAlgorithm) -> "Checkup":
+        """Examine an agent."""
+        return cls(agent.sick, agent.present_vitals(), own_weights(agent))
 
 
 class Population:
@@ -437,3 +498,40 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
+
+
+def sick_members(
+    checkups: Mapping[int, Checkup], fitness: Mapping[int, Fitness], *, collapse_guard: bool
+) -> dict[int, str]:
+    """Return who is neither elite nor parent at a selection by this fitness, whatever it says, and why."""
+    sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
+    elite = ranking(quarantined(fitness, sick))[0]
+    if not collapse_guard or elite in sick:
+        return sick
+    weights = checkups[elite].weights
+    vitals = {
+        index: checkup.vitals if checkup.weights == weights else replace(checkup.vitals, reward=(), reward_before=())
+        for index, checkup in checkups.items()
+        if index not in sick
+    }
+    return sick | collapsed(vitals, elite)
+
+
+def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:
+    """Raise ConfigError unless the agents learn from one kind of source, and the task is one."""
+    wanted = {agent.env_type for agent in agents}
+    if len(wanted) > 1:
+        raise ConfigError(f"all agents of a population learn from the same source, found {', '.join(sorted(wanted))}")
+    (kind,) = wanted
+    if kind != "reasoning" and (not isinstance(task, DataTask) or task.kind != kind):
+        name = {"sft": "SFTTask", "preference": "PreferenceTask"}[kind]
+        raise ConfigError(
+            f"{agents[0].algorithm.name} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
+            f"it: {name}(task)"
+        )
+
+
+def own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
+    """Return the weights that an agent has for parts of the reward; none where it learns from data."""
+    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
+    return weights

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from agilerl.arguments import reason
 from agilerl.errors import ConfigError, EngineError
 
 __all__ = ["ALONE", "Processes", "joined"]
@@ -142,7 +143,7 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
                 f"the port of {place} is in use by another program; give the launcher a free one, for instance "
                 "torchrun --master-port 29511"
             ) from error
-        raise EngineError(f"the processes of this run could not meet at {place}: {_reason(error)}") from error
+        raise EngineError(f"the processes of this run could not meet at {place}: {reason(error)}") from error
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     finally:
@@ -221,13 +222,9 @@ def _together(call: Callable[[], T]) -> T:
         if _is_orphaned():  # the launcher is gone, so this process is about to end as well
             sleep(2 * _WATCHING)
         raise EngineError(
-            f"another process of this run is lost or does not answer ({_reason(error)}); continue from the last "
+            f"another process of this run is lost or does not answer ({reason(error)}); continue from the last "
             "checkpoint with agilerl resume, or under the launcher with --resume auto"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].strip()[:200] if str(error).strip() else type(error).__name__
 
 
 def _bytes(content: Tensor) -> bytes:

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollouts", "runs"),
     ("runtime",),
     ("algorithms",),
-    ("population", "members"),
+    ("population",),
     ("training", "distributed", "report"),
     ("cli", "__main__", "llm_envs", "utils", "algorithms.core"),
 )

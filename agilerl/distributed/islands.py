@@ -16,8 +16,7 @@ from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Member, Mutation, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
-from agilerl.members import Checkup, Known
-from agilerl.population import Panels, Population
+from agilerl.population import Checkup, Known, Panels, Population
 from agilerl.rollouts.failures import Failure, check_error_rate
 from agilerl.rollouts.rollout import Rollout
 

@@ -1,5 +1,7 @@
 """Tasks and environments. ``ReasoningGym``, which needs torch, is in ``agilerl.llm_envs``."""
 
+import gymnasium
+
 from agilerl.envs.core import Row, Task, score_completions
 from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.datasets import CuratedTask, DatasetTask
@@ -7,7 +9,6 @@ from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.prompts import decode_completions, render_prompt
-from agilerl.envs.registration import register_environments
 from agilerl.envs.sources import mix, read_dataset
 from agilerl.envs.split import is_held_out
 from agilerl.envs.text_env import TextEnv
@@ -34,5 +35,23 @@ __all__ = [
     "render_prompt",
     "score_completions",
 ]
+
+ENVIRONMENTS = {
+    "agilerl/GuessTheNumber-v0": "agilerl.envs.games.guess_the_number:GuessTheNumber",
+    "agilerl/Mastermind-v0": "agilerl.envs.games.mastermind:Mastermind",
+    "agilerl/TicTacToe-v0": "agilerl.envs.games.tic_tac_toe:TicTacToe",
+    "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
+    "agilerl/Calculator-v0": "agilerl.envs.tools.environments:calculator_env",
+    "agilerl/Python-v0": "agilerl.envs.tools.environments:python_env",
+    "agilerl/Search-v0": "agilerl.envs.tools.environments:search_env",
+}
+
+
+def register_environments() -> None:
+    """Tell gymnasium the ids; importing ``agilerl.envs`` does."""
+    for name, entry_point in ENVIRONMENTS.items():
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=entry_point)
+
 
 register_environments()

@@ -10,7 +10,7 @@ from agilerl.arguments import Hint, checked
 from agilerl.custom_code import left, torch_restored
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import EnvError, RewardError
-from agilerl.rewards.grader import Outcome, check_score, outcome_of
+from agilerl.rewards.grader import ScoreOrError, check_score, score_or_error
 from agilerl.rewards.grades import Grades, grades_of
 
 Split = Literal["train", "exam", "test"]
@@ -110,18 +110,18 @@ class Task(ABC):
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        outcomes: list[Outcome] = []
+        scores_or_errors: list[ScoreOrError] = []
         with torch_restored():
             for completion, row in zip(completions, rows):
                 try:
-                    outcomes.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
+                    scores_or_errors.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
                 except RewardError as error:
-                    outcomes.append(error)
+                    scores_or_errors.append(error)
                 except Exception as error:  # whatever it is, it is the failure of this completion alone
-                    outcomes.append(outcome_of(error, f"the reward of {self.name}"))
+                    scores_or_errors.append(score_or_error(error, f"the reward of {self.name}"))
                 except SystemExit as error:
-                    outcomes.append(outcome_of(left(error), f"the reward of {self.name}"))
-        return grades_of(self.grader, outcomes)
+                    scores_or_errors.append(score_or_error(left(error), f"the reward of {self.name}"))
+        return grades_of(self.grader, scores_or_errors)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return what completions of an exam or test are worth; as in training, unless a task has another measure."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agilerl.arguments import Count, check_fields
-from agilerl.envs.upstream import curricula, curriculum_attributes, curriculum_params, nearest
+from agilerl.envs.upstream import curricula, curriculum_attributes, curriculum_params
 from agilerl.errors import ConfigError
+from agilerl.validation import nearest
 
 __all__ = ["Curriculum"]
 
@@ -48,12 +49,14 @@ class Curriculum:
             found = ", ".join(members)
             raise ConfigError(
                 f"expected a dataset that reasoning_gym has a curriculum for, found {found}"
-                f"{nearest(found, curricula())}; take one of those, or leave the curriculum out"
+                f"; {nearest(found, curricula())}; take one of those, or leave the curriculum out"
             )
         every = {attribute for own in known.values() for attribute in own}
         for attribute in self.attributes or ():
             if attribute not in every:
-                raise ConfigError(f"the curriculum of {name} has no attribute {attribute!r}{nearest(attribute, every)}")
+                raise ConfigError(
+                    f"the curriculum of {name} has no attribute {attribute!r}; {nearest(attribute, sorted(every))}"
+                )
         rising = {m: [a for a in own if self.attributes is None or a in self.attributes] for m, own in known.items()}
         last = max(known[member][attribute] for member, names in rising.items() for attribute in names)
         if self.max_level is not None and self.max_level > last:

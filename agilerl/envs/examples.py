@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from jinja2 import TemplateError
-
 from agilerl.arguments import Count, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.envs.core import AnyTask, Place, Split, Task, TaskWrapper
@@ -15,10 +13,16 @@ from agilerl.envs.curation import check_rows
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.forms import Form, Sample
 from agilerl.envs.order import TrainingOrder
-from agilerl.envs.prompts import Accelerator, PromptTooLongError, check_tokenizer, render_prompt, saved_batches
+from agilerl.envs.prompts import (
+    Accelerator,
+    PromptTooLongError,
+    check_tokenizer,
+    render_prompt,
+    render_text,
+    saved_batches,
+)
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 LossOn = Literal["completion", "assistant"]
 """What a conversation teaches: its last answer, or every message of the assistant."""
@@ -91,8 +95,8 @@ def _render(
     for place in places:
         _check_text(tokenizer, messages[place]["content"])
         context = [*messages[:place], *([{"role": "assistant", "content": prefill}] if prefill else [])]
-        before = _text(tokenizer, context, continues=bool(prefill), prompts=not prefill)
-        after = _text(tokenizer, messages[: place + 1])
+        before = render_text(tokenizer, context, prompts=not prefill, continues=bool(prefill))
+        after = render_text(tokenizer, messages[: place + 1], prompts=False)
         if not before.startswith(text) or not after.startswith(before):
             raise ConfigError(
                 f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
@@ -110,29 +114,6 @@ def _render(
         text = after
     kept = len(learned) - learned[::-1].index(True)
     return _fitted(Example(ids[:kept], learned[:kept], messages[places[-1]]["content"]), max_tokens)
-
-
-def _text(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], *, continues: bool = False, prompts: bool = False
-) -> str:
-    try:
-        rendered = apply_chat_template(
-            tokenizer,
-            [dict(m) for m in messages],
-            tokenize=False,
-            add_generation_prompt=prompts,
-            continue_final_message=continues,
-        )
-    except TemplateBrokenError as error:
-        raise ConfigError(
-            f"the tokenizer's chat template cannot be used: {error}; take it from its first source"
-        ) from error
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-        roles = ", ".join(m["role"] for m in messages)
-        raise ConfigError(
-            f"the tokenizer's chat template does not accept a conversation of {roles}: {error}; check the roles"
-        ) from error
-    return str(rendered)
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:

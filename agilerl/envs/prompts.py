@@ -1,4 +1,4 @@
-"""Messages to token ids and back: the only caller of a chat template, and where a completion ends."""
+"""Messages to token ids and back: how tasks and environments call a chat template, and where a completion ends."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -93,7 +93,7 @@ def render_prompt(
     if use_template and getattr(tokenizer, "chat_template", None):
         if any(message["role"] == "system" for message in messages):
             _check_system_role(tokenizer)
-        ids = _ids(_apply_template(tokenizer, messages, prefill, tools=tools))
+        ids = _ids(_apply_template(tokenizer, messages, not prefill, prefill, tools=tools))
     else:
         ids = _ids(tokenizer("\n".join(message["content"] for message in messages)))
     if not ids:
@@ -197,21 +197,30 @@ def _checked(message: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def render_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    prompts: bool = True,
+    continues: bool = False,
 ) -> str:
     """Return a conversation as the chat template writes it, up to where the model continues it.
+
+    ``prompts=False`` leaves the start of the model's message out. With ``continues`` the last message stays open: it
+    is what the model continues.
 
     Raises:
         ConfigError: a malformed message, or a template that refuses the messages.
     """
-    return str(_apply_template(tokenizer, [_checked(m) for m in messages], False, tools=tools, tokenize=False))
+    checked_messages = [_checked(message) for message in messages]
+    return str(_apply_template(tokenizer, checked_messages, prompts, continues, tools=tools, tokenize=False))
 
 
 def _check_system_role(tokenizer: Any) -> None:
     """Raise ConfigError where the chat template leaves out what the system says."""
     mark = "agilerl:the-system-speaks"
     conversation = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
-    if mark not in str(_apply_template(tokenizer, conversation, False, tokenize=False)):
+    if mark not in str(_apply_template(tokenizer, conversation, True, False, tokenize=False)):
         raise ConfigError(
             "the tokenizer's chat template leaves out system messages, so the model would never see this one; move its "
             "text into the user message"
@@ -226,7 +235,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 def _apply_template(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    prefill: bool,
+    prompts: bool,
+    continues: bool,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     tokenize: bool = True,
@@ -237,8 +247,8 @@ def _apply_template(
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
             tokenize=tokenize,
-            add_generation_prompt=not prefill,
-            continue_final_message=prefill,
+            add_generation_prompt=prompts,
+            continue_final_message=continues,
         )
     except TemplateBrokenError as error:
         raise ConfigError(

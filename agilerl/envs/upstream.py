@@ -1,6 +1,5 @@
 """The one place that talks to reasoning_gym: build a dataset, and keep its side effects to itself."""
 
-import difflib
 import io
 import keyword
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
-from agilerl.validation import shown
+from agilerl.validation import nearest, shown
 
 __all__ = [
     "build_dataset",
@@ -26,7 +25,6 @@ __all__ = [
     "default_params",
     "draw",
     "known_tasks",
-    "nearest",
     "quiet",
 ]
 
@@ -57,14 +55,18 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """
     registry = _registry()
     if name not in registry:
-        raise ConfigError(f"expected the name of a reasoning_gym task, found {name!r}{nearest(name, registry)}")
+        raise ConfigError(
+            f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}"
+        )
     known: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1])}
     checked = {}
     for key, value in params.items():
         if key in MANAGED:
             raise ConfigError(f"the parameter {key!r} of {name} is set by the run itself; take it out")
         if key not in known:
-            raise ConfigError(f"{name} has no parameter {key!r}{nearest(key, [k for k in known if k not in MANAGED])}")
+            raise ConfigError(
+                f"{name} has no parameter {key!r}; {nearest(key, [k for k in known if k not in MANAGED])}"
+            )
         checked[key] = _checked_value(f"parameter {key!r} of {name}", known[key], value)
         if name in EVALUATED:
             _check_plain(f"parameter {key!r} of {name}", value)
@@ -155,15 +157,6 @@ def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed
     return row
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that says which known names are meant most likely."""
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5) or [n for n in names if name and name in n][:5]
-    if close:
-        return f"; close names: {', '.join(close)}"
-    return f"; known: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}" if names else "; it has none"
-
-
 def _registry() -> Mapping[str, tuple[type, type]]:
     import reasoning_gym.composite  # noqa: F401  (registers itself)
     from reasoning_gym.factory import DATASETS
@@ -219,7 +212,7 @@ def _check_specs(specs: Any) -> list[dict[str, Any]]:
             raise ConfigError(f"each dataset of a composite is {{name, weight, config}} with a name, found {spec!r}")
         for key in spec:
             if key not in SPEC_KEYS:
-                raise ConfigError(f"a dataset of a composite has no {key!r}{nearest(str(key), SPEC_KEYS)}")
+                raise ConfigError(f"a dataset of a composite has no {key!r}; {nearest(str(key), SPEC_KEYS)}")
         if spec["name"] == "composite":
             raise ConfigError("a composite cannot hold a composite; list its datasets directly")
         weight = spec.get("weight", 1.0)

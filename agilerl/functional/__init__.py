@@ -27,7 +27,6 @@ from agilerl.functional.kl import (
     KLEstimator,
     adaptive_kl_coefficient,
     kl_estimate,
-    kl_penalised_rewards,
     kl_shaped_advantages,
 )
 from agilerl.functional.logprobs import linear_logprobs, token_entropy, token_logprobs
@@ -97,7 +96,6 @@ __all__ = [
     "importance_ratio",
     "informative_groups",
     "kl_estimate",
-    "kl_penalised_rewards",
     "kl_shaped_advantages",
     "linear_logprobs",
     "log_ratio",

@@ -5,9 +5,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from agilerl.functional.masks import fill_masked, masked_mean, masked_sum
+from agilerl.functional.masks import fill_masked, masked_mean
 
-__all__ = ["KLEstimator", "adaptive_kl_coefficient", "kl_estimate", "kl_penalised_rewards", "kl_shaped_advantages"]
+__all__ = ["KLEstimator", "adaptive_kl_coefficient", "kl_estimate", "kl_shaped_advantages"]
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 
@@ -68,11 +68,6 @@ def kl_shaped_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, beta: flo
     kl = fill_masked(kl.detach(), mask)
     centred = masked_mean(kl, mask, -1).unsqueeze(-1) - kl
     return fill_masked(fill_masked(advantages.detach(), mask) + beta * centred, mask)
-
-
-def kl_penalised_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, beta: float | Tensor) -> Tensor:
-    """Return ``r - beta sum_t kl_t`` ``[B]``, detached: KL placed in the reward (RLOO uses k1 here)."""
-    return rewards.detach() - beta * masked_sum(kl.detach(), mask, -1)
 
 
 def adaptive_kl_coefficient(beta: float, kl: float, target: float, *, horizon: float, samples: int) -> float:

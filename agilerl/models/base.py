@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from agilerl.arguments import described
+from agilerl.arguments import described, reason
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
@@ -364,22 +364,13 @@ def _loading(what: str, name: str, expected: str) -> Iterator[None]:
         raise
     except Exception as error:  # any of several libraries that read files: no list of their errors is complete
         raise ConfigError(
-            f"cannot load {what} {name!r}: {_reason(error)}; expected {expected}, a name on the Hugging Face hub "
+            f"cannot load {what} {name!r}: {reason(error)}; expected {expected}, a name on the Hugging Face hub "
             "that is reachable, or 'embedded'"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
-
-
-def _reason(error: Exception) -> str:
-    """Return the beginning of an error's message as one line, after its type unless that adds nothing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A line that ends in a colon only announces the next ones.
-    count = next((i for i, line in enumerate(lines, 1) if line[-1] not in ":,"), len(lines))
-    text = " ".join(lines[: max(count, 1)]).rstrip(".")
-    return f"{type(error).__name__}: {text}" if not isinstance(error, OSError | ValueError) else text
 
 
 def check_network(model: Any) -> None:
@@ -507,7 +498,7 @@ def check_device(device: Any, name: str = "device") -> None:
         try:
             torch.zeros(1, device=found).item()
         except Exception as error:  # the type depends on the backend of that device
-            raise ConfigError(f"{name}={shown(device)} cannot be used: {_reason(error)}; use cpu or cuda") from None
+            raise ConfigError(f"{name}={shown(device)} cannot be used: {reason(error)}; use cpu or cuda") from None
         return
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (found.index or 0) >= count:

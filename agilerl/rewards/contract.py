@@ -17,7 +17,7 @@ from typing import Any
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import close, setup
-from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
+from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, grader_name
 
 __all__ = ["GRADER_CHECKS", "ODD_TEXTS", "GraderCase", "check_grader"]
 
@@ -50,11 +50,11 @@ class GraderCase:
     tolerance: float = 1e-5
     """The most that a score may change with the rest of its batch."""
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoreOrError]:
         """Grade everything at once."""
         return self.grade(self.completions, self.rows)
 
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[ScoreOrError]:
         """Grade on copies of the rows, so that no check sees changes made during another."""
         return attempt_grader(self.grader, completions, copy.deepcopy(list(rows)))
 
@@ -149,7 +149,7 @@ def check_grader(grader: Grader, completions: Sequence[str], rows: Sequence[Mapp
     return found
 
 
-def _agree(case: GraderCase, expected: Sequence[Outcome], found: Sequence[Outcome], how: str) -> None:
+def _agree(case: GraderCase, expected: Sequence[ScoreOrError], found: Sequence[ScoreOrError], how: str) -> None:
     for text, one, other in zip(case.completions, expected, found):
         if isinstance(one, float) and isinstance(other, float):
             same = math.isclose(one, other, rel_tol=case.tolerance, abs_tol=case.tolerance)

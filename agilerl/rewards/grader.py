@@ -12,12 +12,12 @@ from agilerl.custom_code import left, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
 
-__all__ = ["Grader", "Outcome", "attempt_grader", "call_grader", "check_score", "grader_name", "outcome_of"]
+__all__ = ["Grader", "ScoreOrError", "attempt_grader", "call_grader", "check_score", "grader_name", "score_or_error"]
 
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
 
-Outcome = float | RewardError | None
+ScoreOrError = float | RewardError | None
 """A score, None (not applicable), or the error if the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
@@ -59,7 +59,7 @@ def attempt_grader(
     completions: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     prompts: Sequence[str] | None = None,
-) -> list[Outcome]:
+) -> list[ScoreOrError]:
     """Score as ``call_grader`` does, but return a RewardError for each completion that could not be scored.
 
     A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
@@ -82,13 +82,13 @@ def attempt_grader(
         arguments = _select(name, grader, {**columns, "prompts": list(prompts), "completions": list(completions)})
         (scores,) = _run([lambda: grader(**arguments)])
         if not isinstance(scores, Exception):
-            return [outcome_of(score, name) for score in _check_list(scores, len(completions), name)]
+            return [score_or_error(score, name) for score in _check_list(scores, len(completions), name)]
         if len(completions) == 1:
-            return [outcome_of(scores, name)]
+            return [score_or_error(scores, name)]
         alone = zip(completions, rows, prompts)
         return [attempt_grader(grader, [text], [row], [prompt])[0] for text, row, prompt in alone]
     calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
-    return [outcome_of(score, name) for score in _run(calls)]
+    return [score_or_error(score, name) for score in _run(calls)]
 
 
 @checked
@@ -121,7 +121,7 @@ def grader_name(grader: Grader) -> str:
     return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
-def outcome_of(score: object, name: str) -> Outcome:
+def score_or_error(score: object, name: str) -> ScoreOrError:
     """Return a checked score, or the error that replaces it."""
     if isinstance(score, Exception):
         kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from agilerl.arguments import checked
 from agilerl.errors import RewardError
-from agilerl.rewards.grader import Grader, Outcome, attempt_grader, grader_name
+from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, grader_name
 
 __all__ = ["AllGradesFailedError", "Composite", "Grade", "Grades", "grade", "grades_of"]
 
@@ -82,7 +82,7 @@ def grade(
     return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
 
 
-def grades_of(name: str, outcomes: Sequence[Outcome]) -> Grades:
+def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
     """Return the outcomes of one grader as grades.
 
     Raises:

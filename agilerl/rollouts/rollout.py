@@ -65,8 +65,9 @@ class Rollout:
     def note_place(self, owner: int, place: Place) -> None:
         """Take in what stood at a training position of an agent."""
         self.skipped[owner] = self.skipped.get(owner, 0) + place.skipped
+        levels = self.levels.setdefault(owner, [])
         if place.level is not None:
-            self.levels.setdefault(owner, []).append(place.level)
+            levels.append(place.level)
 
     def check(self, max_error_rate: float, *, episodes: bool) -> None:
         """Raise RewardError, or EnvError for episodes, where more than this share of all samples failed."""

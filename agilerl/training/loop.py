@@ -14,7 +14,7 @@ import torch
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
-from agilerl.members import Known
+from agilerl.population import Known
 from agilerl.rollouts.rollout import Rollout
 from agilerl.run_date import asks_for_date, pinned
 from agilerl.runs.completions import CompletionRecord

@@ -11,6 +11,7 @@ from agilerl.algorithms import LLMAlgorithm
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig
 from agilerl.config.own_code import code_name, load_code, names_code
 from agilerl.config.run import RunConfig
+from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curriculum import Curriculum
@@ -19,7 +20,6 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.forms import Purpose
 from agilerl.envs.preference import Mistake, PreferenceTask
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.registration import ENVIRONMENTS
 from agilerl.envs.sft import SFTTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks

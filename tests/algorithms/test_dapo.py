@@ -13,7 +13,8 @@ from agilerl.envs.core import Row, Split
 from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.models.base import load_tokenizer
-from agilerl.population import Population, Rollout
+from agilerl.population import Population
+from agilerl.rollouts.rollout import Rollout
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, weights
 from tests.algorithms.test_grpo_golden import MASK, batch

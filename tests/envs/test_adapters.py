@@ -209,7 +209,7 @@ def test_environments_by_name(tmp_path, monkeypatch):
         ("agilerl.envs.games:Chess", {}, "expected Chess in the module agilerl.envs.games, found Game, GuessTheNumber"),
         ("nothing_like_it:Env", {}, "cannot be imported: No module named 'nothing_like_it'"),
         ("agilerl.envs.games:GuessTheNumber", {"most": 3}, "with most=3: TypeError"),
-        ("agilerl.envs.registration:ENVIRONMENTS", {}, "to be a class or a function"),
+        ("agilerl.envs:ENVIRONMENTS", {}, "to be a class or a function"),
         ("agilerl.envs.games:GuessTheNumber", {"max_number": 1}, "from 2 to 1000000"),
     ],
 )

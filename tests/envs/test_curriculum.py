@@ -211,7 +211,7 @@ def test_attributes_of_a_composite_rise_wherever_they_are():
         ("acre", {}, {}, "expected a dataset that reasoning_gym has a curriculum for, found acre; .*: .*leave"),
         ("list_functions", {}, {}, "found list_functions; .*take one of those"),
         ("composite", {"datasets": [{"name": "acre"}, {"name": "gsm_symbolic"}]}, {}, "found acre, gsm_symbolic;"),
-        ("gcd", {}, {"attributes": ["valu"]}, "curriculum of gcd has no attribute 'valu'; close names: value"),
+        ("gcd", {}, {"attributes": ["valu"]}, "curriculum of gcd has no attribute 'valu'; did you mean 'value'"),
         ("gcd", {}, {"max_level": 4}, "expected a max_level of at most 3, where the curriculum of gcd ends, found 4"),
         ("gcd", {}, {"attributes": ["num_terms"], "max_level": 9}, "max_level of at most 3"),
         ("spell_backward", SPELL_LEVELS[0], {}, r"changes nothing .*\(max_word_len, min_word_len\).*take them out"),

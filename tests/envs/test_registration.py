@@ -3,8 +3,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agilerl.envs  # noqa: F401
-from agilerl.envs import GridNavigation, GuessTheNumber, Mastermind, TextEnv, TicTacToe
-from agilerl.envs.registration import ENVIRONMENTS
+from agilerl.envs import ENVIRONMENTS, GridNavigation, GuessTheNumber, Mastermind, TextEnv, TicTacToe
 
 GAMES = {
     "agilerl/GuessTheNumber-v0": GuessTheNumber,

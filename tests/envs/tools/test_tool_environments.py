@@ -6,10 +6,10 @@ from typing import Any
 import gymnasium
 import pytest
 
+from agilerl.envs import register_environments
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.check import check_env
 from agilerl.envs.probes import GridNavigation
-from agilerl.envs.registration import register_environments
 from agilerl.envs.tools import FormatRewardWrapper, PythonTool, ToolEnv, calculator_env, search_env
 from agilerl.errors import ConfigError
 from tests.envs.tools.family_tokenizers import encoded, hermes
