@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from agilerl.arguments import reason
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import lora_capacity
@@ -36,7 +37,7 @@ vLLM server, where there is one. Importable on every machine by its name."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Ending:
     """How the work of one process ended."""
 
     kind: str
@@ -67,7 +68,7 @@ class _Round:
 
     islands: list[Any]
     streams: dict[int, Any]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    endings: dict[int, Ending] = field(default_factory=dict)
     lost: str = ""
     """What Ray says of a process that is gone; empty while all are there."""
 
@@ -78,7 +79,7 @@ def launch(
     say: Callable[[str], None],
     stop: Callable[[], Any],
     serve: Sequence[str] = (),
-) -> Outcome:
+) -> Ending:
     """Start the islands on Ray, and again from the last checkpoint when one is lost; return how it ended.
 
     ``works[k]`` is what they do in attempt k, the last one in all further attempts. ``stop`` gives the context inside
@@ -93,9 +94,9 @@ def launch(
             work = works[min(attempt, len(works) - 1)]
             ended = _attempt(cluster, work, urls, say, request)
             if not ended.lost:
-                return _verdict(ended.outcomes)
+                return _verdict(ended.endings)
             if request.signal is not None:
-                return Outcome("interrupted", "stopped while a process was lost", request.code)
+                return Ending("interrupted", "stopped while a process was lost", request.code)
             if attempt < config.max_restarts:
                 say(f"{ended.lost}; going on from the last checkpoint ({attempt + 1} of {config.max_restarts})")
         raise EngineError(
@@ -118,13 +119,13 @@ def serving(config: RunConfig) -> list[str]:
     return ["vllm", "serve", model, "--enable-lora", *size, "--logprobs-mode", "processed_logprobs"]
 
 
-def _verdict(outcomes: Mapping[int, Outcome]) -> Outcome:
+def _verdict(endings: Mapping[int, Ending]) -> Ending:
     """Return what the processes came to together: the first knows of every error that was told."""
     for kind in ("crashed", "error", "interrupted"):
-        for outcome in outcomes.values():
-            if outcome.kind == kind:
-                return outcome
-    return Outcome("done")
+        for ending in endings.values():
+            if ending.kind == kind:
+                return ending
+    return Ending("done")
 
 
 def _ray() -> ModuleType:
@@ -159,7 +160,7 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = config.address or os.environ.get("RAY_ADDRESS", "this machine")
         raise ConfigError(
-            f"no Ray cluster could be reached or started at {where}: {_first_line(error)}; check distributed.address"
+            f"no Ray cluster could be reached or started at {where}: {reason(error)}; check distributed.address"
         ) from error
     try:
         group = ray.util.placement_group(bundles, strategy="PACK")
@@ -186,7 +187,7 @@ def _check_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
-            f"nothing answers at the address of the Ray cluster, {address}: {_first_line(error)}; start Ray there (ray "
+            f"nothing answers at the address of the Ray cluster, {address}: {reason(error)}; start Ray there (ray "
             "start --head), or check distributed.address or RAY_ADDRESS"
         ) from error
 
@@ -217,7 +218,7 @@ def _attempt(
             this.streams[rank] = actor.work.options(num_returns="streaming").remote(work, place, url)
         _follow(ray, this, say, request)
     except ray.exceptions.RayError as error:
-        this.lost = f"a process of the run was lost ({_first_line(error)})"
+        this.lost = f"a process of the run was lost ({reason(error)})"
     finally:
         for actor in actors:
             ray.kill(actor)
@@ -240,17 +241,17 @@ def _places(addresses: Sequence[tuple[str, int]]) -> list[dict[str, str]]:
 def _follow(ray: Any, this: _Round, say: Callable[[str], None], request: StopRequest) -> None:
     """Say what the processes say until all have ended; raises Ray's error where one is lost."""
     told = False
-    while len(this.outcomes) < len(this.streams):
+    while len(this.endings) < len(this.streams):
         if request.signal is not None and not told:
             told = True
             for actor in this.islands:
                 actor.ask_to_stop.remote(request.signal)
-        waiting = {stream: rank for rank, stream in this.streams.items() if rank not in this.outcomes}
+        waiting = {stream: rank for rank, stream in this.streams.items() if rank not in this.endings}
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_SECONDS)
         for stream in ready:
             word = ray.get(next(stream))
-            if isinstance(word, Outcome):
-                this.outcomes[waiting[stream]] = word
+            if isinstance(word, Ending):
+                this.endings[waiting[stream]] = word
             else:
                 say(word)
 
@@ -271,29 +272,29 @@ class Island:
         """Ask the work to stop as the signal of this number would."""
         self._stop.signal = number
 
-    def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Outcome]:
+    def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Ending]:
         """Work as the process that ``place`` says; yields lines to print, and in the end the outcome."""
         os.environ.update(place)
-        said: queue.SimpleQueue[str | Outcome] = queue.SimpleQueue()
+        said: queue.SimpleQueue[str | Ending] = queue.SimpleQueue()
         thread = threading.Thread(target=self._perform, args=(work, url, said), daemon=True)
         thread.start()
         while True:
             word = said.get()
             yield word
-            if isinstance(word, Outcome):
+            if isinstance(word, Ending):
                 return
 
-    def _perform(self, work: Work, url: str | None, said: "queue.SimpleQueue[str | Outcome]") -> None:
+    def _perform(self, work: Work, url: str | None, said: "queue.SimpleQueue[str | Ending]") -> None:
         try:
             work(self._stop, said.put, url)
         except Interrupted as interrupted:
-            said.put(Outcome("interrupted", str(interrupted), interrupted.code))
+            said.put(Ending("interrupted", str(interrupted), interrupted.code))
         except AgileRLError as error:
-            said.put(Outcome("error", str(error), 1 if isinstance(error, WriteError) else 2))
+            said.put(Ending("error", str(error), 1 if isinstance(error, WriteError) else 2))
         except BaseException:  # whatever it is, the driver has to hear of it
-            said.put(Outcome("crashed", traceback.format_exc(), 1))
+            said.put(Ending("crashed", traceback.format_exc(), 1))
         else:
-            said.put(Outcome("done"))
+            said.put(Ending("done"))
 
 
 class Server:
@@ -341,21 +342,12 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
     try:
         return actor, ray.get(actor.url.remote(_SERVER_SECONDS))
     except ray.exceptions.RayError as error:
-        raise EngineError(f"vLLM server {number} did not start: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return what an actor raised, in one line."""
-    cause = getattr(error, "cause", None)
-    return _first_line(cause if cause is not None else error)
+        raise EngineError(
+            f"vLLM server {number} did not start: {reason(getattr(error, 'cause', None) or error)}"
+        ) from error
 
 
 def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("", 0))
         return int(found.getsockname()[1])
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
