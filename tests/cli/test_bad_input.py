@@ -28,7 +28,7 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
 BEFORE_THE_MODEL = {
     "unknown manifest key": (["training.popsize=4"], "did you mean 'pop_size'?"),
     "value out of range": (["algorithm.lr=-1"], "algorithm.lr: input should be greater than 0, found -1"),
-    "unknown task": (["environment.task=reasoning_gym:gdc"], "'gdc'; close names: gcd"),
+    "unknown task": (["environment.task=reasoning_gym:gdc"], "'gdc'; did you mean 'gcd'"),
     "missing model folder": (["network.pretrained_model_name_or_path=/no/such"], "no model folder at '/no/such'"),
     "population of 0": (["training.pop_size=0"], "training.pop_size: input should be greater than or equal to 1"),
     "start outside its range": (["mutation.rl_hp_selection.lr.min=1e-4"], "excludes the start, algorithm.lr=1e-05"),
