@@ -28,7 +28,16 @@ MANIFESTS = Path(__file__).resolve().parent.parent.parent / "tutorials" / "manif
 BY_ALGORITHM = {name: MANIFESTS / f"{name.lower()}.yaml" for name in ALGORITHMS}
 DERIVED = {"seed"}
 """What every agent is given of the run's own settings."""
-SETTINGS = [(name, field) for name, algorithm in ALGORITHMS.items() for field in algorithm.Config.model_fields]
+ALL_SETTINGS = [(name, field) for name, algorithm in ALGORITHMS.items() for field in algorithm.Config.model_fields]
+
+
+def declared_once() -> list[tuple[str, str]]:
+    """Return each declaration of a setting with one of the algorithms that have it, each of them in turn."""
+    found: dict[tuple[type, str], list[str]] = {}
+    for name, field in ALL_SETTINGS:
+        home = next(c for c in ALGORITHMS[name].Config.__mro__ if field in vars(c).get("__annotations__", {}))
+        found.setdefault((home, field), []).append(name)
+    return [(names[number % len(names)], field) for number, ((_, field), names) in enumerate(found.items())]
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +94,33 @@ def refusal(config: RunConfig) -> str | None:
     return None
 
 
-@pytest.mark.model
-@pytest.mark.filterwarnings("ignore:.*the update is biased")
-@pytest.mark.parametrize(("name", "field"), SETTINGS)
-def test_one_setting_of_a_manifest(name: str, field: str, runtime: Runtime, tmp_path: Path) -> None:
+def set_to_another_value(name: str, field: str) -> tuple[RunConfig, Any]:
     # A context holds the completion too.
     value = 64 if field == "max_model_len" else another_value(ALGORITHMS[name].Config.model_fields[field])
-    config = load_manifest(BY_ALGORITHM[name], [f"algorithm.{field}={json.dumps(value)}"])
+    return load_manifest(BY_ALGORITHM[name], [f"algorithm.{field}={json.dumps(value)}"]), value
+
+
+@pytest.mark.filterwarnings("ignore:.*the update is biased")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_of_a_manifest_and_of_run_json(name: str) -> None:
+    for _, field in (setting for setting in ALL_SETTINGS if setting[0] == name):
+        config, value = set_to_another_value(name, field)
+        refused = refusal(config)
+        if refused is not None:
+            assert field in refused
+            continue
+        again = recorded({"config": document(config), "given": given(config), "date": "2026-01-31T12:00:00"})
+        for read in (config, again):
+            found = hyperparameters(read)
+            assert found.model_fields_set - DERIVED == {*config.algorithm} - {"name"} - DERIVED, field
+            assert json.loads(found.model_dump_json(include={field})) == {field: value}
+
+
+@pytest.mark.model
+@pytest.mark.filterwarnings("ignore:.*the update is biased")
+@pytest.mark.parametrize(("name", "field"), declared_once())
+def test_one_setting_of_an_agent(name: str, field: str, runtime: Runtime, tmp_path: Path) -> None:
+    config, value = set_to_another_value(name, field)
     expected = ({*config.algorithm} - {"name"}) | DERIVED
     refused = refusal(config)
     if refused is not None:
