@@ -19,28 +19,6 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from agilerl.errors import AgileRLError, ConfigError
 
-__all__ = [
-    "Count",
-    "Having",
-    "Hint",
-    "Location",
-    "Name",
-    "NotNegative",
-    "Number",
-    "Positive",
-    "Seed",
-    "Share",
-    "Tokenizer",
-    "Whole",
-    "Within",
-    "check_fields",
-    "checked",
-    "described",
-    "nearest",
-    "shown",
-    "taken",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _LONGEST = 100

@@ -9,8 +9,6 @@ import regex
 
 from agilerl.errors import AgileRLError, ConfigError
 
-__all__ = ["PATTERN_SECONDS", "check_file", "compiled_pattern", "full_matches", "memory_bytes"]
-
 PATTERN_SECONDS = 2.0
 """Seconds for all matches of one pattern."""
 _PATTERN = 10_000

@@ -19,8 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from agilerl.arguments import reason
 from agilerl.errors import ConfigError, EngineError
 
-__all__ = ["ALONE", "Processes", "joined"]
-
 T = TypeVar("T")
 
 _CONNECTING, _POLL = timedelta(seconds=120), 0.05

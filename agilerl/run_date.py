@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-__all__ = ["asks_for_date", "now", "pinned", "strftime_now"]
-
 _LONGEST_FORMAT = 1000
 _pinned: list[datetime] = []
 """The dates of the runs that this process works on, for all threads; the innermost run comes last."""

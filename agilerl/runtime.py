@@ -44,8 +44,6 @@ from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS
 
-__all__ = ["AgentRows", "Runtime", "TokenOutputs"]
-
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 
 

@@ -8,8 +8,6 @@ import zlib
 
 import numpy as np
 
-__all__ = ["normal", "stream", "uniforms"]
-
 
 def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
     """Return the generator that belongs to ``(seed, purpose, key)``; equal arguments give equal draws.

@@ -26,8 +26,6 @@ from jinja2.utils import Namespace
 
 from agilerl.run_date import strftime_now
 
-__all__ = ["BoundedEnvironment", "TemplateBrokenError", "TemplateLimitError", "apply_chat_template", "rendered"]
-
 SECONDS = 5.0
 """Processor time of one rendering; the template of a real model needs less than a thousandth of it."""
 STEPS = 5_000_000

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
 
-__all__ = ["LARGEST_FLOAT32", "check_booleans", "nearest", "sentence", "shown", "validated"]
-
 Model = TypeVar("Model", bound=BaseModel)
 
 LARGEST_FLOAT32 = 3.4e38

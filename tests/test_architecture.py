@@ -100,6 +100,12 @@ def test_reexport_files_hold_nothing_else() -> None:
         assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, path
 
 
+def test_only_packages_and_reexports_list_their_names() -> None:
+    listing = {path for path in (ROOT / "agilerl").rglob("*.py") if "\n__all__ = " in path.read_text(encoding="utf-8")}
+    allowed = {path for pattern in ("**/__init__.py", *REEXPORTS) for path in (ROOT / "agilerl").glob(pattern)}
+    assert sorted(listing - allowed) == []
+
+
 def test_light_imports_stay_light() -> None:
     light = ["agilerl", "agilerl.errors", "agilerl.streams", "agilerl.cli.app", "agilerl.training.config"]
     light += sorted(n for n in package() if any(part_of(n, f"agilerl.{p}") for p in ("config", "hpo", "planning")))

@@ -54,8 +54,6 @@ from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 from agilerl.validation import shown
 
-__all__ = ["BAD_STEPS", "LLMAlgorithm"]
-
 BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
 

@@ -25,8 +25,6 @@ from agilerl.hpo.parameters import (
 )
 from agilerl.validation import LARGEST_FLOAT32, check_booleans, nearest, sentence, validated
 
-__all__ = ["Algorithm", "AlgorithmConfig", "EvolvableAlgorithm", "Hyperparameter", "while_open"]
-
 
 class AlgorithmConfig(BaseModel):
     """Hyperparameters of an algorithm: each declared once, with its bounds, default and evolution range."""

@@ -10,8 +10,6 @@ from agilerl.algorithms.keywords import CISPOKeywords
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["CISPO", "CISPOConfig"]
-
 
 class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of CISPO: GRPO's, the objective fixed."""

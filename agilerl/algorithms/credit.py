@@ -19,15 +19,6 @@ from agilerl.functional import (
     turn_advantages,
 )
 
-__all__ = [
-    "check_turn_rewards",
-    "check_whole_episodes",
-    "group_credit",
-    "per_turn_sums",
-    "shaped_advantages",
-    "shaped_rewards",
-]
-
 
 def shaped_rewards(c: PolicyConfig, batch: RolloutBatch, kl: Tensor | None, kl_coef: float) -> Tensor:
     """Return the turn rewards ``[B, K]`` less the punishment of length and, if ``kl`` is placed here, less the KL.

@@ -31,17 +31,6 @@ from agilerl.functional import (
 )
 from agilerl.validation import nearest
 
-__all__ = [
-    "LossFunction",
-    "PolicyLoss",
-    "check_loss",
-    "check_restored",
-    "compute_loss",
-    "loss_denominator",
-    "loss_name",
-    "tangent_loss",
-]
-
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
 """``loss(inputs: LossInputs, **hyperparameters) -> scalar``, or ``-> (scalar, metrics)``.
 

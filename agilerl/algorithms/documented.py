@@ -18,8 +18,6 @@ from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
 from agilerl.validation import validated
 
-__all__ = ["DocumentedSurface"]
-
 # Accepted with exactly these values, because that is how the shared base works already.
 _IMPLIED: dict[str, tuple[Any, ...]] = {
     "wrap": (True, False),

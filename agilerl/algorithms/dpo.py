@@ -23,8 +23,6 @@ from agilerl.functional import (
 )
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["DPO", "DPOConfig", "PairCount"]
-
 LossType = Literal[
     "sigmoid",
     "cdpo",

@@ -11,8 +11,6 @@ from agilerl.algorithms.objective import PolicyParts
 from agilerl.functional import Divergence
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["DPPO", "DPPOConfig"]
-
 
 class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of DPPO: GRPO's, the bounds of the ratio aside."""

@@ -10,8 +10,6 @@ from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 
-__all__ = ["Environment", "examine", "of_all"]
-
 Environment = Annotated[
     Any,
     Having("an environment", ("reset", "step"), "pass a ReasoningGym, ReasoningGym.from_task(task, tokenizer), say"),

@@ -12,8 +12,6 @@ from agilerl.data.checks import check_vocabulary, mask_rows, number_rows, one_ro
 from agilerl.errors import ConfigError
 from agilerl.sizes import padded_length
 
-__all__ = ["ActionResult", "action_result", "prompt_ids", "to_batch"]
-
 
 class ActionResult(NamedTuple):
     """Completions of a list of prompts."""

@@ -18,8 +18,6 @@ from agilerl.envs.examples import DataGym
 from agilerl.errors import ConfigError
 from agilerl.rollouts import SamplingSettings
 
-__all__ = ["DataAlgorithm", "DataConfig"]
-
 
 class DataConfig(LLMConfig):
     """Hyperparameters of algorithms that learn from data."""

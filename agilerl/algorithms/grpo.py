@@ -26,8 +26,6 @@ from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
 from agilerl.validation import nearest, validated
 
-__all__ = ["GRPO", "GRPOConfig", "PolicyAlgorithm", "grpo_credit", "grpo_parts"]
-
 
 class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GRPO."""

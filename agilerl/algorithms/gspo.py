@@ -7,8 +7,6 @@ from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.keywords import GSPOKeywords
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["GSPO", "GSPOConfig"]
-
 
 class GSPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GSPO: GRPO's, the objective fixed."""

@@ -13,8 +13,6 @@ from agilerl.models.optim import AdamWSettings
 from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
 
-__all__ = ["Experience", "Learner", "PolicyLearner"]
-
 
 @dataclass(frozen=True)
 class Experience:

@@ -6,8 +6,6 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.keywords import MaxRLKeywords
 
-__all__ = ["MaxRL", "MaxRLConfig"]
-
 
 class MaxRLConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of MaxRL: GRPO's, what advantages are divided by fixed."""

@@ -6,8 +6,6 @@ from torch import Tensor
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.functional import MetricReducer, Reduction, zero_variance_groups
 
-__all__ = ["record_batch", "record_idle", "record_policy", "record_tokens"]
-
 _ADVANTAGES: dict[str, Reduction] = {"advantages/mean": "mean", "advantages/std": "std", "advantages/abs_mean": "mean"}
 
 

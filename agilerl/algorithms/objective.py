@@ -38,8 +38,6 @@ from agilerl.functional import (
     reinforce,
 )
 
-__all__ = ["PolicyParts", "PolicyTerms", "Surrogate", "aggregated", "policy_objective", "policy_terms"]
-
 Surrogate = Literal["clipped", "cispo", "dppo", "reinforce"]
 
 

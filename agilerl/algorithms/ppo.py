@@ -39,8 +39,6 @@ from agilerl.models.optim import AdamWSettings
 from agilerl.models.slots import Route
 from agilerl.validation import validated
 
-__all__ = ["PPO", "PPOConfig"]
-
 
 class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of PPO."""

@@ -28,8 +28,6 @@ from agilerl.functional import (
 )
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["REINFORCE", "REINFORCEConfig"]
-
 
 class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of REINFORCE."""

@@ -10,8 +10,6 @@ from agilerl.algorithms.keywords import RLOOKeywords
 from agilerl.functional import KLEstimator, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 
-__all__ = ["RLOO", "RLOOConfig"]
-
 
 class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of RLOO."""

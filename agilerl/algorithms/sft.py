@@ -19,8 +19,6 @@ from agilerl.hpo.parameters import Evolve
 from agilerl.models.slots import Route
 from agilerl.sizes import MICRO_TOKENS
 
-__all__ = ["SFT", "SFTConfig"]
-
 
 class SFTConfig(DataConfig):
     """Hyperparameters of SFT."""

@@ -16,8 +16,6 @@ from agilerl.validation import shown
 if TYPE_CHECKING:
     from agilerl.envs.text_env import TextEnv
 
-__all__ = ["run_check"]
-
 
 def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bool, as_json: bool) -> None:
     """Check what the first argument names; see ``agilerl check --help``."""

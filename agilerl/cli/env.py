@@ -8,8 +8,6 @@ from rich.table import Table
 from agilerl.cli.output import console
 from agilerl.runs.environment import collect_hardware, collect_versions
 
-__all__ = ["run_env"]
-
 
 def run_env(*, as_json: bool) -> None:
     """Print what a bug report needs."""

@@ -27,8 +27,6 @@ from agilerl.training.events import (
 )
 from agilerl.training.setup import Session
 
-__all__ = ["watch"]
-
 _GAP = 2
 _FAILURES = {
     "nonfinite": "a loss or a gradient was not finite, so the step was skipped",

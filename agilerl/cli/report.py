@@ -8,8 +8,6 @@ from pathlib import Path
 from agilerl.errors import ConfigError
 from agilerl.validation import shown
 
-__all__ = ["default_report", "run_report"]
-
 _LONGEST_NAME = 100
 
 

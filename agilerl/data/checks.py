@@ -12,8 +12,6 @@ from torch import Tensor
 from agilerl.arguments import described
 from agilerl.errors import ConfigError
 
-__all__ = ["check_context", "check_vocabulary", "mask_rows", "number_rows", "one_row", "token_rows"]
-
 _IDS = "pass whole token ids, as a tokenizer returns them (int64)"
 
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Completion", "EpisodeOutcome", "FinishReason", "Trajectory"]
-
 FinishReason = Literal["stop", "length", "context", "error", "oom"]
 
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from agilerl.errors import AgileRLError, EngineError, WriteError
 from agilerl.processes import ALONE, Processes
 
-__all__ = ["Exchange", "ToldError"]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ from agilerl.population import Checkup, Known, Panels, Population
 from agilerl.rollouts.failures import Failure, check_error_rate
 from agilerl.rollouts.rollout import Rollout
 
-__all__ = ["AgentFacts", "IslandPopulation", "shared_fitness"]
-
 
 @dataclass(frozen=True)
 class AgentFacts:

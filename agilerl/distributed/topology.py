@@ -11,8 +11,6 @@ from agilerl.distributed.exchange import Exchange
 from agilerl.errors import ConfigError
 from agilerl.processes import ALONE, Processes, joined
 
-__all__ = ["SOLITARY", "Topology", "arranged", "connected", "local_share"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -16,8 +16,6 @@ from agilerl.envs.text_env import TextEnv
 from agilerl.errors import AgileRLError, EnvError
 from agilerl.streams import stream
 
-__all__ = ["ODD_ACTIONS", "Finding", "check_env"]
-
 ODD_ACTIONS = (
     "",
     " \n\t",

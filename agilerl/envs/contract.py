@@ -22,8 +22,6 @@ from agilerl.envs.check import ODD_ACTIONS, check_env
 from agilerl.envs.conversation import as_messages
 from agilerl.envs.text_env import TextEnv
 
-__all__ = ["LAWS"]
-
 Factory = Callable[[], Any]
 _SEEDS = st.integers(min_value=0, max_value=2**31)
 _SETTINGS = settings(

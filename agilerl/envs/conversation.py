@@ -7,8 +7,6 @@ from agilerl.envs.prompts import check_tokenizer, end_token_ids, render_prompt, 
 from agilerl.envs.text_env import Observation
 from agilerl.errors import ConfigError
 
-__all__ = ["ChatFormat", "as_messages"]
-
 _MARK = "agilerl:here-the-model-spoke"
 """Stands for a completion while the text around it is looked up."""
 _PROBES = ("one", "<think>\nbecause\n</think>\n\none")

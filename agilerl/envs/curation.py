@@ -16,8 +16,6 @@ from agilerl.envs.sources import Rows
 from agilerl.envs.split import LEAST, fewer
 from agilerl.errors import EnvError
 
-__all__ = ["BadRows", "Curated", "Ruler", "Sizes", "check_rows", "curate"]
-
 BadRows = Literal["raise", "drop"]
 """What to do about rows that do not have the form of their dataset."""
 

@@ -9,8 +9,6 @@ from agilerl.envs.upstream import curricula, curriculum_attributes, curriculum_p
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest
 
-__all__ = ["Curriculum"]
-
 
 @dataclass(frozen=True)
 class Curriculum:

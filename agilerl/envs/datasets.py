@@ -19,8 +19,6 @@ from agilerl.rewards.functions import exact_match
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
 
-__all__ = ["CuratedTask", "DatasetTask", "fill_template"]
-
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PLAIN = ({"role": "user", "content": "{question}"},)
 """The template that puts the question alone."""

@@ -10,8 +10,6 @@ from agilerl.envs.text_env import Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
 
-__all__ = ["Episode", "EpisodeLimits"]
-
 Truncation = Literal["turns", "context", "environment"]
 
 

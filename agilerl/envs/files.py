@@ -20,8 +20,6 @@ from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import EnvError
 from agilerl.validation import shown
 
-__all__ = ["FORMATS", "Table", "read_file", "without_decoding"]
-
 
 @dataclass(frozen=True)
 class Table:

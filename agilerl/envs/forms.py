@@ -9,8 +9,6 @@ from agilerl.envs.core import Message
 from agilerl.errors import EnvError
 from agilerl.validation import nearest, shown
 
-__all__ = ["Fault", "Form", "Needs", "Purpose", "RowFaultError", "Sample", "as_messages", "form_of"]
-
 Purpose = Literal["reasoning", "sft", "preference"]
 """What rows are read for: prompts that are answered and graded, demonstrations, or pairs."""
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-__all__ = ["sealed"]
-
 _LOCK = threading.RLock()
 
 

@@ -8,8 +8,6 @@ import numpy as np
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
-__all__ = ["BLOCK", "TrainingOrder", "apportion"]
-
 BLOCK = 1000
 """Positions of a mixture in which every source has exactly its share."""
 

@@ -13,8 +13,6 @@ from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
 from agilerl.streams import stream
 
-__all__ = ["Mistake", "PreferenceGym", "PreferenceTask"]
-
 Mistake = Callable[[Row, np.random.Generator], str | None]
 """``mistake(row, draws)`` returns a plausible wrong answer to a row, or None where it knows none."""
 

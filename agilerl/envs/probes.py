@@ -17,8 +17,6 @@ from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
 
-__all__ = ["ConditionalTarget", "ConstantTarget", "GridNavigation", "MultiInputConditional"]
-
 
 class _DigitProbe(Task):
     """Questions of ``digits`` digits; reward 1.0 for exactly the right digit, else 0.0; the best mean reward is 1.0."""

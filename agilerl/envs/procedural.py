@@ -13,8 +13,6 @@ from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
 
-__all__ = ["ReasoningGymTask"]
-
 CHUNK = 1000
 """Problems of one reasoning_gym dataset object; some build a table of their size, so it cannot simply be huge."""
 KEPT_DATASETS = 4

@@ -12,19 +12,6 @@ from agilerl.arguments import Having, Tokenizer, Whole, checked, described, take
 from agilerl.errors import ConfigError, EnvError
 from agilerl.templates import TemplateBrokenError, apply_chat_template
 
-__all__ = [
-    "Accelerator",
-    "PromptTooLongError",
-    "check_tokenizer",
-    "completion_length",
-    "decode_completions",
-    "end_token_ids",
-    "render_prompt",
-    "render_text",
-    "saved_batches",
-    "text_ids",
-]
-
 _GENERATION_CONFIG = "generation_config.json"
 _LARGEST_CONFIG = 1 << 20
 """Bytes of a generation configuration beyond which it is not read."""

@@ -14,8 +14,6 @@ from agilerl.envs.prompts import Accelerator, check_tokenizer, decode_completion
 from agilerl.errors import EnvError
 from agilerl.rewards.grader import Grader
 
-__all__ = ["Prompt", "ReasoningGym"]
-
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, ``text``, ``question``, ``answer``, and ``row`` (all columns)."""
 

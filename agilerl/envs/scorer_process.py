@@ -6,8 +6,6 @@ import reasoning_gym.composite  # noqa: F401  (all datasets, and what they impor
 
 from agilerl.envs.upstream import build_dataset, quiet
 
-__all__ = ["draw_alone", "score_alone"]
-
 _BUILT: dict[str, Any] = {}
 """Datasets by name and parameters."""
 

@@ -15,8 +15,6 @@ from agilerl.envs.upstream import quiet
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.isolated import IsolatedGrader
 
-__all__ = ["IN_THIS_PROCESS", "Scorers", "check_demands"]
-
 IN_THIS_PROCESS = frozenset(
     "ab acre advanced_geometry aiw "  # noqa: SIM905
     "arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation boxnet "

@@ -10,8 +10,6 @@ import ast
 import re
 import warnings
 
-__all__ = ["UNREADABLE", "is_harmless", "readable"]
-
 PYTHON_LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 ARITHMETIC = frozenset({"countdown", "puzzle24"})
 ALGEBRA = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})

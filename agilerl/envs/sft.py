@@ -11,8 +11,6 @@ from agilerl.envs.prompts import Accelerator
 from agilerl.envs.sources import Rows
 from agilerl.errors import ConfigError
 
-__all__ = ["SFTGym", "SFTTask"]
-
 
 class SFTTask(DataTask):
     """A task's questions with their right answers."""

@@ -16,8 +16,6 @@ from agilerl.envs.files import FORMATS, Table, read_file, without_decoding
 from agilerl.errors import EnvError
 from agilerl.validation import nearest, shown
 
-__all__ = ["Part", "Rows", "mix", "read_dataset"]
-
 
 @dataclass(frozen=True)
 class Part:

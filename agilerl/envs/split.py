@@ -5,8 +5,6 @@ import zlib
 
 from agilerl.arguments import checked
 
-__all__ = ["LEAST", "fewer", "is_held_out", "warn_of_fewer"]
-
 HELD_OUT_EVERY = 5
 LEAST = 2
 """Questions of a panel below which its mean says nothing, and has no standard error."""

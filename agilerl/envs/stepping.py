@@ -7,8 +7,6 @@ from time import monotonic
 
 from agilerl.custom_code import left, torch_restored
 
-__all__ = ["call_all"]
-
 _WORKERS = 8
 _POLL = 0.05
 """Seconds between two looks at the clock while calls are running."""

@@ -9,8 +9,6 @@ from gymnasium.spaces import Space
 
 from agilerl.envs.core import Message
 
-__all__ = ["Observation", "StepResult", "TextEnv"]
-
 Observation = str | list[Message]
 """Text, which becomes a message of the user, or the messages themselves (role ``user``, ``tool`` or ``system``)."""
 

@@ -18,8 +18,6 @@ from agilerl.envs.prompts import completion_length, decode_completions, end_toke
 from agilerl.envs.reasoning import Prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError
 
-__all__ = ["SyncMultiTurnVecEnv", "TokenObservationWrapper"]
-
 
 class TokenObservationWrapper:
     """One environment whose observations are prompts and whose actions are token ids.

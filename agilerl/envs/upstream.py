@@ -16,18 +16,6 @@ from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest, shown
 
-__all__ = [
-    "build_dataset",
-    "check_params",
-    "curricula",
-    "curriculum_attributes",
-    "curriculum_params",
-    "default_params",
-    "draw",
-    "known_tasks",
-    "quiet",
-]
-
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})

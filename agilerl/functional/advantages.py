@@ -7,25 +7,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import ZERO_STD, fill_masked, masked_whiten, ordered_sum
 
-__all__ = [
-    "AdvantageNorm",
-    "broadcast_rows",
-    "broadcast_turns",
-    "discounted_returns",
-    "gae",
-    "group_advantages",
-    "informative_groups",
-    "nonzero_advantage_rows",
-    "overlong_penalty",
-    "place_rewards",
-    "pool_turn_values",
-    "rebn",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "turn_advantages",
-    "zero_variance_groups",
-]
-
 AdvantageNorm = Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import masked_mean, masked_sum
 
-__all__ = ["LOSS_NORM_ALIASES", "LossNorm", "aggregate", "aggregate_rows", "normaliser"]
-
 LossNorm = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "fixed-length"]
 
 LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import fill_masked, masked_mean
 
-__all__ = ["KLEstimator", "adaptive_kl_coefficient", "kl_estimate", "kl_shaped_advantages"]
-
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 
 _EXP_LIMIT = 60.0  # exp of more overflows fp32 once a loss multiplies it

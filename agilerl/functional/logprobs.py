@@ -8,8 +8,6 @@ from torch import Tensor
 
 from agilerl.sizes import CPU_ROWS, TILE_BYTES
 
-__all__ = ["linear_logprobs", "token_entropy", "token_logprobs"]
-
 MAX_CPU_ROWS = 128
 """Most rows of a matrix product on a CPU: from about 150 rows, kernels block long sums in another way."""
 

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["fill_masked", "masked_mean", "masked_sum", "masked_whiten", "top_entropy_mask"]
-
 ZERO_STD = 1e-6
 """A standard deviation below this is rounding noise and counts as 0."""
 

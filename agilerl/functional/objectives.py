@@ -7,21 +7,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import fill_masked, masked_mean
 
-__all__ = [
-    "Divergence",
-    "cispo",
-    "clip_regions",
-    "clipped_surrogate",
-    "dft",
-    "divergence_region",
-    "dppo",
-    "explained_variance",
-    "reinforce",
-    "sft",
-    "value_clip_region",
-    "value_loss",
-]
-
 Divergence = Literal["tv", "kl"]
 
 

@@ -9,15 +9,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import masked_sum
 
-__all__ = [
-    "PREFERENCE_LOSSES",
-    "PreferenceOptions",
-    "PreferenceScores",
-    "preference_loss",
-    "preference_metrics",
-    "preference_scores",
-]
-
 
 @dataclass(frozen=True)
 class PreferenceScores:

@@ -7,16 +7,6 @@ from torch import Tensor
 
 from agilerl.functional.masks import fill_masked, ordered_sum, spread
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "MismatchMode",
-    "PoolingLevel",
-    "importance_ratio",
-    "log_ratio",
-    "mismatch_weights",
-    "pool_log_ratio",
-]
-
 PoolingLevel = Literal["token", "turn", "trajectory"]
 MismatchMode = Literal["off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"]
 

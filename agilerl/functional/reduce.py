@@ -8,8 +8,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-__all__ = ["MetricReducer", "Reduction", "Statistic"]
-
 Reduction = Literal["mean", "sum", "min", "max", "std"]
 
 

@@ -11,8 +11,6 @@ from scipy.special import stdtr
 from agilerl.arguments import Number, Share, checked
 from agilerl.errors import ConfigError
 
-__all__ = ["Fitness", "non_dominated_fronts", "probability_better", "ranking", "reliability"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fitness:

@@ -9,8 +9,6 @@ import numpy as np
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import Plan
 
-__all__ = ["Vitals", "collapsed", "quarantined", "replaced_by_elite"]
-
 _ERRORS = 4.0
 """How many standard errors apart two means must be before their difference counts."""
 _FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}

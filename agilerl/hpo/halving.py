@@ -8,8 +8,6 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import NoSelection, Plan, SelectionStrategy, check_population
 
-__all__ = ["SuccessiveHalving"]
-
 
 class SuccessiveHalving:
     """Every ``period`` generations the worse half of the agents stops, N -> N/2 -> ... -> ``floor`` (arXiv 1502.07943).

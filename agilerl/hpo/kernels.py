@@ -6,8 +6,6 @@ import numpy as np
 
 from agilerl.hpo.parameters import Gene, Value
 
-__all__ = ["mutate_value"]
-
 TAIL = 2.0
 """Degrees of freedom of the Student-t step: half of the steps are small, one in a hundred crosses the whole range."""
 

@@ -9,19 +9,6 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Value
 
-__all__ = [
-    "Ancestor",
-    "Exam",
-    "Life",
-    "birth_record",
-    "death_record",
-    "elite_record",
-    "family_tree",
-    "fitness_record",
-    "mutation_record",
-    "winning_lineage",
-]
-
 Record = Mapping[str, Any]
 
 

@@ -18,8 +18,6 @@ from agilerl.hpo.selection import (
 )
 from agilerl.streams import stream
 
-__all__ = ["MultiFrequencySelection"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Replacement:

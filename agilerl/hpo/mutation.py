@@ -15,8 +15,6 @@ from agilerl.hpo.kernels import mutate_value
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
 
-__all__ = ["Change", "Evolvable", "Kind", "Member", "Mutation", "Mutations", "inherited"]
-
 Kind = Literal["none", "hyperparameters", "parameters", "rank"]
 
 

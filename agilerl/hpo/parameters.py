@@ -13,23 +13,6 @@ import numpy as np
 from agilerl.arguments import check_fields
 from agilerl.errors import ConfigError
 
-__all__ = [
-    "Evolve",
-    "Gene",
-    "HyperparameterConfig",
-    "RLParameter",
-    "Scale",
-    "Value",
-    "check_present",
-    "check_values",
-    "declared_gene",
-    "gene_names",
-    "genes_from",
-    "genes_in_force",
-    "values_of",
-    "with_changes",
-]
-
 Value = float | int | str | bool
 Scale = Literal["log", "linear", "choice"]
 

@@ -7,8 +7,6 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.lineage import Life, Record, family_tree, winning_lineage
 from agilerl.hpo.parameters import Value
 
-__all__ = ["hyperparameter_schedule", "value_at"]
-
 SCHEMA_VERSION = 1
 
 

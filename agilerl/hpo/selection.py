@@ -9,18 +9,6 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.mutation import Evolvable, inherited
 
-__all__ = [
-    "Birth",
-    "NoSelection",
-    "Plan",
-    "SelectionStrategy",
-    "apply_plan",
-    "check_population",
-    "keep_all",
-    "latest_fitness",
-    "next_generation",
-]
-
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
 

@@ -8,8 +8,6 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value, check_values
 from agilerl.streams import stream
 
-__all__ = ["initial_hyperparameters"]
-
 
 @checked
 def initial_hyperparameters(

@@ -20,8 +20,6 @@ from agilerl.hpo.selection import (
 )
 from agilerl.streams import stream
 
-__all__ = ["TournamentSelection"]
-
 
 class TournamentSelection:
     """Fill the next population with the winners of random tournaments; with ``elitism`` the best agent keeps its place.

@@ -8,8 +8,6 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliabilit
 from agilerl.hpo.selection import Birth, Plan, check_population, keep_all
 from agilerl.streams import stream
 
-__all__ = ["TruncationSelection"]
-
 
 class TruncationSelection:
     """Each of the worst ``fraction`` of agents copies a random one of the best ``fraction`` (PBT, arXiv 1711.09846).

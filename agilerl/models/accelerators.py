@@ -11,14 +11,6 @@ from agilerl.errors import ConfigError
 if TYPE_CHECKING:
     from agilerl.processes import Processes
 
-__all__ = [
-    "check_accelerator",
-    "check_whole",
-    "loading_whole",
-    "processes_of",
-    "sharding_of",
-]
-
 
 def sharding_of(accelerator: Any) -> Sharding:
     """Return the sharding of an ``accelerate.Accelerator``'s plugins; raises ConfigError for FSDP of version 1."""

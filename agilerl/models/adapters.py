@@ -17,21 +17,6 @@ from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.slots import LinearShape
 from agilerl.validation import shown
 
-__all__ = [
-    "LARGEST_RANK",
-    "LEAST_ALPHA",
-    "MOST_ALPHA",
-    "WEIGHTS_FILE",
-    "check_lora_config",
-    "default_lora_config",
-    "lora_scaling",
-    "read_adapter",
-    "read_config",
-    "read_tensors",
-    "write_adapter",
-    "write_tensors",
-]
-
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _CONFIG_BYTES = 10_000_000

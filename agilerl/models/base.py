@@ -36,23 +36,8 @@ from agilerl.models.quantised import (
     stored_numbers,
 )
 from agilerl.models.slots import AdapterStore
-from agilerl.models.targets import lora_layers
 from agilerl.models.tokenizer_parts import check_tokenizer_parts
 from agilerl.validation import shown
-
-__all__ = [
-    "EMBEDDED",
-    "BaseModel",
-    "check_device",
-    "check_network",
-    "from_model",
-    "load_base",
-    "load_tokenizer",
-    "lora_layers",
-    "padding_id",
-    "resolve_model",
-    "with_padding",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ import torch
 from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError, how_to_install
 
-__all__ = ["apply_liger_kernels", "choose_attention", "decoding_attention"]
-
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
 

@@ -14,8 +14,6 @@ from agilerl.errors import ConfigError
 from agilerl.models.lora import StackedLoRALinear
 from agilerl.models.slots import AdapterStore
 
-__all__ = ["configure_layers", "offloaded"]
-
 
 class _LayerForward:
     """The forward of one decoder layer under the current options. Decoding always uses the layer's original forward."""

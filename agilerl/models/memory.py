@@ -6,8 +6,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["MemoryLimits", "attempt"]
-
 Result = TypeVar("Result")
 
 _SIGNS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -10,16 +10,6 @@ from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest, shown
 
-__all__ = [
-    "auto_class",
-    "check_attention",
-    "check_config",
-    "check_model_folder",
-    "check_size",
-    "model_config",
-    "overridden_dtype",
-]
-
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
     """Take the data type out of the overrides of a model's configuration, which is where AgileRL expects it."""

@@ -6,8 +6,6 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.models.slots import AdapterStore
 
-__all__ = ["add_noise", "rescale", "resize"]
-
 
 @torch.no_grad()
 def add_noise(store: AdapterStore, slot: int, share: float, seed: int, key: tuple[int, ...]) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from agilerl.models.slots import ALIGN, AdapterStore
 
-__all__ = ["AdamWSettings", "adamw_step", "zero_grad"]
-
 _STEP_ELEMENTS = 2**22
 """Numbers of each bank, over all agents, that one round of elementwise operations handles."""
 

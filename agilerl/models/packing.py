@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "pack"]
-
 
 @dataclass(frozen=True)
 class Packed:

@@ -10,17 +10,6 @@ from torch import Tensor, nn
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
 
-__all__ = [
-    "check_loaded",
-    "dequantise_",
-    "loading_arguments",
-    "prepare",
-    "quantisation_of",
-    "stored_bytes",
-    "stored_numbers",
-]
-
-
 # It warns about kernels that are not installed, which only its developers need; and peft always imports it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

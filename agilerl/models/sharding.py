@@ -19,8 +19,6 @@ from agilerl.models.lockstep import Lockstep
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.processes import Processes
 
-__all__ = ["shard_base"]
-
 _DUMMY_TOKENS = 8
 """Length of a dummy pass, which a process only runs so that the others can run theirs."""
 

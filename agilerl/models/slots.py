@@ -13,8 +13,6 @@ from agilerl.bounds import memory_bytes
 from agilerl.errors import ConfigError, EngineError
 from agilerl.sizes import ADAPTER_COPIES
 
-__all__ = ["AdapterStore", "LinearShape", "Route"]
-
 ALIGN = 64  # elements; rows start at full vector registers, so elementwise kernels round every slot's row alike
 
 

@@ -10,8 +10,6 @@ from agilerl.bounds import full_matches
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
 
-__all__ = ["lora_layers"]
-
 
 def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[LinearShape]:
     """Return the linear layers that a ``peft.LoraConfig`` targets, in module order, as PEFT itself would choose.

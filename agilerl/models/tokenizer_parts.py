@@ -6,8 +6,6 @@ from typing import Any
 
 from agilerl.errors import ConfigError
 
-__all__ = ["check_tokenizer_parts"]
-
 _GROWTH = 256
 """How many times longer a text may become; a space that becomes a three-byte mark is common."""
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")

@@ -12,8 +12,6 @@ from agilerl.report.lineage import Family
 from agilerl.report.load import AgentRecord, RunRecord, Score, number
 from agilerl.report.tree import short_value
 
-__all__ = ["comparison", "configuration", "facts", "lineage_table", "verdict"]
-
 _WHO = {
     "base": "Base model, untrained",
     "median_first_generation": "Median agent of the first generation",

@@ -10,20 +10,6 @@ from typing import Any
 from agilerl.report.lineage import Family, hyperparameter_at
 from agilerl.report.load import AgentRecord, RunRecord, number, number_or
 
-__all__ = [
-    "CURVES",
-    "Figure",
-    "curve_figure",
-    "fitness_figure",
-    "hyperparameter_figure",
-    "hyperparameter_names",
-    "layout",
-    "plain",
-    "row_colour",
-    "throughput_figure",
-    "time_figure",
-]
-
 Figure = dict[str, Any]
 
 CURVES = {

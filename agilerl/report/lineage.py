@@ -6,8 +6,6 @@ from typing import Any
 
 from agilerl.report.load import AgentRecord, RunRecord
 
-__all__ = ["Family", "hyperparameter_at", "trace_family"]
-
 
 @dataclass(frozen=True)
 class Family:

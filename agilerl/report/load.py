@@ -10,8 +10,6 @@ from typing import Any
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.strict_json import read_json
 
-__all__ = ["AgentRecord", "Exam", "RunRecord", "Score", "load_run", "number", "number_or"]
-
 
 @dataclass(frozen=True)
 class Score:

@@ -25,8 +25,6 @@ from agilerl.report.tree import tree_figure, tree_width
 from agilerl.runs.atomic import write_text
 from agilerl.validation import shown
 
-__all__ = ["build_report"]
-
 
 @checked
 def build_report(run_dirs: Sequence[Location], out: Location) -> Path:

@@ -9,8 +9,6 @@ from agilerl.errors import CheckpointError
 from agilerl.report.load import RunRecord, number
 from agilerl.runs import RunLayout
 
-__all__ = ["sample_groups"]
-
 _MOST_STEPS = 20
 _MOST_GROUPS = 1200
 _MOST_GROUPS_A_STEP = 6

@@ -8,8 +8,6 @@ from agilerl.report.figures import Figure, layout, plain, row_colour
 from agilerl.report.lineage import Family
 from agilerl.report.load import AgentRecord, RunRecord
 
-__all__ = ["short_value", "tree_figure", "tree_width"]
-
 _ROW_HEIGHT = 104
 _COLUMN_WIDTH = 104
 _LABEL_CHARACTERS = 17

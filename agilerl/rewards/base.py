@@ -4,8 +4,6 @@ import os
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-__all__ = ["BaseGrader", "Resource", "close", "setup"]
-
 
 @runtime_checkable
 class Resource(Protocol):

@@ -10,8 +10,6 @@ from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grade, Grades, grade
 from agilerl.validation import LARGEST_FLOAT32, shown
 
-__all__ = ["CombinedGrader", "weighted"]
-
 Part = Grader | tuple[Grader, float]
 
 

@@ -19,8 +19,6 @@ from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import close, setup
 from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, grader_name
 
-__all__ = ["GRADER_CHECKS", "ODD_TEXTS", "GraderCase", "check_grader"]
-
 ODD_TEXTS = (
     "",
     " \n\t",

@@ -2,8 +2,6 @@
 
 from agilerl.arguments import checked
 
-__all__ = ["exact_match", "extract_answer"]
-
 OPEN, CLOSE = "<answer>", "</answer>"
 
 

@@ -12,8 +12,6 @@ from agilerl.custom_code import left, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
 
-__all__ = ["Grader", "ScoreOrError", "attempt_grader", "call_grader", "check_score", "grader_name", "score_or_error"]
-
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
 

@@ -8,8 +8,6 @@ from agilerl.arguments import checked
 from agilerl.errors import RewardError
 from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, grader_name
 
-__all__ = ["AllGradesFailedError", "Composite", "Grade", "Grades", "grade", "grades_of"]
-
 Grade = float | None
 
 

@@ -26,8 +26,6 @@ from agilerl.rewards.grader import Grader
 from agilerl.rewards.sandbox import CHILD
 from agilerl.validation import shown
 
-__all__ = ["IsolatedGrader"]
-
 WORKER = Path(__file__).with_name("worker.py")
 ENDING = 5.0
 """Seconds that killing all processes of a worker may take; it takes a few milliseconds, unless they fight back."""

@@ -23,19 +23,6 @@ from agilerl.rewards.judge import JudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
 
-__all__ = [
-    "LIBRARY",
-    "Accuracy",
-    "FormatTags",
-    "JsonValid",
-    "Overlong",
-    "Regex",
-    "Repetition",
-    "TokenLength",
-    "library_grader",
-]
-
-
 _LONGEST = 60.0
 """The longest timeout that a pattern may have, in seconds."""
 

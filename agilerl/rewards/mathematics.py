@@ -9,8 +9,6 @@ from agilerl.rewards.functions import extract_answer
 # It warns once that its time limit is off; that limit only works in a main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-__all__ = ["math_accuracy"]
-
 
 def math_accuracy(completion: str, answer: str) -> float | None:
     """Return 1.0 if the answer that ``completion`` gives is ``answer``, mathematically; else 0.0.

@@ -14,8 +14,6 @@ from agilerl.models.tokenizer_parts import check_tokenizer_parts
 from agilerl.rewards.base import BaseGrader
 from agilerl.templates import apply_chat_template
 
-__all__ = ["RewardModelGrader"]
-
 
 class RewardModelGrader(BaseGrader):
     """Score completions with a sequence-classification model; its raw logit is the score, of any size and sign.

@@ -21,8 +21,6 @@ from agilerl.arguments import checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader
 
-__all__ = ["SandboxGrader", "SandboxResult", "extract_code", "run_python"]
-
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 CHILD = Path(__file__).with_name("sandbox_child.py")

@@ -6,8 +6,6 @@ from typing import Literal
 
 from agilerl.errors import EnvError, RewardError, RewardTimeoutError
 
-__all__ = ["Failure", "Outcome", "check_error_rate", "failure_of", "lost_places", "sampling_outcome"]
-
 Outcome = Literal["ok", "nonfinite", "oom", "reward_error", "timeout"]
 """What came of one iteration of one agent. ``nonfinite``: a loss, a gradient or the log-probs of a sample were not, and
 an optimizer step was skipped. ``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed;

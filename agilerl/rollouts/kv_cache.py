@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-__all__ = ["RaggedCache"]
-
 
 class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values ``[rows, heads, capacity, head_dim]`` of one attention layer."""

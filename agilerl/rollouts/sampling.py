@@ -8,8 +8,6 @@ from torch import Tensor
 
 from agilerl.rollouts.engine import SamplingSettings
 
-__all__ = ["RowSettings", "draw"]
-
 
 @dataclass
 class RowSettings:

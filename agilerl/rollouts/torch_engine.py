@@ -19,8 +19,6 @@ from agilerl.rollouts.kv_cache import RaggedCache
 from agilerl.rollouts.sampling import RowSettings, draw
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
-__all__ = ["TorchEngine"]
-
 _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows is still running
 
 

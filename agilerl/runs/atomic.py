@@ -15,17 +15,6 @@ from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
-__all__ = [
-    "MANIFEST",
-    "commit_folder",
-    "remove_folder",
-    "remove_leftovers",
-    "verify_folder",
-    "write_bytes",
-    "write_json",
-    "write_text",
-]
-
 MANIFEST = "MANIFEST.json"
 """Name of the file in a committed folder that lists every other file with its size and sha256."""
 

@@ -10,8 +10,6 @@ from agilerl.arguments import checked
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import commit_folder, remove_folder, remove_leftovers, verify_folder
 
-__all__ = ["STATE", "AgentFiles", "CheckpointStore", "agent_files"]
-
 STATE = "state.json"
 """Name of the population's own state inside a checkpoint."""
 

@@ -14,8 +14,6 @@ from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
 
-__all__ = ["CompletionRecord", "completion_steps", "discard_completions", "read_completions", "write_completions"]
-
 _TEXTS = ["prompt", "completion", "answer"]
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 

@@ -21,8 +21,6 @@ from agilerl.runs.journal import read_lines
 from agilerl.runs.lock import DirectoryLock
 from agilerl.validation import shown
 
-__all__ = ["SCHEMA_VERSION", "RunDirectory", "RunLayout", "check_not_in_use", "check_vacant", "read_run", "run_date"]
-
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
 

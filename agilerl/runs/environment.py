@@ -6,8 +6,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["collect_hardware", "collect_versions"]
-
 _PACKAGES = ("agilerl", "torch", "transformers", "peft", "reasoning-gym", "safetensors", "numpy", "datasets")
 
 

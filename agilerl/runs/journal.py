@@ -16,8 +16,6 @@ from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
-__all__ = ["Journal", "JsonLines", "damaged_lines", "missing_bytes", "missing_records", "read_lines"]
-
 _BLOCK = 1 << 20
 _LONGEST_LINE = 1 << 26
 """The most bytes of a line; a thousand agents with a hundred genes need fewer."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from agilerl.errors import CheckpointError, WriteError
 
-__all__ = ["DirectoryLock"]
-
 
 class DirectoryLock:
     """An exclusive lock on a file, taken at construction; the system releases it when the process dies.

@@ -19,8 +19,6 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.validation import nearest, shown
 
-__all__ = ["graded", "own_weights", "uses_own_reward"]
-
 OWN = "task"
 """What manifests call the task's own reward."""
 

@@ -9,8 +9,6 @@ from agilerl.algorithms.state import AgentState
 from agilerl.config.run import RunConfig
 from agilerl.hpo.fitness import Fitness
 
-__all__ = ["Progress"]
-
 
 @dataclass
 class Progress:

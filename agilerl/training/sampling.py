@@ -12,8 +12,6 @@ from agilerl.population import Population
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 
-__all__ = ["check_room", "check_sampling", "largest_rank", "start_sampling"]
-
 _PANELS: tuple[Split, ...] = ("exam", "test")
 
 

@@ -109,9 +109,9 @@ def test_every_setting_of_a_manifest_and_of_run_json(name: str) -> None:
         if refused is not None:
             assert field in refused
             continue
-        again = recorded({"config": document(config), "given": given(config), "date": "2026-01-31T12:00:00"})
-        for read in (config, again):
-            found = hyperparameters(read)
+        resolved = resolve(config)
+        info = {"config": resolved.document(), "given": resolved.given(), "date": "2026-01-31T12:00:00"}
+        for found in (resolved.hyperparameters, resolve(recorded(info)).hyperparameters):
             assert found.model_fields_set - DERIVED == {*config.algorithm} - {"name"} - DERIVED, field
             assert json.loads(found.model_dump_json(include={field})) == {field: value}
 

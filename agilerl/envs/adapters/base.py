@@ -11,8 +11,6 @@ from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
 
-__all__ = ["Adapter", "AnyText", "SealedAdapter"]
-
 
 class AnyText(Space[str]):
     """Every string; for environments that do not say what they send or take.

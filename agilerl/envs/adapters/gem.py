@@ -7,8 +7,6 @@ from agilerl.envs.global_generators import sealed
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError
 
-__all__ = ["GemEnv", "make_gem"]
-
 
 class GemEnv(SealedAdapter):
     """A GEM environment, without its observation wrappers: the history is the transcript's business.

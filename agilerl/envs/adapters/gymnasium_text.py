@@ -10,8 +10,6 @@ from agilerl.envs.adapters.base import Adapter, AnyText
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError
 
-__all__ = ["GymnasiumText", "without_checks"]
-
 
 class GymnasiumText(Adapter):
     """A gymnasium environment with ``Text`` spaces, or a TextEnv in wrappers.

@@ -15,8 +15,6 @@ from agilerl.envs.adapters.textarena import TextArenaEnv, make_textarena
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError
 
-__all__ = ["as_text_env", "make_env"]
-
 _FOREIGN: dict[str, Callable[[Any, int | None], TextEnv]] = {
     "gem": GemEnv,
     "textarena": TextArenaEnv,

@@ -10,8 +10,6 @@ from agilerl.envs.adapters.base import Adapter
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 
-__all__ = ["OpenEnv", "make_openenv"]
-
 _NOT_TEXT = ("done", "reward", "metadata")
 
 

@@ -7,8 +7,6 @@ from agilerl.envs.adapters.base import Adapter
 from agilerl.envs.text_env import StepResult
 from agilerl.errors import ConfigError
 
-__all__ = ["PlainEnv"]
-
 
 class PlainEnv(Adapter):
     """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)`` and, maybe, ``close``,

@@ -7,8 +7,6 @@ from agilerl.envs.global_generators import sealed
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError
 
-__all__ = ["TextArenaEnv", "make_textarena"]
-
 
 class TextArenaEnv(SealedAdapter):
     """A game of textarena for one player.

@@ -14,8 +14,6 @@ from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
 
-__all__ = ["PROSE", "Game", "Turn", "last_number", "whole"]
-
 PROSE = string.ascii_letters + string.digits + string.punctuation + " \n"
 """The characters of verbose observations."""
 

@@ -9,8 +9,6 @@ from agilerl.arguments import Count, checked
 from agilerl.envs.games.game import PROSE, Game, Turn, last_number, whole
 from agilerl.errors import ConfigError
 
-__all__ = ["GuessTheNumber", "Style"]
-
 Style = Literal["range", "hint", "verbose"]
 """How observations look: ``range`` "3-5" (what is still possible), ``hint`` "h" or "l", ``verbose`` sentences."""
 

@@ -11,8 +11,6 @@ from agilerl.arguments import Count, checked
 from agilerl.envs.games.game import PROSE, Game, Turn, whole
 from agilerl.errors import ConfigError
 
-__all__ = ["Mastermind"]
-
 MOST_CODES = 1296
 
 

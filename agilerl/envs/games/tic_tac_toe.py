@@ -10,8 +10,6 @@ from agilerl.arguments import checked
 from agilerl.envs.games.game import PROSE, Game, Turn, last_number, whole
 from agilerl.errors import ConfigError
 
-__all__ = ["Opponent", "TicTacToe"]
-
 Opponent = Literal["random", "minimax"]
 """``random`` moves anywhere; ``minimax`` never loses, and draws among its equally good moves."""
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["calculator"]
-
 MOST_CHARACTERS = 500
 MOST_BITS = 4096
 """Of a whole number: about 1,200 digits."""

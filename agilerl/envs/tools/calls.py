@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from agilerl.validation import shown
 
-__all__ = ["MalformedCall", "ToolCall", "ToolCallParser", "json_call", "json_values"]
-
 CONTENT_SHOWN = 80
 
 

@@ -12,8 +12,6 @@ from agilerl.envs.files import read_file
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.validation import nearest, shown
 
-__all__ = ["LocalSearch"]
-
 WORD = re.compile(r"\w+")
 
 

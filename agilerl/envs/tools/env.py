@@ -22,8 +22,6 @@ from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.validation import nearest, shown
 
-__all__ = ["Announcement", "ToolEnv"]
-
 Announcement = Literal["auto", "system", "none"]
 """How the model learns of the tools: ``auto``: from the chat template if it shows tools, else from the system message;
 ``system``: from the system message; ``none``: not at all, which only suits a model that knows them."""

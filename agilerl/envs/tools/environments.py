@@ -11,8 +11,6 @@ from agilerl.envs.tools.env import ToolEnv
 from agilerl.envs.tools.facts import facts_task, made_up_towns
 from agilerl.envs.tools.python import PythonTool
 
-__all__ = ["calculator_env", "python_env", "search_env"]
-
 FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
 
 

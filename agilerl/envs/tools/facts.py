@@ -12,8 +12,6 @@ from agilerl.errors import ConfigError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
 
-__all__ = ["facts_task", "made_up_towns"]
-
 ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "kr", "st", "tr", "th")
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
 CODAS = ("", "", "l", "m", "n", "r", "s", "th", "nd")

@@ -8,8 +8,6 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.rewards.functions import CLOSE, OPEN
 
-__all__ = ["FormatRewardWrapper"]
-
 
 class FormatRewardWrapper(TextEnv):
     """Adds ``format_bonus`` to the last reward of an episode whose answer is in ``<answer>`` tags but not right.

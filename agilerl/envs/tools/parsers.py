@@ -16,8 +16,6 @@ from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser, ca
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest
 
-__all__ = ["HermesParser", "LlamaParser", "MistralParser", "QwenCoderParser", "TextTagParser", "parser_for"]
-
 Calls = list[ToolCall | MalformedCall]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

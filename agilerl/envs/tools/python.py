@@ -4,8 +4,6 @@ from agilerl.arguments import Count, Name, Positive, checked
 from agilerl.envs.tools.tool import Tool
 from agilerl.rewards.sandbox import run_python
 
-__all__ = ["PythonTool"]
-
 STARTING = 5.0
 """Seconds beyond the program's own timeout, for starting and cleaning up."""
 

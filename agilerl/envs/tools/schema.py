@@ -13,8 +13,6 @@ from pydantic.json_schema import GenerateJsonSchema
 from agilerl.errors import ConfigError
 from agilerl.validation import nearest, shown
 
-__all__ = ["Arguments", "tool_schema"]
-
 # transformers.utils.get_json_schema makes a schema alone. Made of pydantic, schema and check are one thing, and cannot
 # disagree about constraints, literals and nested models; tests hold it against get_json_schema where both apply.
 

@@ -13,8 +13,6 @@ from agilerl.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, EnvError
 from agilerl.validation import shown
 
-__all__ = ["SearchTool"]
-
 URL_VARIABLE = "SEARCH_URL"
 QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 RECONNECTS = 2

@@ -13,8 +13,6 @@ from agilerl.arguments import Name, Positive, checked
 from agilerl.envs.tools.schema import Arguments
 from agilerl.errors import ConfigError
 
-__all__ = ["ErrorKind", "Tool", "ToolResult"]
-
 ErrorKind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "too_many"]
 """What went wrong with a call. ``too_many``: more calls in one turn than are allowed."""
 
