@@ -35,7 +35,7 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step, usual_micro_rows
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked, shown
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
@@ -52,7 +52,6 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.failures import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
-from agilerl.validation import shown
 
 BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""

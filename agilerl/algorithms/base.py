@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from agilerl.arguments import Hint, Whole, checked, described
+from agilerl.arguments import Hint, Whole, checked, described, nearest
 from agilerl.errors import ConfigError, EngineError
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import (
@@ -23,7 +23,7 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
-from agilerl.validation import LARGEST_FLOAT32, check_booleans, nearest, sentence, validated
+from agilerl.validation import LARGEST_FLOAT32, check_booleans, sentence, validated
 
 
 class AlgorithmConfig(BaseModel):

@@ -13,6 +13,7 @@ from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
 from agilerl.algorithms.metrics import record_tokens
 from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms
+from agilerl.arguments import nearest
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
@@ -29,7 +30,6 @@ from agilerl.functional import (
     log_ratio,
     normaliser,
 )
-from agilerl.validation import nearest
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
 """``loss(inputs: LossInputs, **hyperparameters) -> scalar``, or ``-> (scalar, metrics)``.

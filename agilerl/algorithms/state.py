@@ -15,6 +15,7 @@ from torch import Tensor
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import LossFunction, loss_name
+from agilerl.arguments import shown
 from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
@@ -23,7 +24,6 @@ from agilerl.models.operators import rescale
 from agilerl.models.slots import AdapterStore
 from agilerl.runs.strict_json import LARGEST, Count, SavedValues
 from agilerl.runtime import Runtime
-from agilerl.validation import shown
 
 _COUNTERS = (
     "index",

@@ -17,8 +17,8 @@ def main() -> None:
     Exit code 2: the user's mistake; 1: the disk refused, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
     Ctrl-C and SIGTERM; 141: whoever read the output has gone.
     """
+    from agilerl.arguments import shown
     from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
-    from agilerl.validation import shown
 
     output = prepare_streams()
     failure: OSError | None = None

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from agilerl.arguments import shown
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.validation import shown
 
 if TYPE_CHECKING:
     from agilerl.envs.text_env import TextEnv

@@ -5,8 +5,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from agilerl.arguments import shown
 from agilerl.errors import ConfigError
-from agilerl.validation import shown
 
 _LONGEST_NAME = 100
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
-from agilerl.validation import shown
 
 if TYPE_CHECKING:
     from agilerl.runs.directory import RunLayout

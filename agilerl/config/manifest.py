@@ -12,12 +12,11 @@ import yaml
 from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
-from agilerl.arguments import checked
+from agilerl.arguments import checked, nearest, shown
 from agilerl.config.named_files import locate, locate_within
 from agilerl.config.own_code import names_code
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest, shown
 
 _MANIFEST_BYTES = 50_000
 

@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.own_code import file_of, names_code
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.validation import shown
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Of files that hold rows."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agilerl.arguments import shown
 from agilerl.custom_code import run_file, torch_restored
 from agilerl.errors import ConfigError
-from agilerl.validation import shown
 
 PACKAGES = ("gem", "textarena", "openenv")
 """Prefixes of environments of other packages; any other one means code."""

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from agilerl.arguments import checked
+from agilerl.arguments import checked, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.errors import ConfigError
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS
-from agilerl.validation import shown, validated
+from agilerl.validation import validated
 
 _LARGEST_SEED = 2**63 - 1
 

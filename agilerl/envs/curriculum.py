@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agilerl.arguments import Count, check_fields
+from agilerl.arguments import Count, check_fields, nearest
 from agilerl.envs.upstream import curricula, curriculum_attributes, curriculum_params
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import EnvError
-from agilerl.validation import shown
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agilerl.arguments import nearest, shown
 from agilerl.envs.core import Message
 from agilerl.errors import EnvError
-from agilerl.validation import nearest, shown
 
 Purpose = Literal["reasoning", "sft", "preference"]
 """What rows are read for: prompts that are answered and graded, demonstrations, or pairs."""

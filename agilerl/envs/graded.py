@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import checked
+from agilerl.arguments import checked, nearest
 from agilerl.envs.core import AnyTask, Task, TaskWrapper
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
@@ -11,7 +11,6 @@ from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
-from agilerl.validation import nearest
 
 
 class TaskGrader(BaseGrader):

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import checked, described
+from agilerl.arguments import checked, described, nearest, shown
 from agilerl.config.named_files import names_a_file
 from agilerl.envs.core import Row
 from agilerl.envs.files import FORMATS, Table, read_file, without_decoding
 from agilerl.errors import EnvError
-from agilerl.validation import nearest, shown
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import nearest, shown
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest, shown
 
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.slots import LinearShape
-from agilerl.validation import shown
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

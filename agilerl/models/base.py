@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from agilerl.arguments import described, reason
+from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
@@ -37,7 +37,6 @@ from agilerl.models.quantised import (
 )
 from agilerl.models.slots import AdapterStore
 from agilerl.models.tokenizer_parts import check_tokenizer_parts
-from agilerl.validation import shown
 
 _log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from agilerl.arguments import nearest, shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest, shown
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agilerl.arguments import nearest
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest
 
 _GB, _TB, _TERA = 1e9, 1e12, 1e12
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from agilerl.arguments import Location, checked
+from agilerl.arguments import Location, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures
 from agilerl.report.facts import comparison, configuration, facts, lineage_table, verdict
@@ -23,7 +23,6 @@ from agilerl.report.load import RunRecord, load_run, number_or
 from agilerl.report.samples import sample_groups
 from agilerl.report.tree import tree_figure, tree_width
 from agilerl.runs.atomic import write_text
-from agilerl.validation import shown
 
 
 @checked

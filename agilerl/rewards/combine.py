@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import Name, checked
+from agilerl.arguments import Name, checked, shown
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grade, Grades, grade
-from agilerl.validation import LARGEST_FLOAT32, shown
+from agilerl.validation import LARGEST_FLOAT32
 
 Part = Grader | tuple[Grader, float]
 

@@ -19,12 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import Count, Positive, checked
+from agilerl.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.sandbox import CHILD
-from agilerl.validation import shown
 
 WORKER = Path(__file__).with_name("worker.py")
 ENDING = 5.0

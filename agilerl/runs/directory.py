@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from agilerl.arguments import Location, Seed, checked
+from agilerl.arguments import Location, Seed, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
@@ -19,7 +19,6 @@ from agilerl.runs.atomic import remove_leftovers, write_json
 from agilerl.runs.environment import collect_hardware, collect_versions
 from agilerl.runs.journal import read_lines
 from agilerl.runs.lock import DirectoryLock
-from agilerl.validation import shown
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""

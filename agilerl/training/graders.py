@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import OPENAI, check_key
+from agilerl.arguments import nearest, shown
 from agilerl.config.environment import EnvironmentConfig, GraderConfig
 from agilerl.config.own_code import load_code, names_code
 from agilerl.custom_code import contained
@@ -17,7 +18,6 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
-from agilerl.validation import nearest, shown
 
 OWN = "task"
 """What manifests call the task's own reward."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.arguments import nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.run import GeneConfig, RunConfig
@@ -22,7 +23,7 @@ from agilerl.hpo.tournament import TournamentSelection
 from agilerl.hpo.truncation import TruncationSelection
 from agilerl.runs.directory import run_date
 from agilerl.training.graders import own_weights
-from agilerl.validation import nearest, shown, validated
+from agilerl.validation import validated
 
 _CHOICE = re.compile(r"choice\[(.*)\]")
 

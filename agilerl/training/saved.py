@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
 from agilerl.algorithms.state import AgentState, lora_of
+from agilerl.arguments import shown
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import Topology
@@ -27,7 +28,6 @@ from agilerl.runs.strict_json import Count, SavedValues, read_json
 from agilerl.runtime import Runtime
 from agilerl.training.progress import Progress
 from agilerl.training.resolved import recorded
-from agilerl.validation import shown
 
 _ELITE = "elite"
 CLOCK = "clock.json"

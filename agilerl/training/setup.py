@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.arguments import shown
 from agilerl.config.named_files import digests
 from agilerl.config.run import RunConfig
 from agilerl.distributed.islands import IslandPopulation
@@ -30,7 +31,6 @@ from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import check_source, task
-from agilerl.validation import shown
 
 
 @dataclass

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 
 from agilerl.algorithms import LLMAlgorithm
+from agilerl.arguments import nearest, shown
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig
 from agilerl.config.own_code import code_name, load_code, names_code
 from agilerl.config.run import RunConfig
@@ -27,7 +28,6 @@ from agilerl.errors import ConfigError
 from agilerl.models.tiny.mistakes import MISTAKES
 from agilerl.rewards.functions import exact_match
 from agilerl.training.graders import graded, uses_own_reward
-from agilerl.validation import nearest, shown
 
 
 class _TemplateTask(ReasoningGymTask):

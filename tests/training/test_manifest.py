@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.arguments import nearest, shown
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build, check
 from agilerl.training.tasks import task
-from agilerl.validation import nearest, shown
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "tutorials" / "manifests"
 FULL = """

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agilerl.validation import shown
+from agilerl.arguments import shown
 
 CONTENT_SHOWN = 80
 

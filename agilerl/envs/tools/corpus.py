@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Count, checked
+from agilerl.arguments import Count, checked, nearest, shown
 from agilerl.envs.files import read_file
 from agilerl.errors import ConfigError, EnvError, how_to_install
-from agilerl.validation import nearest, shown
 
 WORD = re.compile(r"\w+")
 

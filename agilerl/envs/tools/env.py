@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Space
 
-from agilerl.arguments import Positive, checked
+from agilerl.arguments import Positive, checked, nearest, shown
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
@@ -20,7 +20,6 @@ from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser
 from agilerl.envs.tools.parsers import PARSERS, TextTagParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.validation import nearest, shown
 
 Announcement = Literal["auto", "system", "none"]
 """How the model learns of the tools: ``auto``: from the chat template if it shows tools, else from the system message;

@@ -10,11 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
-from agilerl.arguments import Having, checked
+from agilerl.arguments import Having, checked, nearest
 from agilerl.envs.prompts import end_token_ids
 from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser, call_of, json_call, json_values
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest
 
 Calls = list[ToolCall | MalformedCall]
 

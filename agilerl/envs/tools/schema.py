@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
+from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
-from agilerl.validation import nearest, shown
 
 # transformers.utils.get_json_schema makes a schema alone. Made of pydantic, schema and check are one thing, and cannot
 # disagree about constraints, literals and nested models; tests hold it against get_json_schema where both apply.

@@ -9,9 +9,8 @@ from typing import Any
 import httpx2
 
 from agilerl.addresses import request
-from agilerl.arguments import Count, Positive, checked
+from agilerl.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, EnvError
-from agilerl.validation import shown
 
 URL_VARIABLE = "SEARCH_URL"
 QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
