@@ -59,7 +59,7 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-format: $(READY) ## Format the code and mend what can be mended
+format: $(READY) ## Format the code and mend what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -41,7 +41,7 @@ from agilerl.models.adapters import default_lora_config, write_adapter  # noqa: 
 from agilerl.models.operators import add_noise  # noqa: E402
 from agilerl.models.tiny import tiny_model_path  # noqa: E402
 from agilerl.rollouts import GenerationRequest, SamplingSettings  # noqa: E402
-from agilerl.rollouts.vllm.colocated import installed_version  # noqa: E402
+from agilerl.rollouts.vllm.colocated import installed_vllm  # noqa: E402
 from agilerl.rollouts.vllm.engine import VLLMEngine  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
 from benchmarking.memory_estimate import SIZES, VOCABULARIES  # noqa: E402
@@ -164,7 +164,7 @@ class Bench:
 
     def arms(self) -> dict[str, Arm]:
         found: dict[str, Arm] = {"torch engine": self.torch_engine}
-        if installed_version() is not None:
+        if installed_vllm() is not None:
             self.vllm = VLLMEngine(
                 self.runtime.base,
                 self.runtime.store,
@@ -241,7 +241,7 @@ def summary(bench: Bench, seconds: Mapping[str, Sequence[float]]) -> dict[str, A
         "completion_tokens": a.tokens,
         "rank": RANK,
         "rounds": a.rounds,
-        "versions": {"torch": torch.__version__, "vllm": installed_version()},
+        "versions": {"torch": torch.__version__, "vllm": (installed_vllm() or (None, None))[1]},
         "arms": arms,
     }
 

@@ -233,10 +233,10 @@ def agreed(
         if isinstance(request.config, ConfigError):
             raise request.config
         said = topology.world.first(decide)
-    if own or said is None:
-        return own[0] if own else None
-    config = RunConfig.from_dict(said["config"]).model_copy(update={"distributed": request.distributed})
-    return Job(config.dated(datetime.fromisoformat(said["date"])).typed_with(request.config), Path(said["root"]))
+        if own or said is None:
+            return own[0] if own else None
+        config = RunConfig.from_dict(said["config"]).model_copy(update={"distributed": request.distributed})
+        return Job(config.dated(datetime.fromisoformat(said["date"])).typed_with(request.config), Path(said["root"]))
 
 
 def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:

@@ -132,7 +132,7 @@ def follow(
             if not RunLayout(root).run_json.exists():
                 raise
             told = str(error).rstrip(".")
-            raise WriteError(f"{told}. Free space, or mend what is wrong, then: agilerl resume {root}") from error
+            raise WriteError(f"{told}. Free space, or fix what is wrong, then: agilerl resume {root}") from error
     if as_json:
         print(json.dumps(summary, indent=1))
 

@@ -61,9 +61,8 @@ def train(
     """Run a session to its end inside a new run directory; yields what happens, once the run's files say it.
 
     Closing the iterator closes the run, which can be resumed. Of several processes one does the writing; the others do
-    their part and yield the same. Raises CheckpointError,
-    having written nothing, when the directory is in use or holds a run; and Interrupted, after a checkpoint, where
-    ``stop`` asks for it, in whichever process.
+    their part and yield the same. Raises CheckpointError, having written nothing, when the directory is in use or holds
+    a run; and Interrupted, after a checkpoint, where ``stop`` asks for it, in whichever process.
     """
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
@@ -122,7 +121,7 @@ def _work(
 ) -> Iterator[Event]:
     writer = None if run is None else RunWriter(run, saved)
     progress = Progress() if saved is None else saved.progress
-    checkpoints = _Checkpoints(session, writer)
+    checkpoints = _Checkpoints(session, writer, saved)
     try:
         if saved is not None:
             checkpoints.prune(progress)
@@ -208,14 +207,14 @@ def _asked(session: Session, stop: StopRequest) -> bool:
 class _Checkpoints:
     """When the population is saved, and by whom."""
 
-    def __init__(self, session: Session, writer: RunWriter | None) -> None:
+    def __init__(self, session: Session, writer: RunWriter | None, saved: SavedCheckpoint | None) -> None:
         t = session.config.training
         self._population, self._writer = session.population, writer
         # Those of the writer's column send it what it writes; others of their islands hold the same agents.
         self._sends = session.topology.island.rank == 0
         self._steps, self._seconds, self._keep = t.checkpoint_steps, t.checkpoint_seconds, t.keep_checkpoints
         self._last = perf_counter()
-        self._saved = None if session.saved is None else session.saved.progress.iteration
+        self._saved = None if saved is None else saved.progress.iteration
 
     def is_due(self, progress: Progress) -> bool:
         """Return whether to save now, inside a generation."""

@@ -62,16 +62,7 @@ class Resolved:
 
         What it does not say is on how many processes: any number resumes the run.
         """
-        made = self.hyperparameters
-        values = made.model_dump(mode="json")
-        # The defaults of one algorithm are not those of another: where there are several, they stay unsaid. So they do
-        # where a setting takes the place of others: a default that is written out would contradict it.
-        if len(self.algorithms) > 1 or not _is_valid(type(made), values):
-            values = made.model_dump(mode="json", exclude_unset=True)
-        options = self.own_options.model_dump(mode="json")
-        resolved = self.config.model_dump(mode="json", exclude={"distributed"})
-        resolved["selection_strategy"]["tournament_size"] = self.config.tournament_size
-        return {**resolved, "algorithm": {"name": self.config.algorithm["name"], **values, **options}}
+        return _document(self.config, self.algorithms, self.hyperparameters, self.own_options)
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without the defaults: one that is written out can mean something else."""
@@ -91,6 +82,8 @@ def resolve(config: RunConfig) -> Resolved:
     excludes the start.
     """
     algorithms = _algorithms(config)
+    # First: what the wrong algorithm says of the others' settings would not help.
+    _check_source(algorithms[0], config.environment.env_type)
     starts = [_hyperparameters(config, algorithm) for algorithm in algorithms]
     own_options = _own_options(config)
     options = _options(config, own_options)
@@ -125,6 +118,16 @@ def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
     if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
         raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
     return tuple(ALGORITHMS[name] for name in names)
+
+
+def _check_source(algorithm: type[LLMAlgorithm], env_type: str) -> None:
+    """Raise ConfigError unless the algorithm learns from what the environment offers."""
+    wanted = [algorithm.env_type, *(["multiturn"] if algorithm.env_type == "reasoning" else [])]
+    if env_type not in wanted:
+        raise ConfigError(
+            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
+            f"found {env_type!r}; change one of the two"
+        )
 
 
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
@@ -169,6 +172,25 @@ def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
         if value is not None:
             options = options.model_copy(update={option: value})
     return options
+
+
+def _document(
+    config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], made: AlgorithmConfig, options: SharedOptions
+) -> dict[str, Any]:
+    values = made.model_dump(mode="json")
+    # The defaults of one algorithm are not those of another: where there are several, they stay unsaid. So they do
+    # where a setting takes the place of others: a default that is written out would contradict it.
+    if len(algorithms) > 1 or not _is_valid(type(made), values):
+        values = made.model_dump(mode="json", exclude_unset=True)
+    resolved = config.model_dump(mode="json", exclude={"distributed"})
+    resolved["selection_strategy"]["tournament_size"] = config.tournament_size
+    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
+
+
+def _document_of(config: RunConfig) -> dict[str, Any]:
+    """Return the document of what need not be a run yet: with today's defaults its genes may exclude the start."""
+    algorithms = _algorithms(config)
+    return _document(config, algorithms, _hyperparameters(config, algorithms[0]), _own_options(config))
 
 
 def _genes_of(
@@ -283,10 +305,10 @@ def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | Non
     if was_set is None:
         return RunConfig.from_dict(whole)
     config = RunConfig.from_dict(was_set)
-    if (now := resolve(config).document()) == whole:
+    if (now := _document_of(config)) == whole:
         return config
     config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-    return config if resolve(config).document() == whole else RunConfig.from_dict(whole)
+    return config if _document_of(config) == whole else RunConfig.from_dict(whole)
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

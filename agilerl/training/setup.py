@@ -30,7 +30,7 @@ from agilerl.training.memory import check_memory, estimate
 from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.tasks import check_source, task
+from agilerl.training.tasks import task
 
 
 @dataclass
@@ -106,7 +106,6 @@ def check(config: RunConfig) -> None:
 
 
 def _check_loadable(resolved: Resolved) -> None:
-    check_source(resolved.algorithm, resolved.config.environment.env_type)
     check_sampling(resolved.config, resolved.options)
     check_device(resolved.config.training.device, "training.device")
 

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from agilerl.algorithms import LLMAlgorithm
 from agilerl.arguments import nearest, shown
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig
 from agilerl.config.own_code import code_name, load_code, names_code
@@ -38,16 +37,6 @@ class _TemplateTask(ReasoningGymTask):
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the template with the question filled in."""
         return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
-
-
-def check_source(algorithm: type[LLMAlgorithm], env_type: str) -> None:
-    """Raise ConfigError unless the algorithm learns from what the environment offers."""
-    wanted = [algorithm.env_type, *(["multiturn"] if algorithm.env_type == "reasoning" else [])]
-    if env_type not in wanted:
-        raise ConfigError(
-            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
-            f"found {env_type!r}; change one of the two"
-        )
 
 
 def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:

@@ -231,6 +231,14 @@ def test_a_default_that_has_changed_keeps_the_recorded_value() -> None:
     }
 
 
+def test_a_default_that_leaves_the_range_of_its_gene_keeps_the_recorded_value() -> None:
+    set_then = {"mutation": {"rl_hp_selection": {"lr": {"min": 1e-3, "max": 1e-2}}}}
+    # As if 5e-3 had been the default of lr then; today's is outside of the range.
+    document = resolve(RunConfig.from_dict({**set_then, "algorithm": {"lr": 5e-3}})).document()
+    info = {"config": document, "given": {**set_then, "algorithm": {"name": "GRPO"}}, "date": "2026-01-31T12:00:00"}
+    assert recorded(info).algorithm["lr"] == 5e-3
+
+
 def test_what_was_set_is_guarded_by_its_sha256(tmp_path: Path) -> None:
     started(load_manifest(None, ["algorithm.loss_type=cispo", "algorithm.clip_coef=0.2"]), tmp_path / "run")
     file = tmp_path / "run" / "run.json"
