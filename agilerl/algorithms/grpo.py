@@ -227,6 +227,8 @@ class GRPO(LLMAlgorithm):
         family = self.family()
         if name not in family:
             raise ConfigError(f"{self.algorithm.name} cannot become {name!r}; {nearest(str(name), family)}")
+        for cls in (type(self), family[name]):
+            _check_movable(cls)
         algorithm = family[name].algorithm
         kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
@@ -256,3 +258,14 @@ class GRPO(LLMAlgorithm):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return super()._merge(config, keywords)
+
+
+def _check_movable(cls: type[GRPO]) -> None:
+    """Raise ConfigError if an agent's class, not its algorithm, says how it learns: the gene would not carry that."""
+    methods = {"credit", "objective", "prepare", "window_denominator"}
+    custom = sorted(methods & {name for c in cls.__mro__[: cls.__mro__.index(GRPO)] for name in vars(c)})
+    if custom:
+        raise ConfigError(
+            f"{cls.__name__} overrides {custom[0]}(), which a change of the algorithm does not carry; give its credit "
+            "or parts to algorithm = PolicyAlgorithm(name, Config, credit=..., parts=...) instead"
+        )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO, REINFORCE, GRPOConfig
+from agilerl.algorithms.credit import shaped_rewards
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Row, Split
 from agilerl.envs.probes import ConstantTarget
@@ -214,9 +215,10 @@ def agent(runtime: Runtime, **settings: Any) -> GRPO:
 
 def test_the_punishment_is_in_tokens(runtime: Runtime) -> None:
     """Lengths 5, 3, 4, 2; limit 5, cache 2: nothing up to 3 tokens, -1/2 at 4, -1 at 5."""
-    rewards = agent(runtime, overlong_cache_tokens=2).shaped_rewards(batch(), None)
+    it = agent(runtime, overlong_cache_tokens=2)
+    rewards = shaped_rewards(it.config, batch(), None, it.kl_coef)
     assert torch.allclose(rewards[:, 0], torch.tensor([1.0 - 1.0, 0.0, 0.5 - 0.5, 0.2]))
-    credit = agent(runtime, overlong_cache_tokens=2).credit(batch())
+    credit = it.credit(batch())
     expected = torch.tensor([0.0, 0.0, -0.1, 0.1])[:, None]
     assert torch.allclose(credit, torch.where(MASK, expected, 0.0), atol=1e-7)
 
@@ -233,9 +235,9 @@ def test_every_turn_is_punished_for_its_own_length(runtime: Runtime) -> None:
     )
     it = agent(runtime, overlong_cache_tokens=2)
     expected = torch.tensor([[1.0, 1.0, 0.5], [-0.5, 0.0, float("nan")]])
-    assert torch.allclose(it.shaped_rewards(data, None), expected, equal_nan=True)
+    assert torch.allclose(shaped_rewards(it.config, data, None, it.kl_coef), expected, equal_nan=True)
     whole = replace(data, rewards=data.rewards.nansum(dim=1, keepdim=True))
-    assert torch.allclose(it.shaped_rewards(whole, None), torch.tensor([[2.5], [-0.5]]))
+    assert torch.allclose(shaped_rewards(it.config, whole, None, it.kl_coef), torch.tensor([[2.5], [-0.5]]))
 
 
 def test_truncated_completions_are_left_out_but_count_in_the_baseline(runtime: Runtime) -> None:

@@ -347,3 +347,19 @@ def test_a_mixed_population_learns_together() -> None:
     for _ in range(10):
         population.learn(population.rollout())
     assert [result.mean for result in population.evaluate().values()] == [1.0, 1.0, 1.0]
+
+
+def test_an_algorithm_that_is_overridden_methods_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPO, "_relatives", dict(GRPO._relatives))
+
+    class Mine(GRPO):
+        def credit(self, batch: Any, kl: torch.Tensor | None = None) -> torch.Tensor:
+            return super().credit(batch, kl) * 2
+
+    (it,) = make(GRPO)
+    mine = Mine(runtime=it.runtime, pad_token_id=PAD, index=1, lora_config=lora(4))
+    for agent, name in ((it, "Mine"), (mine, "GSPO")):
+        before = agent.algorithm
+        with pytest.raises(ConfigError, match=r"Mine overrides credit\(\)"):
+            agent.set_hyperparameters({"algorithm": name})
+        assert agent.algorithm is before

@@ -100,5 +100,6 @@ def test_the_size_of_micro_batches(kind: str) -> None:
     lengths = found[0].norm(dim=1)
     assert lengths.min() > 0
     for gradient in found[1:]:
-        assert torch.all((gradient - found[0]).norm(dim=1) <= 1e-6 * lengths)
+        # Sums of float32 in another order; how far apart depends on the processor.
+        assert torch.all((gradient - found[0]).norm(dim=1) <= 5e-6 * lengths)
     assert not torch.equal(found[0], found[1])
