@@ -308,7 +308,7 @@ class Runtime:
         ConfigError for a base that cannot be divided.
         """
         if self.lockstep is not None:
-            raise EngineError("the base is divided among processes already; make a new runtime to divide it anew")
+            raise EngineError("the base is divided among processes already; make a new runtime to divide it again")
         if sharding != "none" and self.options.torch_compiler is not None:
             raise ConfigError(
                 f"torch_compiler={self.options.torch_compiler!r} compiles layers whose weights come and go where "

@@ -69,7 +69,7 @@ def train(
     resume: Annotated[
         Literal["never", "auto"],
         typer.Option(
-            "--resume", help="auto: go on with the run in --out, if there is one; then the command can be repeated."
+            "--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."
         ),
     ] = "never",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,

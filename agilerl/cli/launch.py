@@ -108,7 +108,7 @@ def run_train(
     except ConfigError as error:
         config = error  # raised where it is known whether several processes meet it: they print it once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:
-        raise ConfigError("--resume auto goes on with the run in --out, found no --out; name the directory")
+        raise ConfigError("--resume auto resumes the run in --out, found no --out; name the directory")
     launch(Request(config, out, resume == "auto", **options))
 
 

@@ -126,7 +126,7 @@ def follow(
             say(str(interrupted))
             sys.exit(interrupted.code)
         except KeyboardInterrupt:
-            say(f"interrupted; go on from the last checkpoint with: agilerl resume {root}")
+            say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
             sys.exit(130)
         except WriteError as error:
             if not RunLayout(root).run_json.exists():
@@ -184,7 +184,7 @@ def _likely_cause(outcomes: Counter[str]) -> str:
 
 
 def found_text(root: Path, session: "Session") -> str:
-    """Return in a sentence where a run goes on."""
+    """Return in a sentence where a run is resumed."""
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
         return f"Resuming {root}: no {'intact checkpoint' if damaged else 'checkpoint yet'}, so from the beginning."

@@ -40,7 +40,7 @@ class DistributedConfig(Section):
     address: str | None = None
     """Ray cluster, for instance ``auto`` or ``ray://head:10001``; None starts one on this machine."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Times that ``ray`` goes on from the last checkpoint after an island was lost."""
+    """Times that ``ray`` restarts from the last checkpoint after an island was lost."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest that one process waits for another before it takes it for lost."""
     vllm_servers: Annotated[int, Field(ge=0)] = 0

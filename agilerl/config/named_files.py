@@ -236,7 +236,7 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def _files_of_params(environment: EnvironmentConfig) -> Iterator[Path]:
     """Yield the files that parameters name; of an environment of another package also what else leads outside.
 
-    What code of one's own makes of its parameters is its own business: it may well write there.
+    What custom code does with its parameters is not checked: it may write to these paths.
     """
     values = {"params": environment.params}
     yield from (Path(owner[name]) for owner, name, _ in file_params(values) if not is_packaged(owner[name]))

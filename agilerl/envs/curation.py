@@ -228,7 +228,7 @@ def _usable(
     if faults and bad_rows == "raise":
         others = sum(faults.values()) - 1
         more = f"; {others} more of {len(rows)} rows are malformed ({_told(faults)})" if others else ""
-        raise EnvError(f"{first}{more}; mend the file, or leave such rows out with bad_rows: drop")
+        raise EnvError(f"{first}{more}; fix the file, or leave such rows out with bad_rows: drop")
     counts.update(faults)
     counts["read"] += len(rows)
     if not found:

@@ -267,7 +267,7 @@ class DataGym(ABC):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset inside; training goes on afterwards where it was."""
+        """Use the test dataset inside; training continues afterwards where it was."""
         kept, self._split = self._split, "test"
         self._drawn["test"] = 0
         try:
@@ -276,7 +276,7 @@ class DataGym(ABC):
             self._split = kept
 
     def state(self) -> dict[str, int]:
-        """Return what ``from_state`` needs to go on from here: the number of training batches drawn."""
+        """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
         return {"batches": self._drawn["train"]}
 
     @checked

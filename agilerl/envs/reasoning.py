@@ -142,7 +142,7 @@ class ReasoningGym:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset (a task's exam) inside; training goes on afterwards where it was."""
+        """Use the test dataset (a task's exam) inside; training continues afterwards where it was."""
         kept = self._split, self._prompts
         self._split, self._prompts, self._drawn["exam"] = "exam", [], 0
         try:
@@ -151,7 +151,7 @@ class ReasoningGym:
             self._split, self._prompts = kept
 
     def state(self) -> dict[str, int]:
-        """Return what ``from_state`` needs to go on from here: the number of training batches drawn."""
+        """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
         return {"batches": self._drawn["train"]}
 
     @checked

@@ -74,9 +74,9 @@ def run_python(
     allows unprivileged namespaces: no network (not even loopback), no view of other processes, no writing outside its
     folder. It can read every file that its user can read. Without namespaces (many containers forbid them; no other
     system has them) it can also use the network, write as its user, and escape being killed by killing its supervisor.
-    If this process is root, the program runs as the user nobody; if nobody cannot read the interpreter, it stays root
-    without capabilities, and the limit on the number of processes does not bind it. The kernel is always shared: for
-    code written to attack, use a virtual machine.
+    If this process is root, the program runs as the user `nobody`; if that user cannot read the interpreter, it stays
+    root without capabilities, and the limit on the number of processes does not bind it. The kernel is always shared:
+    for code written to attack, use a virtual machine.
 
     Args:
         code: the program's source.

@@ -119,9 +119,9 @@ def reap(child: int) -> int | None:
 
 
 def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
-    """If root, become the user nobody, unless nobody cannot read what is needed or does not exist (some containers).
+    """If root, become the user `nobody`, unless it cannot read what is needed or does not exist (some containers).
 
-    The interpreter is always needed. ``folder`` is given to nobody.
+    The interpreter is always needed. ``folder`` is given to that user.
     """
     if os.geteuid() != 0:
         return

@@ -15,7 +15,7 @@ class Interrupted(Exception):  # noqa: N818  (no error: the run can be continued
     """A run has stopped because somebody asked it to; it can be continued from its last checkpoint."""
 
     def __init__(self, code: int, root: Path) -> None:
-        super().__init__(f"stopped; go on with: agilerl resume {root}")
+        super().__init__(f"stopped; resume with: agilerl resume {root}")
         self.code, self.root = code, root
 
 

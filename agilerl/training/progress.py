@@ -71,7 +71,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], elite: AgentState | None, *, seconds: float) -> "Progress":
-        """Return what :meth:`to_dict` gave; the clock goes on from ``seconds``."""
+        """Return what :meth:`to_dict` gave; the clock continues from ``seconds``."""
         exam, base, median = values["exam"], values["base"], values["median"]
         return cls(
             **{name: values[name] for name in ("iteration", "generation", "step", "samples", "best")},

@@ -1,4 +1,4 @@
-"""The writer of a run: metrics, lineage, journal, completions and checkpoints, while the run goes on."""
+"""The writer of a run: metrics, lineage, journal, completions and checkpoints, while the run is under way."""
 
 import hashlib
 from contextlib import ExitStack

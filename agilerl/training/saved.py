@@ -1,4 +1,4 @@
-"""A run directory as something to go on with: what it was started with, and its newest intact checkpoint."""
+"""A run directory as something to resume: what it was started with, and its newest intact checkpoint."""
 
 import shlex
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Everything that decides how a run goes on."""
+    """Everything that decides how a resumed run continues."""
 
     path: Path
     states: list[AgentState]
@@ -140,7 +140,7 @@ class SavedCheckpoint:
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
-    """Lock the directory of an unfinished run and find its newest checkpoint that can be gone on from.
+    """Lock the directory of an unfinished run and find its newest checkpoint that it can be resumed from.
 
     That is one that is intact and whose lines of metrics, lineage and journal are all there, as they were written.
     Newer ones are put aside, those that were renamed get their names again, and ``report`` is told in sentences, also
@@ -178,7 +178,7 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
     for folder, lost in short.items():
         store.put_aside(folder, f"{lost}.")
     if found is not None and short:
-        report(f"The run goes on after iteration {int(found.name)}; what it did since is lost, and done again.")
+        report(f"The run resumes after iteration {int(found.name)}; what it did since is lost and is done again.")
     elif found is None and store.damaged:
         report(f"No checkpoint of {run.root} is intact: the run starts again from its beginning, its work is lost.")
     return found
@@ -202,7 +202,7 @@ def _as_they_are(run: RunDirectory, checkpoint: Path) -> str:
     """Return what else can be done where the lines are those of a run, and only not what was written."""
     if _lost_lines(run, checkpoint, allow_changes=True):
         return ""
-    return f"; or go on with the lines as they are: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
+    return f"; or resume with the lines as they are: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
 
 
 def _number_in(checkpoint: Path) -> int | None:
@@ -312,7 +312,7 @@ def _is_finite(state: AgentState) -> bool:
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:
-    """Read an agent that goes on: it needs its optimizer, and is who its folder says."""
+    """Read an agent that continues: it needs its optimizer, and is who its folder says."""
     state = read_state(folder, layers, finite=finite)
     if state.counters.get("index") != index or state.algorithm not in ALGORITHMS or not state.moments:
         raise CheckpointError(

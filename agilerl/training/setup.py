@@ -173,7 +173,7 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
     most = max(config.network.lora_config.r, config.mutation.rank_range[1])
     if saved.bank_rank > most:
         raise CheckpointError(
-            f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; go on "
+            f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; resume "
             "from an older checkpoint"
         )
     # How wide the bank has become decides the last bits of every agent, also of those with a smaller rank.

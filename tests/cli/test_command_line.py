@@ -164,7 +164,7 @@ def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -
     assert run.returncode == 130
     assert errors == (
         "SIGINT: stopping after this iteration, with a checkpoint; a second signal leaves at once\n"
-        "stopped; go on with: agilerl resume run\n"
+        "stopped; resume with: agilerl resume run\n"
     )
     with open(tmp_path / "run" / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

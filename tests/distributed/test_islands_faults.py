@@ -38,7 +38,7 @@ def test_stopped_then_killed_then_killed_under_torchrun(tmp_path: Path) -> None:
         children[1].send_signal(signal.SIGTERM)
         writer, other = ends(children)
     assert (writer.code, other.code) == (143, 143)
-    assert writer.errors.splitlines()[-1] == "stopped; go on with: agilerl resume run"
+    assert writer.errors.splitlines()[-1] == "stopped; resume with: agilerl resume run"
     assert other.output + other.errors == ""
 
     with started(2, *TRAIN, cwd=tmp_path) as children:

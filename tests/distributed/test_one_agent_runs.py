@@ -47,7 +47,7 @@ def test_a_divided_base_stops_for_all_and_is_missed_by_all(tmp_path: Path) -> No
         children[1].send_signal(signal.SIGTERM)
         writer, other = ends(children)
     assert (writer.code, other.code) == (143, 143), (writer, other)
-    assert writer.errors.splitlines()[-1] == "stopped; go on with: agilerl resume run"
+    assert writer.errors.splitlines()[-1] == "stopped; resume with: agilerl resume run"
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
     with started(2, *command, cwd=tmp_path) as children:
         check_a_loss_is_noticed(children)

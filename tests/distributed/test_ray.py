@@ -43,7 +43,7 @@ def test_interrupted_then_an_island_is_killed_and_the_bits_are_those_of_one_proc
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=200)
     assert driver.returncode == 130
-    assert errors.splitlines()[-1] == f"stopped; go on with: agilerl resume {tmp_path / 'run'}"
+    assert errors.splitlines()[-1] == f"stopped; resume with: agilerl resume {tmp_path / 'run'}"
 
     with on_ray("--out", "run", "--resume", "auto", cwd=tmp_path) as driver:
         wait_for("iteration 4 ", driver)

@@ -63,7 +63,7 @@ def test_an_older_checkpoint_that_can_do_without_them_is_used(
     assert f"{name} should have at least " in lost
     assert counted in lost
     assert "was set aside as run/checkpoints/000002.corrupt" in lost
-    assert goes_on == "The run goes on after iteration 1; what it did since is lost, and done again."
+    assert goes_on == "The run resumes after iteration 1; what it did since is lost and is done again."
     assert ended.output.startswith("Resuming run after iteration 1 ")
     shutil.rmtree(root / "checkpoints" / "000002.corrupt")
     # Done again is done the same; only the journal has noted when checkpoints were gone on from.

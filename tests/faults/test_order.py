@@ -55,7 +55,7 @@ def test_the_order_of_agents(kind: str, order: tuple[int, ...]) -> None:
 
 
 def test_the_slots_of_agents() -> None:
-    """Where an agent lies in the bank is no part of what it is: a resumed run lays it out anew."""
+    """Where an agent lies in the bank is no part of what it is: a resumed run lays it out again."""
     expected = bits(session(), 2)
     other = session()
     agents, store = other.population.agents, other.population.runtime.store

@@ -150,7 +150,7 @@ def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Pa
     assert (tmp_path / "run" / "summary.json").exists()
     without = agilerl("train", *short, "--resume", "auto")
     assert without.code == 2
-    assert without.errors == "error: --resume auto goes on with the run in --out, found no --out; name the directory"
+    assert without.errors == "error: --resume auto resumes the run in --out, found no --out; name the directory"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_process_is_killed_and_stopped_and_the_run_is_what_it_would_have_been(
     assert code == 143
     assert errors.splitlines() == [
         "SIGTERM: stopping after this iteration, with a checkpoint; a second signal leaves at once",
-        "stopped; go on with: agilerl resume run",
+        "stopped; resume with: agilerl resume run",
     ]
     assert checkpoints(tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -258,7 +258,7 @@ def test_after_a_failure_inside_vllm_it_is_started_anew(world: World, monkeypatc
         shutil.rmtree(adapter.folder)  # vLLM will look for it in the middle of a batch
 
     monkeypatch.setattr(world.backend, "load", lost)
-    with pytest.raises(EngineError, match=r"failed while sampling: .* started anew"):
+    with pytest.raises(EngineError, match=r"failed while sampling: .* restarted"):
         engine.generate(asked)
     monkeypatch.undo()
     add_noise(world.runtime.store, 0, 0.1, 3, (2,))

@@ -218,7 +218,7 @@ class ColocatedVLLM:
         except Exception as error:
             # Its scheduler still holds the rows that failed, and would wait for them forever.
             self.close()
-            raise EngineError(f"vLLM failed while sampling: {reason(error)}; it will be started anew") from error
+            raise EngineError(f"vLLM failed while sampling: {reason(error)}; it will be restarted") from error
         return [_answer(output.outputs[0]) for output in outputs]
 
     def close(self) -> None:

@@ -147,7 +147,7 @@ class VLLMEngine:
             try:
                 answers = self._complete([*rows, *(self._row(r, versions, 0) for r in asked)])
             except EngineError:
-                self._loaded.clear()  # a vLLM that is started anew has none
+                self._loaded.clear()  # a restarted vLLM has none
                 raise
         own = answers[len(rows) :]
         probes = [

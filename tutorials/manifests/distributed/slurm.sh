@@ -24,7 +24,7 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 
 export OMP_NUM_THREADS=1
 
-# An island that dies takes the others along, and torchrun starts all of them again: --resume auto goes on from the last
+# An island that dies takes the others along, and torchrun starts all of them again: --resume auto resumes from the last
 # checkpoint. --shutdown-timeout gives them the time that an iteration and a checkpoint take.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts 3 \
