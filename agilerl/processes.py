@@ -38,8 +38,22 @@ class Processes:
     """Rank of this process in the group, from 0."""
     size: int = 1
     """Number of processes in the group."""
-    group: Any = None
-    """The group of torch.distributed; None: this process is alone."""
+    name: str | None = None
+    """Name of the group in torch.distributed; None: this process is alone.
+
+    A name and not the group itself: the threads of a group end when nothing refers to it any more, and a thread that
+    lives on while Python ends can abort the process.
+    """
+
+    @classmethod
+    def of(cls, group: Any) -> "Processes":
+        """Return a group of torch.distributed as this process sees it."""
+        return cls(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+
+    @property
+    def group(self) -> Any:
+        """The group of torch.distributed; raises RuntimeError once this process has left it."""
+        return None if self.name is None else dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[attr-defined,arg-type]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every process, in the order of their ranks."""
@@ -107,10 +121,10 @@ class Processes:
         own = ALONE
         for ranks in groups:
             # torch requires every process to take part in the creation of every group.
-            world = [dist.get_global_rank(self.group, rank) if self.group is not None else rank for rank in ranks]
+            world = [rank if self.name is None else dist.get_global_rank(self.group, rank) for rank in ranks]
             made = dist.new_group(world) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                own = Processes(list(ranks).index(self.rank), len(ranks), made)
+            if self.rank in ranks and made is not None:
+                own = Processes.of(made)
         return own
 
 
@@ -143,7 +157,7 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
             ) from error
         raise EngineError(f"the processes of this run could not meet at {place}: {reason(error)}") from error
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+        yield Processes.of(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 

@@ -47,7 +47,7 @@ def processes_of(accelerator: Any) -> "Processes":
     group: Any = dist.group.WORLD
     if "cpu:gloo" not in dist.get_backend_config(group):
         group = dist.new_group(backend="cpu:gloo,cuda:nccl")
-    return Processes(accelerator.process_index, world, group)
+    return Processes.of(group)
 
 
 def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
