@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
+from tests import programs
 from tests.report.synthetic_run import make_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +70,7 @@ assert after.mean > before.mean + 0.1, (before, after)
 def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code + CHECKS.get(name, ""))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = programs.run(script, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,11 +1,11 @@
 """Every tutorial runs as a reader would run it, in its own process, in less than two minutes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
+from tests.training.small_runs import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
@@ -14,15 +14,9 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 @pytest.mark.model
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda script: script.stem)
 def test_tutorial_runs(script: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:agilerl", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    strict = "import warnings; warnings.filterwarnings('error', category=UserWarning, module='agilerl')"
+    code = f"{strict}; import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = programs.run("-c", code, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from agilerl.envs.core import Message, Split
 from agilerl.envs.forms import Form, RowFaultError, Sample
-from agilerl.envs.order import apportion
+from agilerl.envs.order import LEAST, apportion, fewer
 from agilerl.envs.prompts import render_prompt
 from agilerl.envs.sources import Rows
-from agilerl.envs.split import LEAST, fewer
 from agilerl.errors import EnvError
 
 BadRows = Literal["raise", "drop"]

@@ -10,9 +10,8 @@ from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.envs.core import Message, Row, Split, Task
 from agilerl.envs.curation import BadRows, Ruler, Sizes, check_rows, curate
 from agilerl.envs.forms import Form, Needs, Purpose, RowFaultError, Sample, form_of
-from agilerl.envs.order import TrainingOrder
+from agilerl.envs.order import TrainingOrder, warn_of_fewer
 from agilerl.envs.sources import Rows, read_dataset
-from agilerl.envs.split import warn_of_fewer
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.base import close, setup
 from agilerl.rewards.functions import exact_match

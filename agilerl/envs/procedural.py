@@ -6,8 +6,8 @@ from typing import Any, Literal
 from agilerl.arguments import Count, Name, Seed, Whole, checked
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.curriculum import Curriculum
+from agilerl.envs.order import fewer, is_held_out, warn_of_fewer
 from agilerl.envs.scorers import Scorers, check_demands
-from agilerl.envs.split import fewer, is_held_out, warn_of_fewer
 from agilerl.envs.upstream import build_dataset, check_params, default_params, draw
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
@@ -27,7 +27,7 @@ class ReasoningGymTask(Task):
 
     Training problem ``position`` depends on ``(seed, position)`` alone. Exam and test are fixed panels of distinct
     questions that training never shows; by default all their questions come from the reserved fifth of all questions
-    (``agilerl.envs.split.is_held_out``) and all training questions from the rest. So no seed of any run trains on any
+    (``agilerl.envs.order.is_held_out``) and all training questions from the rest. So no seed of any run trains on any
     exam, and a base model that was trained under the same rule has not seen one either. The panels are drawn on first
     use (``prepare`` draws them at once): five draws are made for each panel question, which takes minutes for the few
     generators that need 0.1 s or more a problem (knight_swap, sokoban, futoshiki). One dataset breaks the purity: 5 in

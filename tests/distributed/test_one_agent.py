@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.processes import ALONE, Processes
 from tests.distributed.one_agent_cases import Found, new_runtime, run
 from tests.distributed.test_processes import free_port
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.model
@@ -26,16 +26,9 @@ pytestmark = pytest.mark.model
 def on_two(out: Path, names: list[str]) -> Found:
     """Run cases on two processes that compare what they come to."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.distributed.one_agent_cases", str(out), *names]
+    command = ("-m", "tests.distributed.one_agent_cases", out, *names)
     children = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Program(*command, cwd=ROOT, env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(2)
     ]
     said = [child.communicate(timeout=280) for child in children]

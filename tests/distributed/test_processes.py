@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from agilerl.distributed.exchange import Exchange
 from agilerl.errors import ConfigError, EngineError
 from agilerl.processes import ALONE, Processes, joined
+from tests.programs import Program
 
 CHILD = """
 import json, sys
@@ -60,18 +59,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def start(
-    code: str, rank: int, size: int, port: int, more: Mapping[str, str] = MappingProxyType({})
-) -> subprocess.Popen[str]:
+def start(code: str, rank: int, size: int, port: int, more: Mapping[str, str] = MappingProxyType({})) -> Program:
     place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **place, **more, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program("-c", code, cwd=Path(__file__).parents[2], env={**os.environ, **place, **more})
 
 
 def test_three_processes_talk_and_notice_a_loss() -> None:

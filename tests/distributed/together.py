@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 from tests.distributed.test_processes import free_port
+from tests.programs import Program
 from tests.training.small_runs import ROOT, environment
 
 CHILD = """
@@ -68,24 +68,14 @@ def place(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def started(
-    size: int, *command: str, cwd: Path = ROOT, own: Sequence[Sequence[str]] = ()
-) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Start one command in ``size`` processes that know of each other; what is left of them in the end is killed.
+def started(size: int, *command: str, cwd: Path = ROOT, own: Sequence[Sequence[str]] = ()) -> Iterator[list[Program]]:
+    """Start one program in ``size`` processes that know of each other; what is left of them in the end is killed.
 
     ``own[rank]`` are further arguments of one of them.
     """
-    port, pipe = free_port(), subprocess.PIPE
+    port = free_port()
     children = [
-        subprocess.Popen(
-            [sys.executable, *command, *(own[rank] if own else ())],
-            cwd=cwd,
-            env=place(rank, size, port),
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for rank in range(size)
+        Program(*command, *(own[rank] if own else ()), cwd=cwd, env=place(rank, size, port)) for rank in range(size)
     ]
     try:
         yield children
@@ -96,19 +86,19 @@ def started(
             child.communicate()
 
 
-def ends(children: Sequence["subprocess.Popen[str]"], *, seconds: float = 400) -> list[Ended]:
+def ends(children: Sequence[Program], *, seconds: float = 400) -> list[Ended]:
     """Wait for all; the one that waits for another is not waited for longer than ``seconds``."""
     said = [child.communicate(timeout=seconds) for child in children]
     return [Ended(child.returncode, *words) for child, words in zip(children, said)]
 
 
-def wait_for(line: str, process: "subprocess.Popen[str]") -> None:
+def wait_for(line: str, process: "Program | subprocess.Popen[str]") -> None:
     """Return when a process prints a line that begins so."""
     assert process.stdout is not None
     assert any(found.startswith(line) for found in iter(process.stdout.readline, "")), process.communicate()
 
 
-def check_a_loss_is_noticed(children: Sequence["subprocess.Popen[str]"]) -> None:
+def check_a_loss_is_noticed(children: Sequence[Program]) -> None:
     """Kill the second of two processes after iteration 3: the first ends within a minute, with one sentence."""
     wait_for("iteration 3 ", children[0])
     kill(children[1].pid)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from agilerl.envs.core import score_completions
+from agilerl.envs.order import fewer, is_held_out
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.split import fewer, is_held_out
 from agilerl.errors import ConfigError, EnvError, RewardError
 
 SPELL = {"min_word_len": 3, "max_word_len": 6}

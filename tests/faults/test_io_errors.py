@@ -10,6 +10,7 @@ import pytest
 
 from agilerl.errors import CheckpointError
 from agilerl.runs import Journal
+from tests import programs
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
 from tests.faults.unfinished import Unfinished, contents
@@ -27,14 +28,8 @@ def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(
     every: int, unfinished: Unfinished, tmp_path: Path
 ) -> None:
     root = unfinished.copy(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.refusing_disk", str(root), str(every), *ACTIONS],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = ("-m", "tests.faults.refusing_disk", root, every, *ACTIONS)
+    done = programs.run(*command, cwd=ROOT, env=environment(), timeout=240)
     assert done.returncode == 0, done.stderr
     attempts = [json.loads(line) for line in done.stdout.splitlines()]
     for name in ACTIONS:

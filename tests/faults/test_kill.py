@@ -4,12 +4,11 @@
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.training.small_runs import ROOT, environment
 
 pytestmark = pytest.mark.model
@@ -17,9 +16,8 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarking" / "kill_everywhere.py"), "out", "--random", "10"]
-    place = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, timeout=290)
+    command = (ROOT / "benchmarking" / "kill_everywhere.py", "out", "--random", "10")
+    done = programs.run(*command, cwd=tmp_path_factory.mktemp("killed"), env=environment(), timeout=290)
     assert done.stdout, done.stderr
     return dict(json.loads(done.stdout))
 

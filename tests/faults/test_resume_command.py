@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from agilerl.training.events import IterationDone, PhaseStarted
 from agilerl.training.loop import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
+from tests import programs
 from tests.cli.outcome import Outcome
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin
@@ -258,7 +258,7 @@ def test_a_kill_before_the_first_checkpoint_of_a_manifest_with_defaults(agilerl:
         "failpoints.arm(Path('run'), here.kill_at_first_checkpoint)\n"
         "from agilerl.cli import main; sys.argv = ['agilerl', 'train', 'sparse.yaml', '--out', 'run']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True)
+    done = programs.run("-c", script, cwd=tmp_path, env=environment())
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (tmp_path / "run" / "run.json").exists()
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

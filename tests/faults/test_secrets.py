@@ -1,7 +1,6 @@
 """Keys are written nowhere: not into the run directory, not to the terminal, not into errors."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from agilerl.runs import RunDirectory
 from agilerl.runs.completions import completion_steps, read_completions
 from agilerl.training.setup import check
 from agilerl.training.tasks import task
+from tests import programs
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
 from tests.rewards.chat_server import Answer, chat, serve
@@ -50,13 +50,9 @@ def test_a_run_with_a_judge_shows_its_key_to_nobody_but_the_judge(tmp_path: Path
         port = server.url.split(":")[2].partition("/")[0]
         graders = f"[{{name: 'judge.py:Local', label: judge, params: {{port: {port}}}}}, {{name: task}}]"
         arguments = [*SMALL, "training.max_steps=48", f"environment.graders={graders}", "--allow-code", "--out", "run"]
-        done = subprocess.run(
-            [sys.executable, "-m", "agilerl", "train", *arguments],
-            cwd=tmp_path,
-            env={**environment(), **dict.fromkeys(VARIABLES, KEY)},
-            capture_output=True,
-            text=True,
-            timeout=200,
+        keys = dict.fromkeys(VARIABLES, KEY)
+        done = programs.run(
+            "-m", "agilerl", "train", *arguments, cwd=tmp_path, env={**environment(), **keys}, timeout=200
         )
         assert server.requests, done.stderr
         assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)

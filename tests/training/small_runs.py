@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from agilerl.config.manifest import load_manifest
 from agilerl.training.loop import train
 from agilerl.training.setup import build
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = (
@@ -37,14 +37,7 @@ class FinishedRun:
 
 def agilerl(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run the command line as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "agilerl", *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        **options,
-    )
+    return programs.run("-m", "agilerl", *arguments, cwd=cwd, env=environment(), **options)
 
 
 def environment() -> dict[str, str]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from agilerl.envs.core import Row
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.split import is_held_out
+from agilerl.envs.order import is_held_out
 from agilerl.errors import ConfigError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
