@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,10 @@ class Program:
     def kill(self) -> None:
         self._process.kill()
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return what it has written when it has ended; TimeoutError, and it is killed, if that takes longer."""
         with ThreadPoolExecutor(2) as readers:
@@ -101,6 +106,8 @@ def _become(arguments: Sequence[str], folder: str, environment: Mapping[str, str
         os.close(inherited)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace")
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

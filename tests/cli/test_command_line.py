@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.outcome import Outcome
+from tests.programs import Program
 from tests.training.small_runs import SMALL, environment
 
 Agilerl = Callable[..., Outcome]
@@ -145,22 +146,11 @@ def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> 
 
 @pytest.mark.model
 def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run"]
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        start_new_session=True,  # so that the signal reaches nobody else
-        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as run:
-        assert run.stdout is not None
-        assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
-        run.send_signal(signal.SIGINT)
-        _, errors = run.communicate(timeout=60)
+    command = ("-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run")
+    run = Program(*command, cwd=tmp_path, env=environment())
+    assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert errors == (
         "SIGINT: stopping after this iteration, with a checkpoint; a second signal leaves at once\n"

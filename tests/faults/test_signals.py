@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +14,8 @@ from agilerl.training.loop import train
 from agilerl.training.setup import build
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin, go_on
-from tests.training.small_runs import environment
+from tests.programs import Program
+from tests.training.small_runs import agilerl, environment
 
 pytestmark = pytest.mark.model
 
@@ -34,25 +33,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def send(signals: list[int], line: str, *arguments: str, cwd: Path) -> tuple[int, str, str]:
     """Send signals to ``agilerl`` when it prints a line that begins so; returns exit code and what else it prints."""
-    command = [sys.executable, "-m", "agilerl", *arguments]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        start_new_session=True,  # so that nobody else gets the signal
-        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        assert process.stdout is not None
-        assert any(found.startswith(line) for found in iter(process.stdout.readline, ""))
-        for number in signals:
-            process.send_signal(number)
-        output, errors = process.communicate(timeout=120)
-        return process.returncode, output, errors
+    process = Program("-m", "agilerl", *arguments, cwd=cwd, env=environment())
+    assert any(found.startswith(line) for found in iter(process.stdout.readline, ""))
+    for number in signals:
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
 
 
 def checkpoints(root: Path) -> list[str]:
@@ -81,9 +67,7 @@ def test_a_process_is_killed_and_stopped_and_the_run_is_what_it_would_have_been(
     code, _, _ = send([signal.SIGINT, signal.SIGTERM], "iteration 7 ", *train_it, cwd=tmp_path)
     assert code in (-signal.SIGTERM, 130)
 
-    done = subprocess.run(
-        [sys.executable, "-m", "agilerl", *train_it], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
+    done = agilerl(*train_it, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Resuming run after iteration " in done.stdout
     found = evidence(tmp_path / "run", extra_checkpoints=True)
