@@ -334,6 +334,8 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
     fixed = wanted is tuple and parts[-1] is not Ellipsis
     if fixed and len(given) != len(parts):
         raise _Misfit(f"{len(parts)} values", value)
+    if not fixed and _all_plain(parts[0], given):  # scores and tokens: a test for the list, not one for each item
+        return tuple(given) if wanted is tuple else value if isinstance(value, collections.abc.Sequence) else given
     items = []
     for place, item in enumerate(given):
         try:
@@ -345,6 +347,16 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
     # A list that fits stays the same object; a tensor or an array becomes a list of its rows.
     same = isinstance(value, collections.abc.Sequence) and all(a is b for a, b in zip(given, items))
     return value if same else items
+
+
+def _all_plain(wanted: Any, items: list[Any]) -> bool:
+    """Return whether items match an annotation as they are, if that is quickly seen; False says nothing."""
+    if wanted not in (int, str, float, Number):
+        return False
+    kinds = set(map(type, items))
+    if wanted in (int, str):
+        return kinds <= {wanted}
+    return all(issubclass(kind, float) for kind in kinds) and (wanted is Number or all(map(math.isfinite, items)))
 
 
 def _mapping(parts: tuple[Any, ...], value: Any) -> Any:

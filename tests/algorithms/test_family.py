@@ -1,6 +1,7 @@
 """GRPO and its relatives: mixed populations in one batch, clones, checkpoints, genes, and the algorithm as a gene."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,23 +132,28 @@ NEEDS: dict[str, dict[str, Any]] = {
 """Where a gene's default is no number of its range, or bounds that nothing reaches."""
 
 
+@cache
+def two_updates(cls: type[GRPO], start: tuple[tuple[str, Any], ...], gene: str | None) -> tuple[Any, ...]:
+    """Return what an agent samples between two updates, and its weights after them; the gene changes in between."""
+    (agent,) = make(cls, changes=dict(start))
+    agent.learn(batch_of(agent))
+    if gene is not None:
+        declared, old = genes_from(cls.Config)[gene], getattr(agent.config, gene)
+        new = next(v for v in (declared.min, declared.max) if v != old)
+        agent.apply_mutation(Mutation(agent.index, "hyperparameters", (Change(gene, old, new),)))
+    (rollout,) = sample([agent])
+    agent.learn(batch_of(agent))
+    return [t.token_ids for t in rollout], weights(agent)
+
+
 @pytest.mark.parametrize(("cls", "gene"), [(c, g) for c in FAMILY[1:] for g in genes_from(c.Config)])
 def test_every_gene_changes_behaviour(cls: type[GRPO], gene: str) -> None:
     start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "lr": 3e-2, "group_size": 4}
     if (cls, gene) == (RLOO, "clip_coef"):
         start["lr"] = 1e-3  # larger steps take the ratio of a whole completion beyond any bounds
-    outcomes = []
-    for mutate in (False, True):
-        (agent,) = make(cls, changes={**start, **NEEDS.get(gene, {})})
-        agent.learn(batch_of(agent))
-        if mutate:
-            declared, old = genes_from(cls.Config)[gene], getattr(agent.config, gene)
-            new = next(v for v in (declared.min, declared.max) if v != old)
-            agent.apply_mutation(Mutation(agent.index, "hyperparameters", (Change(gene, old, new),)))
-        (rollout,) = sample([agent])
-        agent.learn(batch_of(agent))
-        outcomes.append(([t.token_ids for t in rollout], weights(agent)))
-    assert outcomes[0][0] != outcomes[1][0] or not equal(outcomes[0][1], outcomes[1][1])
+    given = tuple({**start, **NEEDS.get(gene, {})}.items())
+    (tokens, before), (others, after) = two_updates(cls, given, None), two_updates(cls, given, gene)
+    assert tokens != others or not equal(before, after)
 
 
 # -- the algorithm as a gene -----------------------------------------------------------------------------------------
