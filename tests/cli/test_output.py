@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,16 @@ ENDINGS = {
 }
 
 
+@pytest.fixture
+def hangup_ends() -> Iterator[None]:
+    """What a terminal gives a program, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.model
+@pytest.mark.usefixtures("hangup_ends")
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_run_whose_output_goes_away_stops_at_a_checkpoint(
     ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
