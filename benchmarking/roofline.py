@@ -38,6 +38,9 @@ SIZES: dict[str, dict[str, int]] = {
     "30M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "vocabulary": 8192},
     "0.5B": {"hidden": 896, "feed_forward": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
     "1.5B": {"hidden": 1536, "feed_forward": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151936},
+    # For population.py only: eight query heads share two heads of keys and values.
+    "1.25M": {"hidden": 128, "feed_forward": 376, "layers": 6, "heads": 8, "kv_heads": 2, "vocabulary": 1024},
+    "27.8M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 2, "vocabulary": 10240},
     # For --calibrate only:
     "0.2M": {"hidden": 80, "feed_forward": 208, "layers": 2, "heads": 2, "kv_heads": 2, "vocabulary": 256},
     "0.5M": {"hidden": 96, "feed_forward": 256, "layers": 5, "heads": 3, "kv_heads": 3, "vocabulary": 512},
