@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError, how_to_install
@@ -30,16 +31,52 @@ def choose_attention(model: Any, kind: AttentionKind | None, device: torch.devic
 
 @contextmanager
 def decoding_attention(config: Any) -> Iterator[None]:
-    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask."""
+    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask.
+
+    Where query heads share keys and values, SDPA reads these in place; see :func:`_shared_heads`.
+    """
     before = config._attn_implementation
-    if before in ("sdpa", "eager", None):
+    if before in ("eager", None):
         yield
         return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    # The name stays "sdpa", and only what it stands for changes: some models decide by the name what masks they make.
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _shared_heads
     config._attn_implementation = "sdpa"
     try:
         yield
     finally:
         config._attn_implementation = before
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
+
+
+def _shared_heads(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend with one query ``[rows, heads, 1, width]`` a row to keys ``[rows, shared, length, width]``.
+
+    The query heads of one key-value head become further queries of it: the same products and sums. Transformers copies
+    keys and values to every query head whenever there is a mask, for each layer and token; that costs more than all
+    the rest of a step. What is not such a step (prefill, a pass with gradients) goes the usual way.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    rows, heads, queries, width = query.shape
+    shared = key.shape[1]
+    usual = queries > 1 or shared == heads or attention_mask is None or attention_mask.shape[1] > 1
+    if usual or torch.is_grad_enabled() or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, shared, heads // shared, width),
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
+    )
+    return found.reshape(rows, 1, heads, value.shape[3]), None
 
 
 def apply_liger_kernels(model: Any, device: torch.device) -> None:

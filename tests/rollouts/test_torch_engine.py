@@ -92,7 +92,9 @@ def test_layout_changes_no_token(runtime: Runtime, layout: str) -> None:
         assert [c.finish_reason for c in a] == [c.finish_reason for c in b]
 
 
-def test_an_agent_alone_gets_the_same_log_probs_to_the_bit(runtime: Runtime) -> None:
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (8, 2), (4, 1), (6, 2)])
+def test_an_agent_alone_gets_the_same_log_probs_to_the_bit(heads: int, shared: int) -> None:
+    runtime = make_runtime(qwen2(num_attention_heads=heads, num_key_value_heads=shared, head_dim=16))
     asked = requests(samples=5)
     together = runtime.engine.generate(asked)
     for slot in (0, 1, 2, None):

@@ -1,0 +1,85 @@
+"""Decoding with shared heads: the attention over copied keys and values, without the copies, in any layout."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from agilerl.models.kernels import decoding_attention
+from tests.tiny_models import qwen2
+
+ROWS = 12
+
+
+class Layer:
+    """As much of an attention layer as the functions read."""
+
+    def __init__(self, groups: int) -> None:
+        self.num_key_value_groups = groups
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def attention() -> Callable[..., tuple[Tensor, None]]:
+    config = qwen2(attn_implementation="sdpa")
+    with decoding_attention(config):
+        return ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
+
+
+def inputs(heads: int, shared: int, width: int, length: int, queries: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and a mask that lets each row see a number of tokens of its own."""
+    g = torch.Generator().manual_seed(heads + width)
+    query = torch.randn(ROWS, queries, heads, width, generator=g).transpose(1, 2)
+    key, value = (torch.randn(ROWS, shared, 96, width, generator=g)[:, :, :length] for _ in range(2))
+    seen = torch.arange(length)[None] <= torch.arange(ROWS)[:, None] * 2
+    mask = torch.zeros(ROWS, length).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None, None]
+    return query, key, value, mask.expand(ROWS, 1, queries, length)
+
+
+@pytest.mark.parametrize(("heads", "shared", "width"), [(4, 2, 16), (8, 2, 16), (8, 1, 32), (14, 2, 64), (6, 2, 8)])
+@torch.no_grad()
+def test_the_same_attention_with_the_same_bits_in_any_layout(heads: int, shared: int, width: int) -> None:
+    attend, layer = attention(), Layer(heads // shared)
+    parts = inputs(heads, shared, width, 32)
+    found = attend(layer, *parts, scaling=0.3)[0]
+    usual = sdpa_attention_forward(layer, *parts, scaling=0.3)[0]
+    assert found.shape == usual.shape == (ROWS, 1, heads, width)
+    assert torch.allclose(found, usual, atol=1e-5, rtol=1e-5)
+    longer = attend(layer, *inputs(heads, shared, width, 96), scaling=0.3)[0]
+    assert torch.equal(found, longer)
+    for rows in (torch.tensor([5]), torch.arange(ROWS - 1, -1, -1)):
+        assert torch.equal(attend(layer, *(part[rows] for part in parts), scaling=0.3)[0], found[rows])
+
+
+@pytest.mark.parametrize("case", ["several queries", "a head of its own", "gradients", "no mask"])
+def test_whatever_is_no_decoding_step_goes_the_usual_way(case: str) -> None:
+    shared = 4 if case == "a head of its own" else 2
+    layer = Layer(4 // shared)
+    query, key, value, mask = inputs(4, shared, 16, 32, queries=3 if case == "several queries" else 1)
+    parts = query, key, value, None if case == "no mask" else mask
+    with torch.set_grad_enabled(case == "gradients"):
+        assert torch.equal(
+            attention()(layer, *parts, scaling=0.3)[0], sdpa_attention_forward(layer, *parts, scaling=0.3)[0]
+        )
+
+
+def fail_inside(config: object, inside: str) -> None:
+    with decoding_attention(config):
+        assert config._attn_implementation == inside
+        assert (ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward) == (inside == "eager")
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("kind", "inside"), [("sdpa", "sdpa"), ("flex_attention", "sdpa"), ("eager", "eager")])
+def test_the_attention_of_training_comes_back(kind: str, inside: str) -> None:
+    config = qwen2(attn_implementation=kind)
+    with pytest.raises(ZeroDivisionError):
+        fail_inside(config, inside)
+    assert config._attn_implementation == kind
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
