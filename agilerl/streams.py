@@ -5,6 +5,7 @@ batch cannot change a draw, and resuming needs no generator state.
 """
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,6 +22,69 @@ def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
 def uniforms(seed: int, purpose: str, key: tuple[int, ...], count: int) -> np.ndarray:
     """Return ``count`` float64 uniforms in [0, 1) of the stream ``(seed, purpose, key)``."""
     return stream(seed, purpose, *key).random(count)
+
+
+def uniform_rows(seed: int, purpose: str, keys: Sequence[tuple[int, ...]], count: int) -> np.ndarray:
+    """Return :func:`uniforms` of each key, ``[len(keys), count]``: the same numbers, in a tenth of the time.
+
+    One generator takes the state of each stream in turn, where ``stream`` makes a seed sequence and a generator each.
+    """
+    table = np.empty((len(keys), count))
+    generator = stream(seed, purpose)
+    start = generator.bit_generator.state
+    by_length: dict[int, list[int]] = {}
+    for row, key in enumerate(keys):
+        if max(seed, *key, 0) > _WORD:  # such a number fills several words
+            table[row] = uniforms(seed, purpose, key, count)
+        else:
+            by_length.setdefault(len(key), []).append(row)
+    for rows in by_length.values():
+        words = np.array([(seed, zlib.crc32(purpose.encode()), *keys[row]) for row in rows], dtype=np.uint32)
+        for row, start["state"]["key"] in zip(rows, _philox_keys(words)):
+            generator.bit_generator.state = start
+            generator.random(out=table[row])
+    return table
+
+
+_WORD = 0xFFFFFFFF
+_POOL = 4
+"""Words of the pool of a seed sequence."""
+
+
+def _philox_keys(entropy: np.ndarray) -> np.ndarray:
+    """Return the keys ``[rows, 2]`` that Philox takes from ``SeedSequence(row)``, for entropy ``[rows, words]``.
+
+    The algorithm is M. E. O'Neill's, in numpy's constants (``numpy/random/bit_generator.pyx``), which numpy keeps
+    stable. The multipliers do not depend on what is hashed, so all rows go through it together.
+    """
+    multiplier = 0x43B0D7E5
+
+    def folded(words: np.ndarray) -> np.ndarray:
+        found: np.ndarray = words ^ words >> np.uint32(16)
+        return found
+
+    def hashed(words: np.ndarray, step: int = 0x931E8875) -> np.ndarray:
+        nonlocal multiplier
+        words = words ^ np.uint32(multiplier)
+        multiplier = multiplier * step & _WORD
+        return folded(words * np.uint32(multiplier))
+
+    def mixed(into: np.ndarray, words: np.ndarray) -> np.ndarray:
+        return folded(into * np.uint32(0xCA01F9DD) - words * np.uint32(0x4973F715))
+
+    columns = list(entropy.T)
+    columns += [np.zeros(len(entropy), dtype=np.uint32)] * (_POOL - len(columns))
+    pool = [hashed(words) for words in columns[:_POOL]]
+    for source in range(_POOL):
+        for target in range(_POOL):
+            if source != target:
+                pool[target] = mixed(pool[target], hashed(pool[source]))
+    for words in columns[_POOL:]:
+        for target in range(_POOL):
+            pool[target] = mixed(pool[target], hashed(words))
+    multiplier = 0x8B51F9DD
+    state = [hashed(words, 0x58F38DED).astype(np.uint64) for words in pool]
+    return np.stack([state[0] | state[1] << np.uint64(32), state[2] | state[3] << np.uint64(32)], axis=1)
 
 
 def normal(seed: int, purpose: str, key: tuple[int, ...], count: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Trajectories as tensors: the batch that advantages and losses are computed on, of one process or of several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from agilerl.data.trajectories import Trajectory
+from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
 
@@ -91,26 +93,41 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     """Stack trajectories into one right-padded batch, in the order given.
 
     With right padding a token's position, and so every bit of its log-probability, does not depend on the rest of the
-    batch. The batch has sampling log-probs if all its trajectories have them.
+    batch. The batch has sampling log-probs if all its trajectories have them. Raises ConfigError for a trajectory whose
+    lists differ in length.
     """
     rows = [t.prompt_ids + t.token_ids for t in trajectories]
     count, length = len(rows), padded_length(max((len(r) for r in rows), default=1))
     turns = max((len(t.rewards) for t in trajectories), default=1)
+    lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+    prompts = torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64)
+    # Each column is one list over all rows, written through a mask: a tensor for each row costs more than its numbers.
+    places = torch.arange(length)
     ids = torch.full((count, length), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((count, length - 1), dtype=torch.bool)
-    turn_ids = torch.full((count, length - 1), -1, dtype=torch.int64)
-    known = all(t.logprobs is not None for t in trajectories)
-    sampled = torch.zeros((count, length - 1), dtype=torch.float32) if known else None
-    rewards = torch.full((count, turns), float("nan"), dtype=torch.float32)
-    for i, (row, t) in enumerate(zip(rows, trajectories)):
-        ids[i, : len(row)] = torch.tensor(row)
-        span = slice(len(t.prompt_ids) - 1, len(row) - 1)
-        actions = torch.tensor(t.action_mask, dtype=torch.bool)
-        mask[i, span] = actions
-        turn_ids[i, span] = torch.tensor(t.turn_ids) if t.turn_ids else torch.where(actions, 0, -1)
-        if sampled is not None:
-            sampled[i, span] = torch.tensor(t.logprobs, dtype=torch.float32)
-        rewards[i, : len(t.rewards)] = torch.tensor(t.rewards, dtype=torch.float32)
+    ids[places < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    span = (places[1:] >= prompts[:, None]) & (places[1:] < lengths[:, None])
+
+    def spread(values: Iterable[Sequence[float]], fill: Tensor) -> Tensor:
+        """Write each row's values, one for each token after the prompt, where these tokens are."""
+        columns = list(values)
+        for column, t in zip(columns, trajectories):
+            if len(column) != len(t.token_ids):
+                raise ConfigError(
+                    f"a trajectory has {len(t.token_ids)} tokens after its prompt, but {len(column)} values for them; "
+                    "give action_mask, logprobs and turn_ids one value for each of token_ids"
+                )
+        fill[span] = torch.tensor(list(chain.from_iterable(columns)), dtype=fill.dtype)
+        return fill
+
+    mask = spread((t.action_mask for t in trajectories), torch.zeros((count, length - 1), dtype=torch.bool))
+    turn_ids = spread(
+        (t.turn_ids or [0 if action else -1 for action in t.action_mask] for t in trajectories),
+        torch.full((count, length - 1), -1, dtype=torch.int64),
+    )
+    logps = [t.logprobs for t in trajectories if t.logprobs is not None]
+    sampled = spread(logps, torch.zeros((count, length - 1))) if len(logps) == count else None
+    rewards = torch.tensor([t.rewards + [float("nan")] * (turns - len(t.rewards)) for t in trajectories])
+    rewards = rewards.to(torch.float32).reshape(count, turns)
     episodes: dict[tuple[int, int], int] = {}
     numbers = [
         count + i if t.episode is None else episodes.setdefault((t.group, t.episode), i)
@@ -118,7 +135,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     ]
     return RolloutBatch(
         ids=ids,
-        lengths=torch.tensor([len(r) for r in rows], dtype=torch.int64),
+        lengths=lengths,
         action_mask=mask,
         turn_ids=turn_ids,
         rewards=rewards,

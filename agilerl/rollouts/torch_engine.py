@@ -147,10 +147,12 @@ class _Decoder:
 
     def _uniforms(self, settings: Sequence[SamplingSettings]) -> np.ndarray:
         table = np.zeros((len(self.rows), self.steps))
+        keys: dict[str, dict[int, tuple[int, ...]]] = {}
         for i, (r, sample) in enumerate(self.rows):
             if settings[i].temperature > 0:
-                request = self.requests[r]
-                table[i] = streams.uniforms(self.engine.seed, request.purpose, (*request.key, sample), self.steps)
+                keys.setdefault(self.requests[r].purpose, {})[i] = (*self.requests[r].key, sample)
+        for purpose, drawn in keys.items():
+            table[list(drawn)] = streams.uniform_rows(self.engine.seed, purpose, list(drawn.values()), self.steps)
         return table
 
     def run(self) -> tuple[list[tuple[int, int]], list[Completion]]:
@@ -237,13 +239,12 @@ class _Decoder:
         The rule looks at one unit alone, so that its rows are batched alike whoever else is in flight.
         """
         units = self.unit_of[live]
-        keep = torch.ones(len(live), dtype=torch.bool)
-        for unit, count in enumerate(self.counts):
-            mine = units == unit
-            if count and int(running[mine].sum()) <= _COMPACT_BELOW * count:
-                keep[mine] = running[mine]
-                self.counts[unit] = int(running[mine].sum())
-        return None if keep.all() else torch.nonzero(keep)[:, 0]
+        left = torch.bincount(units[running], minlength=len(self.counts)).tolist()
+        smaller = [bool(count) and own <= _COMPACT_BELOW * count for own, count in zip(left, self.counts)]
+        if not any(smaller):
+            return None
+        self.counts = [own if small else count for own, small, count in zip(left, smaller, self.counts)]
+        return torch.nonzero(running | ~torch.tensor(smaller)[units])[:, 0]
 
     def _step(self, cache: RaggedCache, live: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
         """Feed one token a row at its own position; returns the next logits ``[R, V]``."""
