@@ -203,8 +203,8 @@ class Population:
                 own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
                 rollout.trajectories[agent.index] += [t for group in own for t in group]
                 sampled[agent.index] += len(own)
-                flat = {group[0].group for group in own if group and teaches_nothing(group)}
                 if agent.index in rollout.dropped:
+                    flat = {group[0].group for group in own if group and teaches_nothing(group)}
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)

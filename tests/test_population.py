@@ -56,6 +56,15 @@ def test_all_agents_see_the_same_prompts_and_sample_for_themselves() -> None:
     assert [t.prompt_ids for t in population.rollout().trajectories[0]] != prompts[0]
 
 
+def test_groups_are_compared_only_if_some_are_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr("agilerl.population.teaches_nothing", lambda group: bool(compared.append(len(group))))
+    make_population(1).rollout()
+    assert compared == []
+    make_population(1, dynamic_sampling=True).rollout()
+    assert compared == [8] * 8
+
+
 def test_the_exam_is_one_for_all_and_ignores_genes() -> None:
     population = make_population(3)
     population.agents[1].temperature = 0.5
