@@ -82,7 +82,7 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = _bounded_table(path).to_pylist()
     except FileNotFoundError as error:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise CheckpointError(f"expected a Parquet file of completions at {path}, found none: {error}.") from error
     if rows and set(rows[0]) != set(_SCHEMA.names):
         missing = sorted(set(_SCHEMA.names) - set(rows[0]))

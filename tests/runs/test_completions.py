@@ -66,3 +66,10 @@ def test_damaged_files_are_named(tmp_path):
     pq.write_table(pa.table({"step": [1]}), path)
     with pytest.raises(CheckpointError, match=r"step_000010\.parquet"):
         read_completions(tmp_path, 10)
+
+
+def test_a_damaged_column_name_is_named(tmp_path):
+    path = write_completions(tmp_path, 10, [ROW])
+    path.write_bytes(path.read_bytes().replace(b"\x06prompt", b"\x06\x80rompt"))
+    with pytest.raises(CheckpointError, match="found none"):
+        read_completions(tmp_path, 10)
