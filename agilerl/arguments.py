@@ -334,14 +334,8 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
     fixed = wanted is tuple and parts[-1] is not Ellipsis
     if fixed and len(given) != len(parts):
         raise _Misfit(f"{len(parts)} values", value)
-    if not fixed and _all_plain(parts[0], given):  # scores and tokens: a test for the list, not one for each item
-        return tuple(given) if wanted is tuple else value if isinstance(value, collections.abc.Sequence) else given
-    items = []
-    for place, item in enumerate(given):
-        try:
-            items.append(_taken(parts[place] if fixed else parts[0], item))
-        except _Misfit as misfit:
-            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{place}]{misfit.place}") from None
+    # Scores and tokens come in long lists of one plain type, which are tested as a whole.
+    items = given if not fixed and _all_plain(parts[0], given) else _each(parts if fixed else parts[:1], given)
     if wanted is tuple:
         return tuple(items)
     # A list that fits stays the same object; a tensor or an array becomes a list of its rows.
@@ -349,14 +343,25 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
     return value if same else items
 
 
+def _each(parts: tuple[Any, ...], given: list[Any]) -> list[Any]:
+    """Return items as the annotation of each asks, or as a single one asks of all."""
+    items = []
+    for place, item in enumerate(given):
+        try:
+            items.append(_taken(parts[place if len(parts) > 1 else 0], item))
+        except _Misfit as misfit:
+            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{place}]{misfit.place}") from None
+    return items
+
+
 def _all_plain(wanted: Any, items: list[Any]) -> bool:
-    """Return whether items match an annotation as they are, if that is quickly seen; False says nothing."""
+    """Return True if all items match an annotation as they are; False only means that it takes a closer look."""
     if wanted not in (int, str, float, Number):
         return False
     kinds = set(map(type, items))
     if wanted in (int, str):
         return kinds <= {wanted}
-    return all(issubclass(kind, float) for kind in kinds) and (wanted is Number or all(map(math.isfinite, items)))
+    return all(issubclass(kind, float) for kind in kinds) and (wanted == Number or all(map(math.isfinite, items)))
 
 
 def _mapping(parts: tuple[Any, ...], value: Any) -> Any:

@@ -40,7 +40,8 @@ def uniform_rows(seed: int, purpose: str, keys: Sequence[tuple[int, ...]], count
             by_length.setdefault(len(key), []).append(row)
     for rows in by_length.values():
         words = np.array([(seed, zlib.crc32(purpose.encode()), *keys[row]) for row in rows], dtype=np.uint32)
-        for row, start["state"]["key"] in zip(rows, _philox_keys(words)):
+        for row, own in zip(rows, _philox_keys(words)):
+            start["state"]["key"] = own
             generator.bit_generator.state = start
             generator.random(out=table[row])
     return table

@@ -2,8 +2,8 @@
 
 A server, one for each process of pytest, has imported them and forks a child for each program. A start then takes a
 fraction of a second instead of ten, and is otherwise like that of ``python``: arguments, folder, environment, streams,
-exit code and signals are the program's own. What a test says about the start itself (its imports, its time, who its
-parent is, its locale) needs :mod:`subprocess`.
+exit code and signals are the program's own. A test about how Python starts (imports, time, locale, parent) or ends
+needs :mod:`subprocess`: these children have their imports, and leave without taking Python down.
 """
 
 import atexit
@@ -18,20 +18,23 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(
     [
-        *(
-            "torch",
-            "torch.distributed",
-            "transformers.models.auto.auto_factory",
-            "transformers.modeling_layers",
-            "peft",
-        ),
-        *("reasoning_gym.composite", "pandas", "pyarrow.dataset", "scipy.special", "rich.live"),
-        *("agilerl", "agilerl.cli.app", "agilerl.cli.progress", "agilerl.distributed.topology", "agilerl.report"),
+        "torch.distributed",
+        "transformers.models.auto.auto_factory",
+        "transformers.modeling_layers",
+        "peft",
+        "pandas",
+        "pyarrow.dataset",
+        "reasoning_gym.composite",
+        "rich.live",
+        "scipy.special",
+        "agilerl.cli.app",
+        "agilerl.cli.progress",
+        "agilerl.report",
     ]
 )
 
@@ -74,6 +77,15 @@ class Program:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave no process behind, whatever happened."""
+        if self.poll() is None:
+            self.kill()
+        self.communicate()
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Return what it has written when it has ended; TimeoutError, and it is killed, if that takes longer."""

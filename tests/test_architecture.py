@@ -106,6 +106,7 @@ def test_only_packages_and_reexports_list_their_names() -> None:
     assert sorted(listing - allowed) == []
 
 
+@pytest.mark.processes
 def test_light_imports_stay_light() -> None:
     light = ["agilerl", "agilerl.errors", "agilerl.streams", "agilerl.cli.app", "agilerl.training.config"]
     light += sorted(n for n in package() if any(part_of(n, f"agilerl.{p}") for p in ("config", "hpo", "planning")))

@@ -229,6 +229,7 @@ def leaving(completion, answer):
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_runs_with_graders_that_leave_and_that_meddle(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(GRADER)
     done = {
@@ -257,6 +258,7 @@ def killed(completion: str) -> float:
     return 1.0
 
 
+@pytest.mark.processes
 def test_a_worker_that_is_killed_says_so_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     with IsolatedGrader(killed, timeout=5) as grader:
         first, last = grader(["", ""], ["kill", "stay"])

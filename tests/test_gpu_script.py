@@ -47,6 +47,7 @@ def run(copied: Path, budget: int, device: str = "cpu") -> tuple[int, dict[str, 
     return done.returncode, summary["parts"]
 
 
+@pytest.mark.processes
 def test_failures_are_recorded_and_the_others_go_on(copied: Path) -> None:
     code, parts = run(copied, 9)
     assert code == 1
@@ -63,6 +64,7 @@ def test_failures_are_recorded_and_the_others_go_on(copied: Path) -> None:
     assert not list((copied / "out").glob("*.part"))
 
 
+@pytest.mark.processes
 def test_a_part_that_is_not_there_or_has_no_time_left_is_said(copied: Path) -> None:
     (copied / "benchmarking" / "rollout.py").unlink()
     code, parts = run(copied, 0)
@@ -71,6 +73,7 @@ def test_a_part_that_is_not_there_or_has_no_time_left_is_said(copied: Path) -> N
     assert parts["roofline"]["status"] == "not run: the time was up"
 
 
+@pytest.mark.processes
 def test_where_no_test_is_marked_that_is_not_done(copied: Path) -> None:
     code, parts = run(copied, 9, "cuda")
     assert code == 1

@@ -87,6 +87,7 @@ def test_licence_is_the_one_that_is_declared() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+@pytest.mark.processes
 def test_continuous_integration_runs_the_test_command_and_passes_its_failure_on(tmp_path: Path) -> None:
     script = tmp_path / ".ci" / "run"
     script.parent.mkdir()
@@ -107,6 +108,7 @@ def test_continuous_integration_runs_the_test_command_and_passes_its_failure_on(
         ("test", ["-m venv .venv", ".venv/bin/ruff check", ".venv/bin/ruff format --check", "bin/mypy", "bin/pytest"]),
     ],
 )
+@pytest.mark.processes
 def test_the_two_commands_set_up_first(tmp_path: Path, target: str, commands: list[str]) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

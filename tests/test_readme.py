@@ -66,10 +66,11 @@ assert after.mean > before.mean + 0.1, (before, after)
 
 
 @pytest.mark.parametrize(("name", "code"), scripts(), ids=[name for name, _ in scripts()])
+@pytest.mark.processes
 def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code + CHECKS.get(name, ""))
-    done = programs.run(script, cwd=tmp_path, timeout=240)
+    done = programs.run(script, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -112,6 +113,7 @@ def test_other_commands_run(command: str, workplace: Path) -> None:
 
 
 @pytest.mark.parametrize("command", all_of("make"))
+@pytest.mark.processes
 def test_make_targets_exist(command: str, tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -156,6 +158,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in headings, target
 
 
+@pytest.mark.processes
 def test_manifest_reference_is_fresh() -> None:
     """`make docs` writes it."""
     done = programs.run(ROOT / "docs" / "generate_reference.py", "--print", cwd=ROOT)

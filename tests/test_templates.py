@@ -259,6 +259,7 @@ def executed() -> dict[str, tuple[str, float]]:
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.processes
 def test_a_template_without_bounds_is_refused(name: str) -> None:
     assert name in executed(), "the process did not survive it"
     said, seconds = executed()[name]

@@ -13,6 +13,7 @@ TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 
 @pytest.mark.model
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda script: script.stem)
+@pytest.mark.processes
 def test_tutorial_runs(script: Path, tmp_path: Path) -> None:
     strict = "import warnings; warnings.filterwarnings('error', category=UserWarning, module='agilerl')"
     code = f"{strict}; import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"

@@ -64,6 +64,7 @@ def lines(output: str) -> set[int]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.processes
 def test_a_misspelt_keyword_is_an_error(checker: str, python: Path, tmp_path: Path) -> None:
     if checker == "pyright" and find_spec("pyright") is None:
         pytest.skip("pyright is not installed; `make setup` installs it")
@@ -86,6 +87,7 @@ def test_typed_keywords_are_those_of_the_signature(name: str) -> None:
     assert set(getattr(typed, f"{name}Keywords").__optional_keys__) == taken | accepted
 
 
+@pytest.mark.processes
 def test_typed_keywords_are_fresh() -> None:
     command = [sys.executable, ROOT / "docs" / "generate_keywords.py", "--print"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

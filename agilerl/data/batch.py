@@ -126,8 +126,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     )
     logps = [t.logprobs for t in trajectories if t.logprobs is not None]
     sampled = spread(logps, torch.zeros((count, length - 1))) if len(logps) == count else None
-    rewards = torch.tensor([t.rewards + [float("nan")] * (turns - len(t.rewards)) for t in trajectories])
-    rewards = rewards.to(torch.float32).reshape(count, turns)
+    padded = [t.rewards + [float("nan")] * (turns - len(t.rewards)) for t in trajectories]
+    rewards = torch.tensor(padded, dtype=torch.float32).reshape(count, turns)
     episodes: dict[tuple[int, int], int] = {}
     numbers = [
         count + i if t.episode is None else episodes.setdefault((t.group, t.episode), i)

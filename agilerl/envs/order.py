@@ -1,4 +1,7 @@
-"""Which questions are trained on, and in which order: a pure function of the seed and the position."""
+"""Which questions are kept for exam and test, and in which order the others are trained on.
+
+The order is a pure function of the seed and the position, the split one of the question alone.
+"""
 
 import warnings
 import zlib
@@ -12,6 +15,7 @@ from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
 HELD_OUT_EVERY = 5
+"""One question in so many is kept for exams and tests."""
 LEAST = 2
 """Questions of a panel below which its mean says nothing, and has no standard error."""
 BLOCK = 1000

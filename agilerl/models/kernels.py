@@ -57,9 +57,10 @@ def _shared_heads(
 ) -> tuple[Tensor, None]:
     """Attend with one query ``[rows, heads, 1, width]`` a row to keys ``[rows, shared, length, width]``.
 
-    The query heads of one key-value head become further queries of it: the same products and sums. Transformers copies
-    keys and values to every query head whenever there is a mask, for each layer and token; that costs more than all
-    the rest of a step. What is not such a step (prefill, a pass with gradients) goes the usual way.
+    The query heads of one key-value head become further queries of it: the same products, summed by the same kernel,
+    without the copy of keys and values to every query head that transformers makes whenever there is a mask, for each
+    layer and token. Anything else (prefill, a pass with gradients) is left to transformers. Returns
+    ``[rows, 1, heads, width]``, and None in place of the attention weights.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

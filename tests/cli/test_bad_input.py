@@ -127,6 +127,7 @@ def test_other_peoples_files_are_left_alone(agilerl: Agilerl, tmp_path: Path) ->
     assert contents(tmp_path) == {"run/thesis.tex": b"..."}
 
 
+@pytest.mark.processes
 def test_a_directory_in_use_by_another_process(agilerl: Agilerl, tmp_path: Path) -> None:
     code = """
 import sys

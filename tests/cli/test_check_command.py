@@ -116,6 +116,7 @@ def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path)
     assert wrong.code == 2
 
 
+@pytest.mark.processes
 def test_help_is_quick_and_says_that_code_is_run(agilerl: Agilerl, tmp_path: Path) -> None:
     code, packages = imported("check", "--help", cwd=tmp_path)
     assert code == 0

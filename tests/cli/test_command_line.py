@@ -48,6 +48,7 @@ def imported(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
         (["train", "training.popsize=4"], 2),
     ],
 )
+@pytest.mark.processes
 def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_path: Path) -> None:
     ended, packages = imported(*arguments, cwd=tmp_path)
     assert ended == code
@@ -145,12 +146,13 @@ def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> 
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -> None:
     command = ("-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run")
-    run = Program(*command, cwd=tmp_path, env=environment())
-    assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    with Program(*command, cwd=tmp_path, env=environment()) as run:
+        assert any(line.startswith("iteration 2 ") for line in iter(run.stdout.readline, ""))
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert errors == (
         "SIGINT: stopping after this iteration, with a checkpoint; a second signal leaves at once\n"

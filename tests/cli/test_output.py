@@ -33,6 +33,7 @@ def run(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProce
 
 @needs_full
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["env"]])
+@pytest.mark.processes
 def test_a_full_disk_below_the_output(arguments: list[str], tmp_path: Path) -> None:
     with open(FULL, "w") as full:
         done = run(*arguments, cwd=tmp_path, stdout=full)
@@ -42,6 +43,7 @@ def test_a_full_disk_below_the_output(arguments: list[str], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["env"]])
+@pytest.mark.processes
 def test_a_reader_that_has_gone(arguments: list[str], tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -51,11 +53,13 @@ def test_a_reader_that_has_gone(arguments: list[str], tmp_path: Path) -> None:
 
 
 @needs_full
+@pytest.mark.processes
 def test_errors_that_cannot_be_said_keep_their_exit_code(tmp_path: Path) -> None:
     with open(FULL, "w") as full:
         assert run("frobnicate", cwd=tmp_path, stderr=full).returncode == 2
 
 
+@pytest.mark.processes
 def test_streams_that_are_closed_from_the_start(tmp_path: Path) -> None:
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
         command = f"{sys.executable} -m agilerl env {closed}"
@@ -64,6 +68,7 @@ def test_streams_that_are_closed_from_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"PYTHONIOENCODING": "ascii"}, C_LOCALE], ids=["ascii", "C locale"])
+@pytest.mark.processes
 def test_ascii_is_enough(given: dict[str, str], tmp_path: Path) -> None:
     text = ascii("0.5 ± 0.1 → café ☂")
     code = f"from agilerl.cli.output import prepare_streams; prepare_streams(); print({text})"
@@ -72,6 +77,7 @@ def test_ascii_is_enough(given: dict[str, str], tmp_path: Path) -> None:
     assert subprocess.run(command, **options).stdout == b"0.5 +- 0.1 -> caf\\xe9 \\u2602\n"
 
 
+@pytest.mark.processes
 def test_a_name_that_is_no_text_passes(tmp_path: Path) -> None:
     code = "from agilerl.cli.output import prepare_streams; prepare_streams(); print('caf\\udce9')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True)
@@ -79,6 +85,7 @@ def test_a_name_that_is_no_text_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_run_in_ascii(tmp_path: Path) -> None:
     short = (*SMALL, "training.max_steps=48", "training.evo_steps=1", "--out", "run")
     command = [sys.executable, "-m", "agilerl", "train", *short]

@@ -42,6 +42,7 @@ def planned(agilerl: Agilerl, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--gpu", "h2000"], ["plan", "a.b=1"]])
+@pytest.mark.processes
 def test_help_and_typing_errors_load_nothing(arguments: list[str], tmp_path: Path) -> None:
     _, packages = imported(*arguments, cwd=tmp_path)
     assert packages.isdisjoint({"torch", "transformers", "peft"})

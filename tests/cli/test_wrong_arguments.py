@@ -154,6 +154,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("arguments", CALLS, ids=lambda a: ascii(" ".join(a))[1:60])
+@pytest.mark.processes
 def test_one_sentence(arguments: list[str], agilerl: Agilerl, tmp_path: Path) -> None:
     before = sorted(map(str, tmp_path.rglob("*")))
     found = agilerl(*arguments)

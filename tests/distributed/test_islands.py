@@ -60,10 +60,12 @@ def on_two(expected: dict[str, str], folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_two_islands_leave_the_same_files(on_two: Path, expected: dict[str, str]) -> None:
     assert differences(evidence(on_two / "two"), expected) == []
 
 
+@pytest.mark.processes
 def test_one_process_goes_on_with_what_two_have_left(on_two: Path, expected: dict[str, str]) -> None:
     copy = Path(shutil.copytree(on_two / "left", on_two / "left_to_one"))
     assert not (copy / "summary.json").exists()
@@ -72,6 +74,7 @@ def test_one_process_goes_on_with_what_two_have_left(on_two: Path, expected: dic
     assert differences(evidence(copy), expected) == []
 
 
+@pytest.mark.processes
 def test_four_islands_and_what_they_go_on_with(on_two: Path, expected: dict[str, str], folder: Path) -> None:
     """Four do it all; and go on with what two, and what one has left."""
     overrides = (*SHORT, *FIVE)
@@ -87,6 +90,7 @@ def test_four_islands_and_what_they_go_on_with(on_two: Path, expected: dict[str,
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+@pytest.mark.processes
 def test_every_kind_of_agent_and_source(names: Sequence[str], folder: Path) -> None:
     """PPO with its critic, mixed algorithms, own references, dynamic sampling, data, games, and a grader that fails."""
     grader = folder / "picky.py"
@@ -108,6 +112,7 @@ def test_every_kind_of_agent_and_source(names: Sequence[str], folder: Path) -> N
         assert any(path.startswith("checkpoints/") for path in found), name
 
 
+@pytest.mark.processes
 def test_the_clock_of_one_decides_for_all(folder: Path) -> None:
     """With ``max_seconds`` both stop at the same place: else they would wait for each other for ever."""
     run_jobs(2, Job(folder / "hurried", (*SHORT, *TINY, "training.max_steps=100000", "training.max_seconds=3")))
@@ -117,6 +122,7 @@ def test_the_clock_of_one_decides_for_all(folder: Path) -> None:
     assert (folder / "hurried" / "summary.json").exists()
 
 
+@pytest.mark.processes
 def test_islands_of_two_processes_each(folder: Path) -> None:
     """A table of processes: the agents of an island in two of them, and the islands talk column by column."""
     overrides = (*SHORT, *TINY, "training.pop_size=3", "training.max_steps=96", "mutation.mutate_elite=true")

@@ -31,6 +31,7 @@ TRAIN = ("-m", "agilerl", "train", *QUICK, "--out", "run", "--resume", "auto")
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.processes
 def test_stopped_then_killed_then_killed_under_torchrun(tmp_path: Path) -> None:
     """A run that meets it all has the same bits as one that meets nothing."""
     with started(2, *TRAIN, cwd=tmp_path) as children:
@@ -64,6 +65,7 @@ def test_stopped_then_killed_then_killed_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(300)
+@pytest.mark.processes
 def test_when_torchrun_is_killed_its_workers_end_within_seconds(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     endless = (*TRAIN, "training.max_steps=1000000")
@@ -85,6 +87,7 @@ def test_when_torchrun_is_killed_its_workers_end_within_seconds(tmp_path: Path) 
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_mistake_that_one_process_finds_is_said_once(tmp_path: Path) -> None:
     """The second process may not run the grader; so neither of them does, and nothing is written."""
     (tmp_path / "mine.py").write_text("def reward(completion):\n    return 1.0\n")
@@ -136,6 +139,7 @@ def test_who_is_asked_to_work_together(backend: str, variables: Mapping[str, str
     assert asked_for(DistributedConfig(backend=backend), variables) == expected
 
 
+@pytest.mark.processes
 def test_torch_without_a_launcher_says_what_to_type(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agilerl", "train", "distributed.backend=torch", "--out", "run"],

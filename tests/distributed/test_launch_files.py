@@ -34,6 +34,7 @@ def test_torchrun_takes_the_commands_of_the_page(command: str) -> None:
     assert arguments[-2:] == ["--resume", "auto"]
 
 
+@pytest.mark.processes
 def test_the_slurm_script_is_one_and_starts_what_torchrun_takes() -> None:
     script = FOLDER / "slurm.sh"
     assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""

@@ -71,6 +71,7 @@ def test_rows_of_two_processes_are_one_batch() -> None:
     assert union(Recording(0, 2), collate(first, 0), 0).episodes is None
 
 
+@pytest.mark.processes
 def test_two_processes_update_as_one(tmp_path: Path) -> None:
     algorithms = ["grpo", "ppo", "dpo"]
     names = [
@@ -95,6 +96,7 @@ def test_two_processes_update_as_one(tmp_path: Path) -> None:
         assert largest_gap(two, one, f"{name}-double", f"{name}-double", ("theta", "exp_avg", "metrics")) < 1e-13
 
 
+@pytest.mark.processes
 def test_a_divided_base_computes_the_same(tmp_path: Path) -> None:
     names = ["grpo-fsdp2", "ppo-zero3", "accelerated-zero3"]
     two, one = on_two(tmp_path / "two.safetensors", names), run(["grpo", "ppo", "accelerated"])

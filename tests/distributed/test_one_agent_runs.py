@@ -21,6 +21,7 @@ def table(run: Path) -> dict[str, Any]:
     return {name: summary[name] for name in ("fitness", "test", "tokens", "elite", "iterations")}
 
 
+@pytest.mark.processes
 def test_two_processes_come_to_the_same_table_as_one(tmp_path: Path) -> None:
     whole, divided = tmp_path / "whole", tmp_path / "divided"
     run_jobs(2, Job(whole, (*QUICK, *SHARED)), Job(divided, (*QUICK, *DIVIDED)), processes_per_island=2)
@@ -29,6 +30,7 @@ def test_two_processes_come_to_the_same_table_as_one(tmp_path: Path) -> None:
     assert table(divided) == alone
 
 
+@pytest.mark.processes
 def test_what_both_meet_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(completion):\n    raise ValueError('cannot grade this')\n")
     own = ("environment.graders=[{name: 'mine.py:reward'}]", "--allow-code", "--quiet", "--out", "run")
@@ -40,6 +42,7 @@ def test_what_both_meet_is_said_once(tmp_path: Path) -> None:
     assert other.errors == ""
 
 
+@pytest.mark.processes
 def test_a_divided_base_stops_for_all_and_is_missed_by_all(tmp_path: Path) -> None:
     command = ("-m", "agilerl.cli", "train", *QUICK, *DIVIDED, "--out", "run", "--resume", "auto")
     with started(2, *command, cwd=tmp_path) as children:

@@ -64,6 +64,7 @@ def start(code: str, rank: int, size: int, port: int, more: Mapping[str, str] = 
     return Program("-c", code, cwd=Path(__file__).parents[2], env={**os.environ, **place, **more})
 
 
+@pytest.mark.processes
 def test_three_processes_talk_and_notice_a_loss() -> None:
     port = free_port()
     children = [start(CHILD, rank, 3, port) for rank in range(3)]
@@ -97,6 +98,7 @@ print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := 
 """
 
 
+@pytest.mark.processes
 def test_processes_that_are_started_again_meet_each_other_and_not_the_dead() -> None:
     """Torchrun keeps one store through its restarts."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -37,6 +37,7 @@ def on_ray(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.processes
 def test_interrupted_then_an_island_is_killed_and_the_bits_are_those_of_one_process(tmp_path: Path) -> None:
     with on_ray("--out", "run", cwd=tmp_path) as driver:
         wait_for("iteration 1 ", driver)
@@ -68,6 +69,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         launch(DistributedConfig(), [], print, lambda: stop_on_signals(print))
 
 
+@pytest.mark.processes
 def test_more_islands_than_agents(tmp_path: Path) -> None:
     with on_ray("distributed.islands=3", cwd=tmp_path) as driver:
         _, errors = driver.communicate(timeout=100)
@@ -76,6 +78,7 @@ def test_more_islands_than_agents(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.processes
 def test_a_cluster_without_room_says_what_it_has(tmp_path: Path) -> None:
     with on_ray("distributed.gpus_per_island=64", "distributed.timeout_seconds=5", cwd=tmp_path) as driver:
         _, errors = driver.communicate(timeout=200)

@@ -50,6 +50,7 @@ def test_what_one_process_can_do_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
+@pytest.mark.processes
 def test_the_command_line_refuses_before_anything_is_written(tmp_path: Path, more: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "agilerl", "train", "distributed.processes_per_island=2", "--out", "run", *more],
@@ -80,6 +81,7 @@ def test_islands_of_one_process_cannot_divide_the_base() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_processes_that_cannot_be_divided_say_so_once(tmp_path: Path) -> None:
     command = ("-m", "agilerl", "train", *QUICK, "distributed.processes_per_island=3", "--out", "run")
     with started(2, *command, cwd=tmp_path) as children:
@@ -91,6 +93,7 @@ def test_processes_that_cannot_be_divided_say_so_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_the_plan_says_who_has_which_agents_and_what_each_process_needs(tmp_path: Path) -> None:
     command = ("-m", "agilerl", "train", *QUICK, "training.pop_size=3", "--out", "run", "--dry-run")
     with started(2, *command, cwd=tmp_path) as children:
@@ -110,6 +113,7 @@ def test_the_plan_says_who_has_which_agents_and_what_each_process_needs(tmp_path
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_disk_that_refuses_ends_all_islands_alike(tmp_path: Path) -> None:
     """Files of this process may not grow beyond a few kilobytes, so that the first checkpoint fails."""
     script = (

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
@@ -74,16 +74,11 @@ def started(size: int, *command: str, cwd: Path = ROOT, own: Sequence[Sequence[s
     ``own[rank]`` are further arguments of one of them.
     """
     port = free_port()
-    children = [
-        Program(*command, *(own[rank] if own else ()), cwd=cwd, env=place(rank, size, port)) for rank in range(size)
-    ]
-    try:
-        yield children
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-            child.communicate()
+    with ExitStack() as opened:
+        yield [
+            opened.enter_context(Program(*command, *(own[rank] if own else ()), cwd=cwd, env=place(rank, size, port)))
+            for rank in range(size)
+        ]
 
 
 def ends(children: Sequence[Program], *, seconds: float = 400) -> list[Ended]:

@@ -362,6 +362,7 @@ def test_demonstrations_and_pairs_come_from_rows(tokenizer) -> None:
         assert rejected[1].strip() == "?<end>"
 
 
+@pytest.mark.processes
 def test_environments_take_files_and_mixtures(tokenizer, tmp_path) -> None:
     Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{i}+2=,{i + 2}\n" for i in range(8)))

@@ -82,6 +82,7 @@ def test_problems_get_harder():
 
 
 @pytest.mark.parametrize(("name", "params"), [("chain_sum", {}), ("composite", MIXTURE)])
+@pytest.mark.processes
 def test_a_problem_is_that_of_a_plain_task_with_the_parameters_of_its_level(name, params):
     task = made(name, params, max_level=2)
     for level, values in enumerate(task.levels):
@@ -265,6 +266,7 @@ def test_there_are_as_many_as_expected():
 
 
 @pytest.mark.parametrize("name", sorted({*curricula()} - set(REFUSED) - SLOW))
+@pytest.mark.processes
 def test_every_curriculum(name):
     task = made(name, exam_prompts=1, test_prompts=0, max_level=2)
     assert task.levels[0] != task.levels[2]

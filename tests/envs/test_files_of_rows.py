@@ -45,6 +45,7 @@ def written(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json", "rows.parquet", "ROWS.JSONL"])
+@pytest.mark.processes
 def test_every_column_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     rows = read_dataset(written(tmp_path / name, ROWS))
     assert list(rows) == ROWS
@@ -80,6 +81,7 @@ def test_any_text_survives_both_text_formats(tmp_path_factory: pytest.TempPathFa
         assert list(read_dataset(written(folder / name, rows))) == rows
 
 
+@pytest.mark.processes
 def test_long_values_are_read_and_the_limit_of_the_process_stays(tmp_path: Path) -> None:
     before = csv.field_size_limit()
     row = {"question": "x" * 1_000_000, "answer": "1"}
@@ -141,6 +143,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.processes
 def test_a_broken_file_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
     content, message = BROKEN[name]
     (tmp_path / name).write_bytes(content)

@@ -31,6 +31,7 @@ def test_quiet_silences_what_is_inside_and_nothing_else(capsys):
 
 
 @pytest.mark.parametrize("name", [name for name in known_tasks() if name != "composite"])
+@pytest.mark.processes
 def test_every_dataset(name, capfd):
     before = random.getstate()
     count = 1 if name in SLOW else 3

@@ -36,6 +36,7 @@ def test_a_completion_never_runs(name, tmp_path):
 @pytest.mark.parametrize(
     "bomb", ["9**9**9**9", "(9**64)**64**64", "99999999!", "1e999999999", "[0]*10**12", "'a'*10**12"]
 )
+@pytest.mark.processes
 def test_a_completion_cannot_explode(name, bomb):
     task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
     row = task.row("train", 0)

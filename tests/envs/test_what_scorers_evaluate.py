@@ -205,6 +205,7 @@ def test_which_parameters_are_evaluated(tmp_path: Path) -> None:
         assert not trace.exists(), (name, parameter)
 
 
+@pytest.mark.processes
 def test_evaluated_parameters_take_names_and_operators() -> None:
     for name, params in {
         "simple_integration": {"symbols": ["t"]},

@@ -347,6 +347,7 @@ REFUSED: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.processes
 def test_an_attack_ends_in_a_sentence(
     name: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
 ) -> None:
@@ -375,6 +376,7 @@ HARMLESS: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.processes
 def test_an_attack_does_no_harm(
     name: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
 ) -> None:
@@ -410,6 +412,7 @@ def executed(
 
 
 @pytest.mark.parametrize("way", ["environment", "command line", "above", "manifest", "beside", "another port"])
+@pytest.mark.processes
 def test_a_key_goes_to_an_address_that_the_user_allows(
     way: str, attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
 ) -> None:
@@ -432,6 +435,7 @@ def test_a_key_goes_to_an_address_that_the_user_allows(
     assert sent == ([f"Bearer {KEY}"] if expected else [])
 
 
+@pytest.mark.processes
 def test_a_key_does_not_follow_a_redirection(
     attacked: Callable[..., dict[str, Any]], listener: Listener, unfinished: Unfinished, tmp_path: Path
 ) -> None:

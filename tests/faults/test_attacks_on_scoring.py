@@ -100,6 +100,7 @@ def made(name: str, params: dict[str, Any] | None = None) -> tuple[ReasoningGymT
 
 
 @pytest.mark.parametrize("name", PARSED + EVALUATED)
+@pytest.mark.processes
 def test_no_answer_runs(name: str, tmp_path: Path) -> None:
     task, row = made(name)
     for attack in (attack for attack in ANSWERS if name in attack.tasks):
@@ -176,6 +177,7 @@ def abilities(*, confined: bool, secret: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.processes
 def test_a_confined_process_can_do_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel gives namespaces and Landlock, as here; the same grader with trust can do most of it."""
     monkeypatch.setenv("CANARY_KEY", MARKER)
@@ -196,6 +198,7 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("how", BEHIND)
+@pytest.mark.processes
 def test_what_brings_the_worker_down_costs_one_answer(how: str) -> None:
     """Behind the screen, again: the answer is worth nothing, and the next is scored as if nothing had been."""
     task, row = made("n_queens")
@@ -220,6 +223,7 @@ BOMBS = [
 
 
 @pytest.mark.parametrize(("name", "answer"), BOMBS, ids=lambda text: str(text)[:20])
+@pytest.mark.processes
 def test_time_and_memory_are_bounded(name: str, answer: str) -> None:
     task, row = made(name)
     mine = psutil.Process().memory_info().rss
@@ -230,6 +234,7 @@ def test_time_and_memory_are_bounded(name: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize("bomb", ["9**9**9**9", "__import__('time').sleep(10**6)"])
+@pytest.mark.processes
 def test_out_of_time_is_worth_nothing_and_the_worker_is_replaced(bomb: str) -> None:
     grader = IsolatedGrader(
         "agilerl.envs.scorer_process:score_alone", timeout=3, cpu_seconds=1, confined=True, memory_bytes=2**31
@@ -243,6 +248,7 @@ def test_out_of_time_is_worth_nothing_and_the_worker_is_replaced(bomb: str) -> N
         assert grader([""], ["Q"], **columns) == [1.0]
 
 
+@pytest.mark.processes
 def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agilerl.envs.scorers.MEMORY", 2**20)
     monkeypatch.setattr("agilerl.envs.scorers._SHARED", {})
@@ -259,6 +265,7 @@ def workers() -> list[int]:
     return [p.pid for p in psutil.Process().children() if "sandbox_child" in " ".join(p.cmdline())]
 
 
+@pytest.mark.processes
 def test_tasks_share_a_process_which_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agilerl.envs.scorers._SHARED", type(_shared())())
     before = workers()
@@ -281,6 +288,7 @@ def _shared() -> Any:
     return scorers._SHARED
 
 
+@pytest.mark.processes
 def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
     task, row = made("n_queens")
     right = row["metadata"]["valid_answers"][0]
@@ -375,6 +383,7 @@ def test_the_calculator_and_the_accuracy_grader_run_nothing(attack: Attack, tmp_
     assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.processes
 def test_the_accuracy_grader_runs_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     texts = [attack.answer.replace("TRACE", str(trace)) for attack in ANSWERS]
@@ -595,11 +604,13 @@ def test_a_file_is_a_plain_one_of_a_sensible_size(kind: str, place: Path) -> Non
         ("composite", {"datasets": [{"name": "maze", "config": {"min_grid_size": 10**6, "max_grid_size": 10**6}}]}),
     ],
 )
+@pytest.mark.processes
 def test_sizes_that_no_machine_makes_are_refused(name: str, params: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="processor time and 2 GiB"):
         ReasoningGymTask(name, params)
 
 
+@pytest.mark.processes
 def test_sizes_above_the_usual_are_tried_and_taken() -> None:
     task = ReasoningGymTask("gcd", {"max_value": 10**6}, exam_prompts=2, test_prompts=2)
     assert "Divisor" in task.row("train", 0)["question"]

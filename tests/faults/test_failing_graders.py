@@ -143,6 +143,7 @@ def sleepy(completion: str) -> float:
     return 1.0
 
 
+@pytest.mark.processes
 def test_a_worker_that_is_killed_for_its_time_counts_as_a_timeout() -> None:
     with IsolatedGrader(sleepy, timeout=0.2) as grader:
         (found,) = grader(["a prompt"], ["a text"])

@@ -19,6 +19,7 @@ EXAMPLES = {"override": 30, "manifest": 30, "rows-parquet": 15}
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.processes
 def test_valid_bytes_are_read(name: str, tmp_path: Path) -> None:
     for number, data in enumerate(READERS[name].seeds):
         folder = tmp_path / str(number)
@@ -27,6 +28,7 @@ def test_valid_bytes_are_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+@pytest.mark.processes
 def test_damaged_bytes_are_read_or_refused(name: str) -> None:
     reader = READERS[name]
 

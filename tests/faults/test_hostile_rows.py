@@ -96,6 +96,7 @@ def test_by_default_the_first_one_stops_the_run_and_is_named(kind: str, env_type
         assert len(str(caught.value)) < 500
 
 
+@pytest.mark.processes
 def test_columns_of_parquet_and_csv(tmp_path: Path) -> None:
     """Parquet has None in place of what is missing, CSV empty text; neither has values of several types."""
     questions = [*(f"say {n}" for n in range(40)), None, "", "a<eos>b", MEGABYTE]

@@ -24,6 +24,7 @@ HARMLESS = ("mkdir ", "ftruncate ")
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.processes
 def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(
     every: int, unfinished: Unfinished, tmp_path: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_line_that_cannot_be_taken_back_is_the_last_one(tmp_path: Path, monkey
         assert again.append({"number": 2}) == 1
 
 
+@pytest.mark.processes
 def test_a_run_on_a_disk_without_room_ends_in_one_sentence_and_can_go_on(
     unfinished: Unfinished,
     tmp_path: Path,

@@ -22,11 +22,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.processes
 def test_ten_kills_at_random_moments(killed: dict[str, Any]) -> None:
     assert killed["random"]["kills"] == 10
     assert killed["random"]["failures"] == []
 
 
+@pytest.mark.processes
 def test_a_kill_at_every_failpoint(killed: dict[str, Any]) -> None:
     """Of recovery, an iteration, a selection, two checkpoints and finishing."""
     points = killed["points"]

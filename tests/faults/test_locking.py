@@ -45,6 +45,7 @@ def started() -> Iterator[list["subprocess.Popen[str]"]]:
 
 @pytest.mark.parametrize("count", [2, 5, 8])
 @pytest.mark.parametrize("how", ["create(sys.argv[1], {}, 0)", "open(sys.argv[1])"])
+@pytest.mark.processes
 def test_exactly_one_of_many_that_start_at_once_proceeds(
     count: int, how: str, tmp_path: Path, started: list["subprocess.Popen[str]"]
 ) -> None:
@@ -74,6 +75,7 @@ COMMANDS = {
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.processes
 def test_a_second_command_stops_before_its_imports_and_changes_nothing(
     name: str, unfinished: Unfinished, tmp_path: Path
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_second_command_stops_before_its_imports_and_changes_nothing(
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_an_owner_that_was_killed_is_no_owner(
     unfinished: Unfinished,
     tmp_path: Path,
@@ -123,6 +126,7 @@ def test_an_owner_that_was_killed_is_no_owner(
 @pytest.mark.model
 @pytest.mark.parametrize("command", ["train", "resume"])
 @pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.processes
 def test_of_many_real_commands_one_gets_to_the_end(
     command: str, count: int, unfinished: Unfinished, tmp_path: Path, started: list["subprocess.Popen[str]"]
 ) -> None:

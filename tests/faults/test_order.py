@@ -71,6 +71,7 @@ def odd_letters(completion: str) -> float:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.processes
 def test_the_number_of_reward_workers(workers: int) -> None:
     """One process or two, or none: the same grades, each for its completion."""
 

@@ -25,6 +25,7 @@ def tree(root: Path, *, less: Path | None = None) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.processes
 def test_nothing_is_written_outside_the_run_directory(tmp_path: Path) -> None:
     """Home, caches, temporary files and the working directory are as they were, those with the rows and the code too.
 

@@ -249,6 +249,7 @@ def kill_at_first_checkpoint(operation: str, path: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_kill_before_the_first_checkpoint_of_a_manifest_with_defaults(agilerl: Agilerl, tmp_path: Path) -> None:
     (tmp_path / "sparse.yaml").write_text(SPARSE)
     whole = agilerl("train", "sparse.yaml", "--out", "whole")

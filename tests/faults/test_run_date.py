@@ -91,6 +91,7 @@ def _only_begin(config: RunConfig, root: Path) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.processes
 def test_two_processes_have_one_date(model: Path, tmp_path: Path) -> None:
     override = f"network.pretrained_model_name_or_path={model}"
     run_jobs(

@@ -37,6 +37,7 @@ class Local(JudgeGrader):
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_run_with_a_judge_shows_its_key_to_nobody_but_the_judge(tmp_path: Path) -> None:
     """An endpoint that repeats the key in its errors and replies; keys of others are in the environment as well."""
 

@@ -33,18 +33,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def send(signals: list[int], line: str, *arguments: str, cwd: Path) -> tuple[int, str, str]:
     """Send signals to ``agilerl`` when it prints a line that begins so; returns exit code and what else it prints."""
-    process = Program("-m", "agilerl", *arguments, cwd=cwd, env=environment())
-    assert any(found.startswith(line) for found in iter(process.stdout.readline, ""))
-    for number in signals:
-        process.send_signal(number)
-    output, errors = process.communicate(timeout=120)
-    return process.returncode, output, errors
+    with Program("-m", "agilerl", *arguments, cwd=cwd, env=environment()) as process:
+        assert any(found.startswith(line) for found in iter(process.stdout.readline, ""))
+        for number in signals:
+            process.send_signal(number)
+        output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
 
 
 def checkpoints(root: Path) -> list[str]:
     return sorted(p.name for p in (root / "checkpoints").iterdir() if p.name.isdigit())
 
 
+@pytest.mark.processes
 def test_a_process_is_killed_and_stopped_and_the_run_is_what_it_would_have_been(
     expected: dict[str, str], tmp_path: Path
 ) -> None:

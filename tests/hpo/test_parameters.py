@@ -151,6 +151,7 @@ def test_positions_in_a_range():
     assert all(type(whole.from_unit(u)) is int for u in (0.0, 0.5, 1.0))
 
 
+@pytest.mark.processes
 def test_evolution_imports_no_torch():
     modules = "fitness halving kernels lineage multi_frequency mutation parameters schedule selection spread tournament"
     code = ";".join(f"import agilerl.hpo.{name}" for name in [*modules.split(), "truncation"])

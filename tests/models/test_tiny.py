@@ -68,6 +68,7 @@ def sums(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in BUILT_FILES}
 
 
+@pytest.mark.processes
 def test_naming_the_folder_imports_neither_torch_nor_transformers():
     program = (
         "import sys; from agilerl.models.tiny import tiny_model_path; print(tiny_model_path());"
@@ -225,6 +226,7 @@ def test_a_short_build_writes_what_the_shipped_folder_has_apart_from_the_weights
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.processes
 def test_the_shipped_files_can_be_built_again_bit_for_bit(tmp_path):
     command = [sys.executable, "-m", "tools.embedded_model", "build", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -297,6 +297,7 @@ def test_what_is_no_run_is_a_clear_error(tmp_path):
         build_report([root], root / "run.json" / "report.html")
 
 
+@pytest.mark.processes
 def test_the_run_directory_is_only_read_and_torch_is_not_needed(runs, tmp_path):
     root = runs["whole"]
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}

@@ -213,6 +213,7 @@ def test_the_first_use_sets_up():
     assert ours.log == ["open"]
 
 
+@pytest.mark.processes
 def test_a_forked_process_opens_for_itself():
     ours = Opened()
     ours.setup()

@@ -22,7 +22,14 @@ ROW = {"question": "3+4", "answer": "7"}
 
 def descendants(*, recursive: bool = True) -> list[psutil.Process]:
     """Return the processes below this one, less those that ``tests.programs`` keeps for other tests."""
-    return [p for p in psutil.Process().children(recursive) if "multiprocessing" not in "".join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive) if not keeps_programs(p)]
+
+
+def keeps_programs(process: psutil.Process) -> bool:
+    try:
+        return "multiprocessing" in "".join(process.cmdline())
+    except psutil.Error:  # it has ended, and counts as before until it is waited for
+        return False
 
 
 WORKER = 2
@@ -30,6 +37,7 @@ WORKER = 2
 
 
 @pytest.mark.parametrize("act", [name for name in ACTS if name != "none" and not name.startswith("detaches")])
+@pytest.mark.processes
 def test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing(act):
     with IsolatedGrader(hostile, timeout=TIMEOUT, memory_bytes=2**30) as grader:
         start = time.monotonic()
@@ -58,6 +66,7 @@ def alive(detached: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("act", [act.__name__ for act in DETACHING])
+@pytest.mark.processes
 def test_what_leaves_its_session_and_its_parent_is_killed_too(act: str, detached: Path) -> None:
     with IsolatedGrader(hostile, timeout=TIMEOUT) as grader:
         start = time.monotonic()
@@ -70,6 +79,7 @@ def test_what_leaves_its_session_and_its_parent_is_killed_too(act: str, detached
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
+@pytest.mark.processes
 def test_what_a_grader_leaves_behind_ends_with_it(end: str, detached: Path) -> None:
     grader = IsolatedGrader(hostile, timeout=5)
     grader.setup()
@@ -84,6 +94,7 @@ def test_what_a_grader_leaves_behind_ends_with_it(end: str, detached: Path) -> N
     assert descendants() == []
 
 
+@pytest.mark.processes
 def test_what_a_grader_leaves_behind_ends_when_its_owner_is_killed(detached: Path) -> None:
     code = (
         "from agilerl.rewards import IsolatedGrader, call_grader\n"
@@ -112,6 +123,7 @@ SAID = {
 }
 
 
+@pytest.mark.processes
 def test_failures_say_what_happened():
     with IsolatedGrader(hostile, timeout=TIMEOUT, memory_bytes=2**30) as grader:
         for act, words in SAID.items():
@@ -119,6 +131,7 @@ def test_failures_say_what_happened():
                 call_grader(grader, [act], [ROW])
 
 
+@pytest.mark.processes
 def test_a_batch_signature_works_and_workers_share_the_load():
     texts = ["7", "sleeps", "sleeps", "8"]
     with IsolatedGrader(batch, timeout=5, workers=2) as grader:
@@ -128,6 +141,7 @@ def test_a_batch_signature_works_and_workers_share_the_load():
         assert len(descendants()) == 2 * WORKER
 
 
+@pytest.mark.processes
 def test_it_runs_elsewhere_and_prints_do_not_disturb():
     with IsolatedGrader("tests.rewards.hostile:process") as grader:
         (pid,) = call_grader(grader, ["x"], [ROW])
@@ -135,6 +149,7 @@ def test_it_runs_elsewhere_and_prints_do_not_disturb():
         assert call_grader(grader, ["x"], [ROW]) == [pid], "one process serves all"
 
 
+@pytest.mark.processes
 def test_failures_of_a_part_mask_the_sum():
     with CombinedGrader([IsolatedGrader(hostile, timeout=TIMEOUT), (length, 0.1)]) as grader:
         grades = grade(grader, ["7", "raises"], [ROW] * 2)
@@ -147,6 +162,7 @@ def length(completion: str) -> float:
     return float(len(completion))
 
 
+@pytest.mark.processes
 def test_columns_travel_as_json():
     with IsolatedGrader(hostile) as grader:
         assert call_grader(grader, ["7"], [{**ROW, "metadata": {"levels": (1, 2), "text": "é"}}]) == [1.0]
@@ -154,6 +170,7 @@ def test_columns_travel_as_json():
         assert "can be written as JSON" in str(outcome)
 
 
+@pytest.mark.processes
 def test_only_functions_that_can_be_imported():
     def local(completion):
         return 1.0
@@ -167,6 +184,7 @@ def test_only_functions_that_can_be_imported():
         IsolatedGrader("no.such:thing").setup()
 
 
+@pytest.mark.processes
 def test_accuracy_is_mathematics_with_a_limit():
     answers = [
         (r"so it is $\frac{1}{2}$", "0.5", 1.0),
@@ -185,6 +203,7 @@ def test_accuracy_is_mathematics_with_a_limit():
         assert call_grader(grader, completions, [{"answer": gold} for gold in golds]) == list(scores)
 
 
+@pytest.mark.processes
 def test_accuracy_of_a_text_that_keeps_algebra_busy_for_ever_is_none():
     with Accuracy(timeout=1.0) as grader:
         call_grader(grader, ["7"], [ROW])

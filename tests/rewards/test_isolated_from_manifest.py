@@ -37,6 +37,7 @@ def manifest(folder: Path, *graders: dict[str, object]) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_what_hangs_has_no_grade_and_the_others_do(tmp_path: Path) -> None:
     path = manifest(tmp_path, {"name": "own.py:patient", "isolate": True, "timeout": 0.5, "label": "own"})
     made = task(load_manifest(path), allow_code=True)
@@ -49,6 +50,7 @@ def test_what_hangs_has_no_grade_and_the_others_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.processes
 def test_it_really_is_another_process(tmp_path: Path, isolate: bool) -> None:
     import os
 

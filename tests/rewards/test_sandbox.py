@@ -21,6 +21,7 @@ ISOLATED = "files" in run_python("").isolation
 needs_namespaces = pytest.mark.skipif(not ISOLATED, reason="the kernel gives no unprivileged namespaces here")
 
 
+@pytest.mark.processes
 def test_output_input_and_status():
     done = run_python("import sys\nprint(input())\nprint('oops', file=sys.stderr)\nsys.exit(3)", stdin="héllo\nmore")
     assert (done.stdout, done.stderr, done.returncode) == ("héllo\n", "oops\n", 3)
@@ -31,6 +32,7 @@ def test_output_input_and_status():
     assert run_python("pass").ok
 
 
+@pytest.mark.processes
 def test_a_program_sees_an_empty_folder_its_input_and_nothing_of_us(monkeypatch):
     monkeypatch.setenv("SECRET_KEY", "do not tell")
     code = """
@@ -48,6 +50,7 @@ print(json.dumps([sys.stdin.read(), os.listdir(), dict(os.environ), sys.flags.is
     assert descriptors == 4  # 0, 1, 2 and the one that lists them
 
 
+@pytest.mark.processes
 def test_a_program_that_fails_shows_its_traceback():
     done = run_python("x = 1\nraise ValueError(x)")
     assert done.returncode == 1
@@ -55,6 +58,7 @@ def test_a_program_that_fails_shows_its_traceback():
     assert "ValueError: 1" in done.stderr
 
 
+@pytest.mark.processes
 def test_a_signal_is_reported():
     assert run_python("import os; os.kill(os.getpid(), 9)").returncode == -9
     assert run_python("import os; os.abort()").returncode == -6
@@ -71,6 +75,7 @@ TIMELESS = {
 
 
 @pytest.mark.parametrize("code", TIMELESS.values(), ids=TIMELESS)
+@pytest.mark.processes
 def test_time_is_limited(code):
     start = time.monotonic()
     done = run_python(code, timeout=0.3)
@@ -101,6 +106,7 @@ ORPHANS = {
 
 
 @pytest.mark.parametrize("code", ORPHANS.values(), ids=ORPHANS)
+@pytest.mark.processes
 def test_nothing_that_it_started_survives(code, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start = "import os, signal, sys, time\ndef stay():\n    print('started', flush=True)\n    time.sleep(600)\n"
@@ -110,6 +116,7 @@ def test_nothing_that_it_started_survives(code, tmp_path, monkeypatch):
     assert marked(str(tmp_path)) == []
 
 
+@pytest.mark.processes
 def test_the_supervisor_dies_with_its_parent(tmp_path):
     """A training process that is killed leaves nothing behind."""
     code = "from agilerl.rewards import run_python; run_python('import time; time.sleep(600)', timeout=600)"
@@ -130,18 +137,21 @@ def soon(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
+@pytest.mark.processes
 def test_memory_is_limited():
     done = run_python("x = bytearray(10 * 2**30)", memory_bytes=256 * 2**20)
     assert done.returncode == 1
     assert "MemoryError" in done.stderr
 
 
+@pytest.mark.processes
 def test_files_are_limited():
     done = run_python("open('big', 'wb').write(bytes(3 * 2**20))", disk_bytes=2**20)
     assert not done.ok
     assert "OSError" in done.stderr
 
 
+@pytest.mark.processes
 def test_output_is_cut_and_said_to_be():
     done = run_python("print('é' * 5000)", output_bytes=1001)
     assert done.ok
@@ -150,6 +160,7 @@ def test_output_is_cut_and_said_to_be():
 
 
 @needs_namespaces
+@pytest.mark.processes
 def test_no_network_and_no_writing_outside(tmp_path):
     code = f"""
 import os, socket
@@ -187,6 +198,7 @@ def score(completion: str, tests: object, **settings: object) -> float | None:
     return call_grader(SandboxGrader(**settings), [completion], [{"question": "q", "tests": tests}])[0]  # type: ignore[arg-type]
 
 
+@pytest.mark.processes
 def test_the_score_is_the_share_of_passed_tests():
     assert score(ADD, TESTS) == pytest.approx(2 / 3)
     assert score(ADD, TESTS, score="all") == 0.0
@@ -195,6 +207,7 @@ def test_the_score_is_the_share_of_passed_tests():
     assert score(ADD, None) is None
 
 
+@pytest.mark.processes
 def test_printed_output_is_compared():
     code = "a, b = map(int, input().split())\nprint(a + b)\nprint()"
     assert score(code, [{"stdin": "1 2", "stdout": "3"}, {"stdin": "5 5", "stdout": " 10 \n"}]) == 1.0
@@ -213,16 +226,19 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS)
+@pytest.mark.processes
 def test_code_that_does_not_answer_earns_nothing(code):
     assert score(code, ["assert add(1, 2) == 3"], timeout=0.5) == 0.0
 
 
+@pytest.mark.processes
 def test_many_at_once_keep_their_order():
     texts = [f"def f(): return {n}" for n in range(6)]
     rows = [{"tests": [f"assert f() == {n}", "assert f() < 3"]} for n in range(6)]
     assert call_grader(SandboxGrader(workers=3), texts, rows) == [1.0] * 3 + [0.5] * 3
 
 
+@pytest.mark.processes
 def test_tests_that_are_none():
     with pytest.raises(RewardError, match=r"expected tests in the column 'tests', found only .*question"):
         call_grader(SandboxGrader(), [ADD], [{"question": "q"}])

@@ -17,7 +17,7 @@ COPIES = {"clone", "copy_", "_to_copy", "index", "index_select", "cat", "repeat"
 
 
 class CopiedKeys(TorchDispatchMode):
-    """Counts the bytes of keys and values ``[..., length, WIDTH]`` of several tokens that operations write anew."""
+    """Counts the bytes that operations copy of tensors ``[..., length, WIDTH]``: keys and values of several tokens."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -341,6 +341,7 @@ def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(
     assert "did you mean 'max_num_seqs'" in refusal(capsys, monkeypatch, "algorithm.vllm_config={max_num_seq: 4}")
 
 
+@pytest.mark.processes
 def test_settings_are_importable_without_torch() -> None:
     code = "import agilerl.config.vllm, sys; assert not {'torch', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -165,6 +165,7 @@ def test_a_changed_run_json_is_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize(("how", "arguments"), [("create", ", {}, 0"), ("open", "")])
+@pytest.mark.processes
 def test_a_second_process_is_refused_at_once_with_the_owners_pid(tmp_path, other, how, arguments):
     root = tmp_path / "run"
     if how == "open":
@@ -183,6 +184,7 @@ def test_a_second_process_is_refused_at_once_with_the_owners_pid(tmp_path, other
     RunDirectory.open(root).close()
 
 
+@pytest.mark.processes
 def test_one_of_many_that_start_at_once_proceeds(tmp_path):
     code = (
         "import sys\nfrom agilerl.runs import RunDirectory\nfrom agilerl.errors import CheckpointError\n"
@@ -211,6 +213,7 @@ def test_one_of_many_that_start_at_once_proceeds(tmp_path):
     assert all(f"in use by process {winner.pid} " in answer for answer in answers if answer.startswith("refused"))
 
 
+@pytest.mark.processes
 def test_a_forked_worker_does_not_keep_the_lock_of_a_dead_owner(tmp_path):
     """The owner forks a worker and is killed; the worker lives on."""
     code = (
@@ -240,6 +243,7 @@ def test_versions_and_hardware_say_what_there_is():
     json.dumps(hardware)
 
 
+@pytest.mark.processes
 def test_importing_runs_is_light():
     code = "import sys, agilerl.runs; print([m for m in ('torch', 'pyarrow', 'transformers') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

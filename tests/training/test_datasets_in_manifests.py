@@ -53,6 +53,7 @@ def place(rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_run_from_a_file_is_the_same_in_every_format(place: Path) -> None:
     found = []
     for name in ("rows.jsonl", "rows.csv", "rows.parquet"):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.model
 AGENTS, PROMPTS, GROUP, ITERATIONS, EXAM, TEST = 3, 4, 4, 4, 8, 10
 
 
+@pytest.mark.processes
 def test_the_directory_is_complete(finished_run: FinishedRun) -> None:
     assert {p.name for p in finished_run.root.iterdir()} == {
         ".lock",
@@ -37,6 +38,7 @@ def test_the_directory_is_complete(finished_run: FinishedRun) -> None:
     assert not list(finished_run.root.rglob("*.tmp"))
 
 
+@pytest.mark.processes
 def test_what_is_printed(finished_run: FinishedRun) -> None:
     assert finished_run.errors == ""
     for expected in (
@@ -53,6 +55,7 @@ def test_what_is_printed(finished_run: FinishedRun) -> None:
     assert "\x1b" not in finished_run.output  # no terminal, no colours
 
 
+@pytest.mark.processes
 def test_run_json_holds_every_setting_and_gives_the_same_run_again(finished_run: FinishedRun) -> None:
     info = json.loads((finished_run.root / "run.json").read_text())
     assert {"schema_version", "config", "config_sha256", "seed", "versions", "started", "command"} <= set(info)
@@ -63,6 +66,7 @@ def test_run_json_holds_every_setting_and_gives_the_same_run_again(finished_run:
     assert resolve(RunConfig.from_dict(info["config"])).document() == info["config"]
 
 
+@pytest.mark.processes
 def test_metrics_have_the_promised_lines_and_keys(finished_run: FinishedRun) -> None:
     records = lines(finished_run.root / "metrics.jsonl")
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "evolution", "test")}
@@ -86,6 +90,7 @@ def test_metrics_have_the_promised_lines_and_keys(finished_run: FinishedRun) -> 
     )
 
 
+@pytest.mark.processes
 def test_rates_of_agents_add_up_to_the_tokens_spent(finished_run: FinishedRun) -> None:
     records = [r for r in lines(finished_run.root / "metrics.jsonl") if r["kind"] == "train"]
     spent = sum(r["tokens_per_second"] * r["step_time"] for r in records)
@@ -93,6 +98,7 @@ def test_rates_of_agents_add_up_to_the_tokens_spent(finished_run: FinishedRun) -
     assert spent == pytest.approx(tokens["generated"] + tokens["trained"])
 
 
+@pytest.mark.processes
 def test_summary_has_what_a_program_reads(finished_run: FinishedRun) -> None:
     summary = json.loads((finished_run.root / "summary.json").read_text())
     assert (summary["status"], summary["generations"], summary["agents"]) == ("finished", 2, AGENTS)
@@ -114,6 +120,7 @@ def test_summary_has_what_a_program_reads(finished_run: FinishedRun) -> None:
     assert summary["lineage"][-1]["agent"] == elite["index"]
 
 
+@pytest.mark.processes
 def test_lineage_tells_a_consistent_story(finished_run: FinishedRun) -> None:
     alive: dict[int, dict[str, float]] = {}
     for record in lines(finished_run.root / "lineage.jsonl"):
@@ -133,6 +140,7 @@ def test_lineage_tells_a_consistent_story(finished_run: FinishedRun) -> None:
     assert len(alive) == AGENTS
 
 
+@pytest.mark.processes
 def test_completions_of_every_iteration_are_kept(finished_run: FinishedRun) -> None:
     files = sorted((finished_run.root / "completions").iterdir())
     assert [f.name for f in files] == [f"step_{step:06d}.parquet" for step in range(1, ITERATIONS + 1)]
@@ -151,6 +159,7 @@ def test_completions_of_every_iteration_are_kept(finished_run: FinishedRun) -> N
             assert all((row["completion"].strip() == row["answer"]) == (row["reward"] == 1) for row in own)
 
 
+@pytest.mark.processes
 def test_checkpoints_fit_their_sums(finished_run: FinishedRun) -> None:
     folders = sorted((finished_run.root / "checkpoints").iterdir())
     assert [f.name for f in folders] == ["000002", "000004"]
@@ -166,6 +175,7 @@ def test_checkpoints_fit_their_sums(finished_run: FinishedRun) -> None:
     assert (finished_run.root / "metrics.jsonl").stat().st_size > clock["metrics_bytes"] > 0
 
 
+@pytest.mark.processes
 def test_the_elite_is_a_peft_adapter_that_scores_as_the_summary_says(finished_run: FinishedRun) -> None:
     """Plain PEFT and plain greedy generation on the test panel, with nothing of our engine."""
     elite = finished_run.root / "elite"
@@ -191,6 +201,7 @@ def test_the_elite_is_a_peft_adapter_that_scores_as_the_summary_says(finished_ru
             assert not torch.equal(model(input_ids=ids).logits, adapted)
 
 
+@pytest.mark.processes
 def test_the_report_stands_alone(finished_run: FinishedRun) -> None:
     page = (finished_run.root / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!")

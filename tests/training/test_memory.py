@@ -200,6 +200,7 @@ with connected(DistributedConfig(), cuda=False) as topology:
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_a_process_counts_what_it_holds_itself() -> None:
     settings = [*SMALL, "training.pop_size=4", "training.max_tokens_in_flight=65536"]
     with started(2, "-c", ISLANDS, *settings) as children:

@@ -16,6 +16,7 @@ ALONE = [*SMALL, "training.pop_size=1", "training.max_steps=64"]
 
 
 @pytest.mark.model
+@pytest.mark.processes
 def test_the_default_manifest_with_one_agent(tmp_path: Path) -> None:
     done = agilerl("train", *ALONE, "--out", "run", cwd=tmp_path, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ def run_here_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "lineage.jsonl"])
+@pytest.mark.processes
 def test_the_same_seed_gives_the_same_lines(file: str, finished_run: FinishedRun, run_here_again: Path) -> None:
     """In another process, and beside whatever else this one has done before."""
     assert less_times(lines(run_here_again / file)) == less_times(lines(finished_run.root / file))
@@ -30,6 +31,7 @@ def sums(root: Path) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in entries.items() if name != "clock.json"}
 
 
+@pytest.mark.processes
 def test_the_same_seed_gives_the_same_files(finished_run: FinishedRun, run_here_again: Path) -> None:
     for name in (ADAPTER, "completions/step_000004.parquet"):
         assert (run_here_again / name).read_bytes() == (finished_run.root / name).read_bytes(), name
@@ -39,6 +41,7 @@ def test_the_same_seed_gives_the_same_files(finished_run: FinishedRun, run_here_
     assert summaries[0] == summaries[1]
 
 
+@pytest.mark.processes
 def test_another_seed_gives_another_run(finished_run: FinishedRun, tmp_path: Path) -> None:
     other = run_here(tmp_path / "run", "training.seed=43")
     first, second = (less_times(lines(root / "metrics.jsonl")) for root in (finished_run.root, other))
@@ -54,6 +57,7 @@ def test_another_seed_gives_another_run(finished_run: FinishedRun, tmp_path: Pat
     assert json.loads((other / "run.json").read_text())["seed"] == 43
 
 
+@pytest.mark.processes
 def test_what_is_only_written_down_does_not_change_the_run(finished_run: FinishedRun, tmp_path: Path) -> None:
     """More exams and fewer logs leave the training as it was."""
     other = run_here(

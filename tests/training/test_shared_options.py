@@ -179,6 +179,7 @@ def test_a_runs_options_reach_its_base(override: str, name: str, value: Any) -> 
     assert runtime.base.options == runtime.options
 
 
+@pytest.mark.processes
 def test_the_declaration_needs_no_torch() -> None:
     names = ", ".join(
         f"agilerl.config.{name}" for name in ("base_model", "vllm", "manifest", "named_files", "own_code")

@@ -44,6 +44,7 @@ def test_the_same_query_gives_the_same_passages() -> None:
         assert first.search(town.river).startswith(f"1. {town.name} is")
 
 
+@pytest.mark.processes
 def test_files(tmp_path: Path) -> None:
     lines = tmp_path / "corpus.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in PASSAGES), encoding="utf-8")

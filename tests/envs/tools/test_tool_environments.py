@@ -47,6 +47,7 @@ def program(asked: str) -> str:
     [("agilerl/Calculator-v0", calculation), ("agilerl/Python-v0", program)],
     ids=["calculator", "python"],
 )
+@pytest.mark.processes
 def test_a_tool_solves_what_it_is_for(name: str, call: Any) -> None:
     env = as_text_env(gymnasium.make(name, parser="text"))
     assert isinstance(env, ToolEnv)
@@ -72,6 +73,7 @@ def test_environments_keep_the_protocol(make: Any) -> None:
     assert check_env(make, hermes()) == []
 
 
+@pytest.mark.processes
 def test_a_program_says_how_it_ended() -> None:
     tool = PythonTool(timeout=1.0)
     assert tool.call({"code": "print(1)\nprint(2)"}).text == "1\n2"
