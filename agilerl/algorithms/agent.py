@@ -295,15 +295,17 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define prepare, which every algorithm needs")
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Return the scalar loss of one micro-batch, already divided by ``inputs.denominator``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define objective, which every algorithm needs")
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return the denominator of an optimizer window from its whole action mask ``[rows, L]``."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define window_denominator, which every algorithm needs"
+        )
 
     @property
     def window_rows(self) -> int:

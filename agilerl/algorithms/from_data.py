@@ -54,7 +54,7 @@ class DataAlgorithm(LLMAlgorithm):
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return how well the agent does on each example of a held-out batch; higher is better."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define score, which test needs")
 
     @checked
     def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:

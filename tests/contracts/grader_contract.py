@@ -16,7 +16,7 @@ class GraderContract:
     @pytest.fixture
     def case(self) -> GraderCase:
         """A grader with completions and rows."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass gives the fixture case: GraderCase(grader, completions, rows)")
 
     @pytest.mark.parametrize("check", GRADER_CHECKS, ids=lambda check: check.__name__)
     def test_contract(self, case: GraderCase, check: Callable[[GraderCase], None]) -> None:

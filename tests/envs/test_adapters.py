@@ -307,9 +307,9 @@ def test_what_gem_says_besides_is_part_of_the_observation():
 
 
 def test_instances_of_the_foreign_packages_are_known():
-    gem = pytest.importorskip("gem")
-    textarena = pytest.importorskip("textarena")
-    pytest.importorskip("gem.envs")
+    gem = pytest.importorskip("gem", reason="gem is not installed; make setup installs it")
+    textarena = pytest.importorskip("textarena", reason="textarena is not installed; make setup installs it")
+    pytest.importorskip("gem.envs", reason="gem is not installed; make setup installs it")
     assert as_text_env(gem.make("game:Sudoku-v0-easy")).max_turns == 15
     assert as_text_env(textarena.make("Mastermind-v0")).max_turns == 20
     assert as_text_env(textarena.make("Mastermind-v0-raw"), max_turns=4).max_turns == 4

@@ -397,7 +397,7 @@ def test_the_accuracy_grader_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("env_id", ["gem:math:GSM8K", "gem:code:CodeContest", "gem:rg:simple_integration"])
 def test_environments_that_run_completions_are_refused_by_name(env_id: str) -> None:
-    pytest.importorskip("gem")
+    pytest.importorskip("gem", reason="gem is not installed; make setup installs it")
     with pytest.raises(ConfigError, match="evaluates completions"):
         make_env(env_id)
 

@@ -13,7 +13,7 @@ from agilerl.runtime import Runtime
 from tests.oracle.random_tensors import MAX_LENGTH
 from tests.tiny_models import PAD, random_model
 
-liger = pytest.importorskip("liger_kernel.chunked_loss")
+liger = pytest.importorskip("liger_kernel.chunked_loss", reason="Liger is not installed; make setup installs it")
 
 ROWS, WIDTH, VOCABULARY = 6, 16, 40
 CASES: list[tuple[type[LLMAlgorithm], dict[str, Any], dict[str, Any]]] = [

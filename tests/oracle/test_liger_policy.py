@@ -9,7 +9,9 @@ import torch
 from agilerl.algorithms import CISPO, GRPO, GSPO, LLMAlgorithm
 from tests.oracle.random_tensors import MAX_LENGTH, assert_equal, ours, random_tensors
 
-liger = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
+liger = pytest.importorskip(
+    "liger_kernel.chunked_loss.grpo_loss", reason="Liger is not installed; make setup installs it"
+)
 
 # Liger's name of the loss decides the aggregation; its epsilons are distances from 1, ours of clip_coef are bounds.
 CASES: list[tuple[type[LLMAlgorithm], dict[str, Any], dict[str, Any]]] = [

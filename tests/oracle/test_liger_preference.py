@@ -7,7 +7,9 @@ import torch
 
 from agilerl.functional import PreferenceOptions, PreferenceScores, preference_loss
 
-liger = pytest.importorskip("liger_kernel.chunked_loss.dpo_loss")
+liger = pytest.importorskip(
+    "liger_kernel.chunked_loss.dpo_loss", reason="Liger is not installed; make setup installs it"
+)
 
 PAIRS, BETA = 6, 0.3
 

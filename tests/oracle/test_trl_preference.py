@@ -23,8 +23,8 @@ from agilerl.functional import (
 from tests.oracle import trl_stubs
 from tests.oracle.random_tensors import Tensors, random_tensors
 
-dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer")
-sft_trainer = pytest.importorskip("trl.trainer.sft_trainer")
+dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed; make setup installs it")
+sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="TRL is not installed; make setup installs it")
 
 BETA = 0.3
 MENU: list[tuple[dict[str, float], dict[str, Any], dict[str, float] | None]] = [
