@@ -30,6 +30,7 @@ from agilerl.models.base import (
     load_tokenizer,
     with_padding,
 )
+from agilerl.models.flat import flatten
 from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.models.lora import attach, detach, token_values
 from agilerl.models.memory import MemoryLimits, attempt
@@ -245,46 +246,59 @@ class Runtime:
     def forward(self, parts: Sequence[AgentRows], *, entropy: bool = False) -> list[TokenOutputs]:
         """Return the outputs of each part from one forward pass over all of them.
 
-        All parts have the same padded length T; parts without a slot come last. The language-model head runs on the
-        action tokens of the parts that need it only. Positions off an action mask carry no gradient.
+        Parts without a slot come last. Where the base does not compute rows in one line (``base.flattens``), all parts
+        have the same padded length. The language-model head runs on the action tokens of the parts that need it only.
+        Positions off an action mask carry no gradient.
         """
         device = self.base.device
-        ids = torch.cat([p.batch.ids for p in parts]).to(device)
-        masks = [p.batch.action_mask.to(device) for p in parts]
-        hidden = self._hidden(parts, ids)[:, :-1]
-        speaking = torch.cat([m & (not p.values) for p, m in zip(parts, masks)])
-        rows = torch.tensor([len(p.batch) for p in parts])
-        temperature = torch.repeat_interleave(torch.tensor([p.temperature for p in parts]), rows).to(device)
-        per_token = torch.repeat_interleave(temperature, speaking.sum(dim=1))
-        logps, entropies = self.base.logprobs(hidden[speaking], ids[:, 1:][speaking], per_token, entropy=entropy)
+        hidden, sources = self._hidden(parts)
+        masks = [p.batch.action_mask.cpu() for p in parts]
+        # What foretells token t + 1 is the state at token t.
+        places = [source[:, :-1][mask].to(device) for source, mask in zip(sources, masks)]
+        by_part = self._said(parts, hidden, places, masks, entropy=entropy)
         outputs: list[TokenOutputs] = []
-        row = token = 0
-        for part, mask in zip(parts, masks):
-            own = hidden[row : row + len(mask)]
-            row += len(mask)
+        for i, (part, mask) in enumerate(zip(parts, masks)):
+            spread = partial(_scatter, mask.to(device))
             if part.values:
                 assert part.slot is not None
-                values = token_values(own, self.store, part.slot)
-                outputs.append(TokenOutputs(values=torch.where(mask, values, 0.0)))
-                continue
-            piece = slice(token, token + int(mask.sum()))
-            token = piece.stop
-            outputs.append(
-                TokenOutputs(
-                    _scatter(mask, logps[piece]), None if entropies is None else _scatter(mask, entropies[piece])
-                )
-            )
+                values = token_values(hidden.index_select(0, places[i]), self.store, part.slot)
+                outputs.append(TokenOutputs(values=spread(values)))
+            else:
+                logp, own = by_part[i]
+                outputs.append(TokenOutputs(spread(logp), None if own is None else spread(own)))
         return outputs
 
-    def _hidden(self, parts: Sequence[AgentRows], ids: Tensor) -> Tensor:
-        """Return the hidden states ``[B, T, H]`` of all parts, each row by its own adapter."""
-        if not (self.options.use_sequence_packing and torch.is_grad_enabled()):
-            with self.store.routed(_route(parts, [len(p.batch) for p in parts])):
-                return self.base.hidden(ids)
-        lengths = torch.cat([p.batch.lengths for p in parts]).to(ids.device)
-        return self.base.packed(
-            ids, lengths, [len(p.batch) for p in parts], lambda rows: self.store.routed(_route(parts, rows))
-        )
+    def _said(
+        self, parts: Sequence[AgentRows], hidden: Tensor, places: Sequence[Tensor], masks: Sequence[Tensor], *, entropy: bool
+    ) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """Return log-probs and entropies of the action tokens of each part that does not ask for values."""
+        device, speaking = self.base.device, [i for i, part in enumerate(parts) if not part.values]
+        if not speaking:
+            return {}
+        targets = torch.cat([parts[i].batch.ids.cpu()[:, 1:][masks[i]] for i in speaking]).to(device)
+        counts = [len(places[i]) for i in speaking]
+        temperatures = torch.tensor([parts[i].temperature for i in speaking]).repeat_interleave(torch.tensor(counts))
+        states = hidden.index_select(0, torch.cat([places[i] for i in speaking]))
+        logps, entropies = self.base.logprobs(states, targets, temperatures.to(device), entropy=entropy)
+        split = [None] * len(speaking) if entropies is None else entropies.split(counts)
+        return dict(zip(speaking, zip(logps.split(counts), split)))
+
+    def _hidden(self, parts: Sequence[AgentRows]) -> tuple[Tensor, list[Tensor]]:
+        """Return hidden states ``[N, H]``, each row by its own adapter, and of each part where its tokens are ``[B, T]``."""
+        device, counts = self.base.device, [len(p.batch) for p in parts]
+        if self.base.flattens:
+            exact = device.type == "cpu"
+            rows = flatten([p.batch.to("cpu") for p in parts], self.base.dtype, exact=exact).to(device)
+            with self.store.routed(_route(parts, rows.parts)):
+                return self.base.flat(rows), list(rows.sources)
+        ids = torch.cat([p.batch.ids for p in parts]).to(device)
+        if self.options.use_sequence_packing and torch.is_grad_enabled():
+            lengths = torch.cat([p.batch.lengths for p in parts]).to(device)
+            hidden = self.base.packed(ids, lengths, counts, lambda rows: self.store.routed(_route(parts, rows)))
+        else:
+            with self.store.routed(_route(parts, counts)):
+                hidden = self.base.hidden(ids)
+        return hidden.flatten(0, 1), list(torch.arange(ids.numel()).view(ids.shape).split(counts))
 
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).

@@ -4,6 +4,9 @@ from math import ceil
 
 LENGTH_MULTIPLE = 32
 """Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
+SEQUENCE_MULTIPLE = 16
+"""In attention without gaps between rows, the lengths of sequences are padded to multiples of this. Sequences of one
+call have equal padded lengths where bits count."""
 CPU_ROWS = 16
 """On a CPU, rows of a matrix product are padded to a multiple of this: with fewer rows (and in fp64 on some CPUs with a
 number of rows that is not a multiple of four) kernels add a row's terms in a different order."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -13,6 +14,21 @@ from agilerl.data.trajectories import Trajectory
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
+
+
+_WORTH_SHARING = 8
+"""Tokens: a shorter beginning costs more as a sequence of its own than computing it once saves."""
+
+
+class Beginnings(NamedTuple):
+    """What the rows of a batch have in common: tokens that rows of a group all begin with."""
+
+    first: Tensor
+    """[G] a row of each group that shares its beginning."""
+    lengths: Tensor
+    """[G] tokens of the beginning: at least one less than its shortest row has."""
+    of: Tensor
+    """[B] which of these groups a row belongs to; -1: it shares nothing."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,26 @@ class RolloutBatch:
         rows = torch.arange(len(self), device=places.device)
         heads = torch.full((int(places.max()) + 1 if len(self) else 0,), len(self), device=places.device)
         return heads.scatter_reduce(0, places, rows, "amin"), places
+
+    @cached_property
+    def shared(self) -> Beginnings:
+        """What the rows of each group have in common, so that it needs to be computed only once."""
+        count, length = self.ids.shape
+        numbers, group = self.groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        places, largest = torch.arange(count), len(numbers)
+        first = torch.full((largest,), count).scatter_reduce(0, group, places, "amin")
+        equal = (self.ids == self.ids[first][group]).cumprod(dim=1).sum(dim=1).minimum(self.lengths - 1)
+        common = torch.full((largest,), length).scatter_reduce(0, group, equal, "amin")
+        worth = (common >= _WORTH_SHARING) & (group.bincount(minlength=largest) > 1)
+        index = torch.where(worth, worth.cumsum(0) - 1, -1)
+        return Beginnings(first[worth], common[worth], index[group])
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens that a forward pass computes: without padding, shared beginnings counted once."""
+        shared = self.shared
+        repeated = torch.cat([shared.lengths, shared.lengths.new_zeros(1)])[shared.of].sum()
+        return int(self.lengths.sum() - repeated + shared.lengths.sum())
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
+from agilerl.data import RolloutBatch
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
-from agilerl.models.kernels import apply_liger_kernels, choose_attention, decoding_attention
+from agilerl.models.flat import FlatRows, flatten
+from agilerl.models.kernels import apply_liger_kernels, asking, choose_attention, decoding_attention
 from agilerl.models.layers import configure_layers, offloaded
 from agilerl.models.model_config import (
     auto_class,
@@ -95,6 +97,8 @@ class BaseModel:
         self.num_layers = int(config.num_hidden_layers)
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
+        self.flattens = False
+        """Whether rows can be computed in one line, without padding; see :meth:`configure`."""
 
     @property
     def device(self) -> torch.device:
@@ -161,12 +165,14 @@ class BaseModel:
             warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
         before, self.options = self.options, options
-        if options.use_sequence_packing and not before.use_sequence_packing:
+        self.flattens = self._can_flatten()
+        if options.use_sequence_packing and not before.use_sequence_packing and not self.flattens:
             try:
                 self._check_packing()
             except ConfigError:
                 self.options = before
                 configure_layers(self.body, before, self.store)
+                self.flattens = self._can_flatten()
                 raise
 
     def hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
@@ -193,6 +199,15 @@ class BaseModel:
         batch = pack(ids, lengths, parts, whole=self.options.attn_implementation == "flex_attention")
         with route(batch.rows):
             return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
+
+    def flat(self, rows: FlatRows) -> Tensor:
+        """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+            return rows.attend(query, key, value, scale)
+
+        mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
+        return self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[M, V]`` in fp32 of hidden states ``[M, H]``."""
@@ -237,19 +252,45 @@ class BaseModel:
             )
 
     @torch.no_grad()
+    def _can_flatten(self) -> bool:
+        """Return whether rows in one line have the same hidden states as padded ones: attention is all that mixes tokens.
+
+        It is tried out, since a layer of another kind (a convolution, a state) would mix neighbours of the line.
+        """
+        if self.model.config._attn_implementation != "sdpa" or self.options.torch_compiler is not None:
+            return False
+        ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
+        ids[1, :9], groups = ids[0, :9], torch.tensor([0, 0, 1])  # two rows that share a beginning, one that does not
+        none = torch.zeros((3, 11), dtype=torch.bool)
+        lengths = torch.tensor([12, 11, 7])
+        batch = RolloutBatch(ids, lengths, none, none.long(), torch.zeros((3, 1)), groups)
+        rows = flatten([batch], self.dtype, exact=True).to(self.device)
+        try:
+            found = self.flat(rows)[rows.sources[0].to(self.device)]
+        except (RuntimeError, ValueError, TypeError, IndexError):  # a model that does not pass our mask on
+            return False
+        usual, keep = self.hidden(ids.to(self.device)), torch.arange(12) < lengths[:, None]
+        return _apart(found, usual, keep.to(self.device)) < _SAME[self.dtype]
+
+    @torch.no_grad()
     def _check_packing(self) -> None:
         """Raise ConfigError unless packed rows have the same hidden states as rows on their own."""
         ids = (torch.arange(1, 19, device=self.device).reshape(2, 9) % self.vocabulary_size).repeat(2, 1)
         lengths = torch.tensor([9, 4, 9, 4], device=self.device)  # the two short ones share a packed row
         together, alone = self.packed(ids, lengths, (4,), lambda rows: nullcontext()), self.hidden(ids)
         keep = torch.arange(9, device=self.device)[None] < lengths[:, None]
-        apart = float((together - alone)[keep].abs().max() / alone[keep].abs().max().clamp(min=1e-6))
+        apart = _apart(together, alone, keep)
         if not apart < _SAME[self.dtype]:
             raise ConfigError(
                 f"use_sequence_packing=True: {type(self.model).__name__} with attn_implementation="
                 f"{self.model.config._attn_implementation!r} lets packed rows attend to each other (relative "
                 f"difference {apart:.2g}); leave it out, or use attn_implementation='sdpa'"
             )
+
+
+def _apart(found: Tensor, usual: Tensor, keep: Tensor) -> float:
+    """Return the largest difference relative to the largest value."""
+    return float((found - usual)[keep].abs().max() / usual[keep].abs().max().clamp(min=1e-6))
 
 
 def _multiplies_in_fp32() -> bool:

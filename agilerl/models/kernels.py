@@ -1,7 +1,8 @@
 """The kernels that compute the base, attention and Liger's, and whether this machine has them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,53 +32,63 @@ def choose_attention(model: Any, kind: AttentionKind | None, device: torch.devic
 
 @contextmanager
 def decoding_attention(config: Any) -> Iterator[None]:
-    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask.
-
-    Where query heads share keys and values, SDPA reads these in place; see :func:`_shared_heads`.
-    """
+    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask."""
     before = config._attn_implementation
     if before in ("eager", None):
         yield
         return
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    # The name stays "sdpa", and only what it stands for changes: some models decide by the name what masks they make.
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = _shared_heads
     config._attn_implementation = "sdpa"
     try:
         yield
     finally:
         config._attn_implementation = before
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = usual
 
 
-def _shared_heads(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attend with one query ``[rows, heads, 1, width]`` a row to keys ``[rows, shared, length, width]``.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+"""``(query, key, value, mask, scale)`` -> answers ``[rows, queries, heads, d]``; the others are ``[rows, heads, n, d]``."""
+
+
+def asking(mask: Tensor, attend: Attend) -> Tensor:
+    """Return a mask ``[..., ..., ..., ...]`` that makes SDPA layers which are given it attend by ``attend``.
+
+    The mask says how, not a setting of the model, so that a layer that is computed again in the backward pass does the
+    same again, and other models of the process go on as before. Models pass masks of four dimensions on as they are.
+    """
+    _let_masks_decide()
+    mask._attend = attend  # type: ignore[attr-defined]
+    return mask
+
+
+@cache
+def _let_masks_decide() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def sdpa(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        attend = getattr(attention_mask, "_attend", None)
+        if attend is None or options.get("position_bias") is not None:
+            return usual(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+        return attend(query, key, value, attention_mask, options.get("scaling")), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+def attend_decoding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Attend with one query a row, ``[rows, heads, 1, d]``, to keys ``[rows, shared, length, d]``.
 
     The query heads of one key-value head become further queries of it: the same products, summed by the same kernel,
     without the copy of keys and values to every query head that transformers makes whenever there is a mask, for each
-    layer and token. Anything else (prefill, a pass with gradients) is left to transformers. Returns
-    ``[rows, 1, heads, width]``, and None in place of the attention weights.
+    layer and token.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    rows, heads, queries, width = query.shape
+    rows, heads, _, width = query.shape
     shared = key.shape[1]
-    usual = queries > 1 or shared == heads or attention_mask is None or attention_mask.shape[1] > 1
-    if usual or torch.is_grad_enabled() or options.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     found = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(rows, shared, heads // shared, width),
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=options.get("dropout", 0.0),
-        scale=options.get("scaling"),
+        query.reshape(rows, shared, heads // shared, width), key, value, attn_mask=mask, scale=scale
     )
-    return found.reshape(rows, 1, heads, value.shape[3]), None
+    return found.reshape(rows, 1, heads, value.shape[3])
 
 
 def apply_liger_kernels(model: Any, device: torch.device) -> None:

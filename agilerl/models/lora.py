@@ -1,8 +1,9 @@
 """LoRA for a whole population in one forward pass: a frozen linear layer plus every row's own adapter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, cast
+from itertools import groupby
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,14 @@ class StackedLoRALinear(nn.Module):
 
 
 def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
-    return _add_deltas(x, layer.base_layer(x), layer._store, layer._index)
+    if layer._store.route is None:
+        return cast(Tensor, layer.base_layer(x))
+    runs = _runs(layer._store.route.slots, _counts(x, layer._store, layer._index, layer._store.route))
+    # In two dimensions the base layer's result is no view, so that the deltas can be added in place.
+    lines = x.reshape(-1, x.shape[-1])
+    tape = torch.empty(0, device=x.device, requires_grad=True) if torch.is_grad_enabled() else None
+    out = _LowRank.apply(lines, layer.base_layer(lines), tape, layer._store, layer._index, runs)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @cache
@@ -67,90 +75,96 @@ def _outside_graphs() -> Callable[[StackedLoRALinear, Tensor], Tensor]:
     return cast(Callable[[StackedLoRALinear, Tensor], Tensor], torch.compiler.disable(_with_adapters))  # type: ignore[no-untyped-call]
 
 
-def _add_deltas(x: Tensor, out: Tensor, store: AdapterStore, layer: int) -> Tensor:
-    """Add each row's adapter, ``scaling * B A x``, to ``out``.
+class _Run(NamedTuple):
+    """Slots with equal numbers of entries, side by side in the batch."""
 
-    If all agents have the same number of rows, one batched matrix product serves them all; otherwise there is one
-    product per agent, of the same shape as on its own, so that an agent's bits never depend on its neighbours.
+    slots: tuple[int, ...]
+    entries: slice
+
+
+def _runs(slots: Sequence[int], counts: Sequence[int]) -> list[_Run]:
+    """Return the runs of a batch: one batched matrix product serves each.
+
+    It has the same shape for each slot as on its own, so that an agent's bits never depend on the others.
     """
-    route = store.route
-    if route is None:
-        return out
-    counts = _counts(x, store, layer, route)
-    used, n = sum(counts), len(route.slots)
-    if len(set(counts)) == 1:
-        xs, outs = x[:used].reshape(n, -1, x.shape[-1]), out[:used].reshape(n, -1, out.shape[-1])
-        pieces = [_delta(xs, outs, store, layer, route.slots).reshape(out[:used].shape)]
-    else:
-        pieces, start = [], 0
-        for slot, rows in zip(route.slots, counts):
-            part = slice(start, start + rows)
-            start += rows
-            xs, outs = x[part].reshape(1, -1, x.shape[-1]), out[part].reshape(1, -1, out.shape[-1])
-            pieces.append(_delta(xs, outs, store, layer, (slot,)).reshape(out[part].shape))
-    if used < out.shape[0]:
-        pieces.append(out[used:])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    runs: list[_Run] = []
+    start = 0
+    for count, members in groupby(zip(slots, counts), key=lambda pair: pair[1]):
+        own = tuple(slot for slot, _ in members)
+        runs.append(_Run(own, slice(start, start + count * len(own))))
+        start += count * len(own)
+    return runs
 
 
 def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[int, ...]:
-    """Return the number of entries of x that belong to each slot: rows, or rows times tokens if they are flattened."""
+    """Return the number of vectors of x that belong to each slot."""
     if route.rows is None:
-        return (x.shape[0],)
+        return (x.numel() // x.shape[-1],)
     tokens, rest = divmod(x.shape[0], store.batch_rows or x.shape[0])
     if rest or (tokens > 1 and x.dim() > 2):
         raise EngineError(
             f"{store.layers[layer].name} computes {x.shape[0]} rows of a batch of {store.batch_rows}, so it is unknown "
             "which agent they belong to; leave it out of lora_config.target_modules"
         )
+    tokens *= x[0].numel() // x.shape[-1]
     return tuple(rows * tokens for rows in route.rows)
 
 
-def _delta(x: Tensor, out: Tensor, store: AdapterStore, layer: int, slots: tuple[int, ...]) -> Tensor:
-    return cast(Tensor, _LowRank.apply(x, out, _tape(x), store, layer, slots))  # type: ignore[no-untyped-call]
-
-
-def _tape(like: Tensor) -> Tensor | None:
-    """Return a tensor that requires a gradient: the first layer's input does not, so its backward would be skipped."""
-    return torch.empty(0, device=like.device, requires_grad=True) if torch.is_grad_enabled() else None
-
-
 class _LowRank(torch.autograd.Function):
-    """``out + scaling B A x`` with x ``[n, tokens, in]``, one slot per batch entry.
+    """``out += scaling B A x`` for x ``[entries, in]``, each run of entries by its own slots.
 
-    The gradients of A and B are added directly to the store's bank: no copies, no zero-filled slices, and slots that
-    are not in the batch are not touched.
+    ``tape`` requires a gradient: the first layer's x does not, so its backward would be skipped. The gradients of A and
+    B are added directly to the store's bank: no copies, no zero-filled slices, and slots that are not in the batch are
+    not touched.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, out: Tensor, tape: Tensor | None, store: AdapterStore, layer: int, slots: tuple[int, ...]
+        ctx: Any, x: Tensor, out: Tensor, tape: Tensor | None, store: AdapterStore, layer: int, runs: Sequence[_Run]
     ) -> Tensor:
-        a, b = (_pick(bank, slots) for bank in store.factors[layer])
-        scaling = _pick(store.scaling, slots)[:, None, None]
-        low = torch.bmm(x.to(a.dtype), a.transpose(1, 2)) * scaling
+        lows = []
+        for run in runs:
+            a, b = (_pick(bank, run.slots) for bank in store.factors[layer])
+            low = torch.bmm(_by_slot(x, run).to(a.dtype), a.transpose(1, 2)) * _pick(store.scaling, run.slots)[:, None, None]
+            into = _by_slot(out, run)
+            if out.dtype == b.dtype:
+                into.baddbmm_(low, b.transpose(1, 2))
+            else:
+                into += torch.bmm(low, b.transpose(1, 2)).to(out.dtype)
+            lows.append(low)
+        ctx.mark_dirty(out)
         if tape is not None:
-            ctx.save_for_backward(x, low)  # x in its own type: other layers save the same tensor
-            ctx.place = (store, layer, slots)
-            ctx.dtype = out.dtype
-        if out.dtype == b.dtype:
-            return torch.baddbmm(out, low, b.transpose(1, 2))
-        return out + torch.bmm(low, b.transpose(1, 2)).to(out.dtype)
+            ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
+            ctx.place = (store, layer, runs)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
-        x = x.to(low.dtype)
-        store, layer, slots = ctx.place
-        a, b = (_pick(bank, slots) for bank in store.factors[layer])
-        scaling = _pick(store.scaling, slots)[:, None, None]
-        wide = grad.to(b.dtype)
-        grad_low = torch.bmm(wide, b) * scaling
+        x, *lows = ctx.saved_tensors
+        store, layer, runs = ctx.place
+        grad = grad.contiguous()
         grad_a, grad_b = store.factor_grads[layer]
-        _add_to(grad_a, slots, torch.bmm(grad_low.transpose(1, 2), x))
-        _add_to(grad_b, slots, torch.bmm(wide.transpose(1, 2), low))
-        grad_x = torch.bmm(grad_low, a).to(ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        for run, low in zip(runs, lows):
+            a, b = (_pick(bank, run.slots) for bank in store.factors[layer])
+            wide = _by_slot(grad, run).to(b.dtype)
+            grad_low = torch.bmm(wide, b) * _pick(store.scaling, run.slots)[:, None, None]
+            _add_to(grad_a, run.slots, torch.bmm(grad_low.transpose(1, 2), _by_slot(x, run).to(low.dtype)))
+            _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
+            if grad_x is not None:
+                into = _by_slot(grad_x, run)
+                if into.dtype == a.dtype:
+                    torch.bmm(grad_low, a, out=into)
+                else:
+                    into.copy_(torch.bmm(grad_low, a))
+        if grad_x is not None:
+            grad_x[runs[-1].entries.stop :] = 0  # entries of the base model alone
         return grad_x, grad, None, None, None, None
+
+
+def _by_slot(values: Tensor, run: _Run) -> Tensor:
+    """Return a run's entries as ``[slots, entries of each, width]``, a view."""
+    return values[run.entries].view(len(run.slots), -1, values.shape[-1])
 
 
 def _pick(bank: Tensor, slots: tuple[int, ...]) -> Tensor:

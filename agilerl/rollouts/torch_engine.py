@@ -12,6 +12,7 @@ from agilerl import streams
 from agilerl.data import Completion
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
+from agilerl.models.kernels import asking, attend_decoding
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
@@ -258,7 +259,7 @@ class _Decoder:
         mask.masked_fill_(hidden_from, torch.finfo(self.base.dtype).min)
         with self.engine.store.routed(self._route(self.counts)):
             hidden = self.base.hidden(
-                ids, attention_mask=mask[:, None, None], position_ids=positions[:, None], past_key_values=cache
+                ids, attention_mask=asking(mask[:, None, None], attend_decoding), position_ids=positions[:, None], past_key_values=cache
             )
         return self.base.logits(hidden[:, 0])[: len(live)]
 

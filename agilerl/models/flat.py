@@ -1,0 +1,155 @@
+"""Rows of a batch as one line of tokens: no padding, and what rows of a group begin with is there only once.
+
+Everything in a decoder but attention treats each token by itself. So the base computes a line of tokens, as a batch of
+rows of one token each, and attention alone looks up which tokens belong together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agilerl.data import RolloutBatch
+from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
+
+
+class _Block(NamedTuple):
+    """Sequences of equal padded lengths, which one attention call computes."""
+
+    sequences: int
+    queries: int
+    """Of each sequence, padding included."""
+    keys: int
+    mask: Tensor | None
+    """[sequences or 1, 1, queries, keys], added to the scores; None: causal."""
+
+
+@dataclass(frozen=True)
+class FlatRows:
+    """Several right-padded batches as one line of N tokens, those of each batch side by side."""
+
+    ids: Tensor
+    """[N] token ids."""
+    positions: Tensor
+    """[N] position of each token in its row."""
+    parts: tuple[int, ...]
+    """Tokens of each batch."""
+    sources: tuple[Tensor, ...]
+    """For each batch, [B, T] place of each token in the line, on the CPU; at padding, that of the row's last token."""
+    queries: Tensor
+    """Places of the tokens that attention reads as queries, block after block."""
+    keys: Tensor
+    """Places of those that it reads as keys and values."""
+    answers: Tensor
+    """[N] where each token is among the queries."""
+    blocks: tuple[_Block, ...]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """Attend with queries ``[N, heads, 1, d]`` to ``[N, shared, 1, d]``; returns ``[N, 1, heads, d]``.
+
+        Each key-value head serves ``heads / shared`` query heads.
+        """
+        queries = query[:, :, 0].index_select(0, self.queries)
+        keys, values = (part[:, :, 0].index_select(0, self.keys) for part in (key, value))
+        grouped = query.shape[1] != key.shape[1]
+        found, start, begin = [], 0, 0
+        for block in self.blocks:
+            end, stop = start + block.sequences * block.queries, begin + block.sequences * block.keys
+            parts = (queries[start:end], keys[begin:stop], values[begin:stop])
+            q, k, v = (part.unflatten(0, (block.sequences, -1)).transpose(1, 2) for part in parts)
+            answer = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scale, enable_gqa=grouped
+            )
+            found.append(answer.transpose(1, 2).flatten(0, 1))
+            start, begin = end, stop
+        return torch.cat(found).index_select(0, self.answers).unsqueeze(1)
+
+    def to(self, device: torch.device) -> "FlatRows":
+        """Return what the base needs on another device."""
+        moved = {n: getattr(self, n).to(device) for n in ("ids", "positions", "queries", "keys", "answers")}
+        blocks = tuple(b._replace(mask=None if b.mask is None else b.mask.to(device)) for b in self.blocks)
+        return replace(self, **moved, blocks=blocks)
+
+
+def flatten(batches: Sequence[RolloutBatch], dtype: torch.dtype, *, exact: bool) -> FlatRows:
+    """Put the rows of several batches, which are on the CPU, in one line; ``dtype`` is the type of attention's scores.
+
+    Each batch is filled up to a multiple of ``CPU_ROWS`` with copies of its first token, which nobody reads. A batch
+    never reads a token of another one, not even where it does not count: a NaN would spread. With ``exact``, sequences
+    share an attention call only with those of equal padded lengths, so that a row's bits depend on nothing but its own
+    batch; otherwise there are two calls.
+    """
+    begin = 0
+    ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
+    for batch in batches:
+        shared = batch.shared
+        groups, rows = len(shared.first), len(batch)
+        skipped = torch.cat([shared.lengths, torch.zeros(1, dtype=torch.int64)])[shared.of]
+        # A group's beginning is a sequence of its own; a row's sequence is what follows it, or else the whole row.
+        lengths = torch.cat([shared.lengths, batch.lengths - skipped])
+        places = begin + lengths.cumsum(0) - lengths
+        count = int(lengths.sum())
+        spare = -count % CPU_ROWS
+        line = torch.arange(begin, begin + count)
+        sequence = torch.repeat_interleave(torch.arange(groups + rows), lengths)
+        position = line - (places - torch.cat([torch.zeros(groups, dtype=torch.int64), skipped]))[sequence]
+        row = torch.cat([shared.first, torch.arange(rows)])[sequence]
+        ids += [batch.ids[row, position], batch.ids[row[:1], 0].expand(spare)]
+        positions += [position, position.new_zeros(spare)]
+        # The padding of a batch reads what its first token reads.
+        readers += [line, line[:1].expand(spare)]
+        before = torch.cat([places[:groups], places.new_zeros(1)])[shared.of]
+        prefix = [torch.cat([places[:groups], before]), torch.cat([torch.zeros(groups, dtype=torch.int64), skipped])]
+        sequences.append(torch.stack([*prefix, places, lengths]))
+        token = torch.minimum(torch.arange(batch.ids.shape[1]), batch.lengths[:, None] - 1)
+        own = places[groups:, None] + token - skipped[:, None]
+        sources.append(torch.where(token < skipped[:, None], before[:, None] + token, own))
+        parts.append(count + spare)
+        begin += count + spare
+    queries, keys, answers, blocks = _blocks(torch.cat(sequences, dim=1), begin, dtype, exact=exact)
+    answers = answers[torch.cat(readers)]
+    return FlatRows(torch.cat(ids), torch.cat(positions), tuple(parts), tuple(sources), queries, keys, answers, blocks)
+
+
+def _blocks(
+    sequences: Tensor, tokens: int, dtype: torch.dtype, *, exact: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[_Block, ...]]:
+    """Return what attention reads: the places of queries and keys, which query each token is, and the calls.
+
+    ``sequences [4, S]``: place and length of what precedes each sequence (length 0: nothing), then its own.
+    """
+    before, skipped, places, lengths = sequences
+    padded = -(-sequences[1::2] // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE
+    if not exact:
+        for alike in (skipped == 0, skipped > 0):
+            padded[:, alike] = padded[:, alike].amax(dim=1, keepdim=True) if alike.any() else 0
+    answers = torch.zeros(tokens, dtype=torch.int64)
+    queries, keys, blocks, start = [], [], [], 0
+    kinds, kind_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
+    for kind, (prefix, width) in enumerate(kinds.T.tolist()):
+        own = torch.nonzero(kind_of == kind)[:, 0]
+        token = torch.arange(width).expand(len(own), width)
+        query = places[own, None] + torch.minimum(token, lengths[own, None] - 1)
+        real = token < lengths[own, None]
+        answers[query[real]] = start + torch.nonzero(real.flatten())[:, 0]
+        start += query.numel()
+        key, mask = query, None
+        if prefix:
+            earlier = torch.minimum(torch.arange(prefix), skipped[own, None] - 1)
+            key, mask = torch.cat([before[own, None] + earlier, query], dim=1), _mask(skipped[own], prefix, width, dtype)
+        queries.append(query.flatten())
+        keys.append(key.flatten())
+        blocks.append(_Block(len(own), width, prefix + width, mask))
+    return torch.cat(queries), torch.cat(keys), answers, tuple(blocks)
+
+
+def _mask(skipped: Tensor, prefix: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask of sequences after what precedes them, of which each has its own length ``skipped``."""
+    if bool((skipped == skipped[0]).all()):
+        skipped = skipped[:1]
+    earlier = (torch.arange(prefix) < skipped[:, None])[:, None, :].expand(-1, width, -1)
+    causal = torch.ones((width, width), dtype=torch.bool).tril().expand(len(skipped), -1, -1)
+    hidden = ~torch.cat([earlier, causal], dim=2)[:, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
