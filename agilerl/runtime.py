@@ -15,7 +15,7 @@ from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, checked
 from agilerl.config.base_model import LOADING, SharedOptions, contradiction
 from agilerl.config.distributed import Sharding
 from agilerl.config.vllm import VLLMConfig
-from agilerl.data import Completion, RolloutBatch
+from agilerl.data import Completion, MicroBatch, RolloutBatch, cut
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
@@ -269,7 +269,13 @@ class Runtime:
         return outputs
 
     def _said(
-        self, parts: Sequence[AgentRows], hidden: Tensor, places: Sequence[Tensor], masks: Sequence[Tensor], *, entropy: bool
+        self,
+        parts: Sequence[AgentRows],
+        hidden: Tensor,
+        places: Sequence[Tensor],
+        masks: Sequence[Tensor],
+        *,
+        entropy: bool,
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
         """Return log-probs and entropies of the action tokens of each part that does not ask for values."""
         device, speaking = self.base.device, [i for i, part in enumerate(parts) if not part.values]
@@ -284,7 +290,7 @@ class Runtime:
         return dict(zip(speaking, zip(logps.split(counts), split)))
 
     def _hidden(self, parts: Sequence[AgentRows]) -> tuple[Tensor, list[Tensor]]:
-        """Return hidden states ``[N, H]``, each row by its own adapter, and of each part where its tokens are ``[B, T]``."""
+        """Return hidden states ``[N, H]``, each row by its own adapter, and where each part's tokens are ``[B, T]``."""
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
             exact = device.type == "cpu"
@@ -300,20 +306,20 @@ class Runtime:
                 hidden = self.base.hidden(ids)
         return hidden.flatten(0, 1), list(torch.arange(ids.numel()).view(ids.shape).split(counts))
 
-    def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
+    def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).
 
         Where memory runs out, the rows of a forward are halved; raises MemoryExhaustedError where it does not hold one.
         """
-        return self._without_gradient(AgentRows(slot, batch, temperature), micro_rows)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most)
 
-    def fixed_values(self, slot: int, batch: RolloutBatch, micro_rows: int) -> Tensor:
+    def fixed_values(self, slot: int, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), micro_rows)
+        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most)
 
-    def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, micro_rows: int) -> Tensor:
+    def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, temperature), micro_rows, entropy=True)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, entropy=True)
 
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
@@ -368,21 +374,17 @@ class Runtime:
         return sum(counts[: self.processes.rank])
 
     @torch.no_grad()
-    def _without_gradient(self, rows: AgentRows, micro_rows: int, *, entropy: bool = False) -> Tensor:
-        """Compute a batch in parts of ``micro_rows``, of which each process takes some."""
-        (count, length), before = rows.batch.ids.shape, self.limits.train_tokens
+    def _without_gradient(self, rows: AgentRows, most: MicroBatch, *, entropy: bool = False) -> Tensor:
+        """Compute a batch in parts that ``most`` allows, of which each process takes some."""
+        count, before = len(rows.batch), self.limits.train_tokens
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
         if self.processes.size == 1:
-            self._fill(result, range(count), rows, micro_rows, entropy=entropy)
+            self._fill(result, range(count), rows, most, entropy=entropy)
             return result
-        most = self.limits.rows(micro_rows, length)
-        own, *others = (
-            range(share.start * most, min(share.stop * most, count))
-            for share in (self.processes.share(-(-count // most)), *self.processes.shares(-(-count // most)))
-        )
+        own, *others = (range(s.start, s.stop) for s in (self.processes.share(count), *self.processes.shares(count)))
 
         def compute() -> bytes:
-            self._fill(result, own, rows, micro_rows, entropy=entropy)
+            self._fill(result, own, rows, most, entropy=entropy)
             learned = self.limits.train_tokens or 0
             return learned.to_bytes(8) + result[own.start : own.stop].cpu().numpy().tobytes()
 
@@ -398,24 +400,30 @@ class Runtime:
         self.limits.train_tokens = min((n for part in received if (n := int.from_bytes(part[:8]))), default=None)
         return result
 
-    def _fill(self, result: Tensor, places: range, rows: AgentRows, micro_rows: int, *, entropy: bool) -> None:
-        """Compute some rows of a batch into ``result``; halves the rows of a forward where memory runs out."""
-        length, before = rows.batch.ids.shape[1], self.limits.train_tokens
-        start = places.start
-        while start < places.stop:
-            end = min(start + self.limits.rows(micro_rows, length), places.stop)
-            part = replace(rows, batch=rows.batch.select(slice(start, end)))
+    def _fill(self, result: Tensor, places: range, rows: AgentRows, most: MicroBatch, *, entropy: bool) -> None:
+        """Compute some rows of a batch into ``result``; halves the tokens of a forward where memory runs out."""
+        before, waiting = self.limits.train_tokens, [torch.arange(places.start, places.stop)]
+        flat, alone = self.base.flattens, most._replace(unit=1)
+        while waiting:
+            left = waiting.pop()
+            if not len(left):
+                continue
+            own, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
+            waiting += others[::-1]
+            part = replace(rows, batch=rows.batch.select(own))
             outputs = attempt(partial(self.forward, [part], entropy=entropy))
             if outputs is None:
-                if end - start == 1:
+                if len(own) == 1:
                     self.limits.train_tokens = before
-                    raise MemoryExhaustedError(f"memory does not hold a forward pass over one row of {length} tokens")
-                self.limits.train_tokens = (end - start) * length // 2
+                    raise MemoryExhaustedError(
+                        f"memory does not hold a forward pass over one row of {int(part.batch.lengths)} tokens"
+                    )
+                waiting.append(own)
+                self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
             found = outputs[0].values if rows.values else outputs[0].entropy if entropy else outputs[0].logp
             assert found is not None
-            result[start:end, : found.shape[1]] = found.float()
-            start = end
+            result[own, : found.shape[1]] = found.float()
 
 
 def _route(parts: Sequence[AgentRows], rows: Sequence[int]) -> Route | None:

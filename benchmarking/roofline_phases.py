@@ -126,7 +126,7 @@ class Bench:
 
     def _reference(self) -> None:
         for agent, batch in zip(self.agents, self.batches):
-            self.runtime.fixed_logprobs(None, batch, 1.0, agent.micro_rows(batch))
+            self.runtime.fixed_logprobs(None, batch, 1.0, agent.micro_batch)
 
     def _clones(self) -> None:
         for agent in self.agents:

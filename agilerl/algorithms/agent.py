@@ -34,9 +34,9 @@ from agilerl.algorithms.state import (
     constructor_arguments,
     restore,
 )
-from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step, usual_micro_rows
+from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked, shown
-from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
 from agilerl.errors import CheckpointError, ConfigError
@@ -52,6 +52,7 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.failures import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
+from agilerl.sizes import MICRO_TOKENS
 
 BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
@@ -312,13 +313,14 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Trajectories of one optimizer step."""
         return self.config.mini_batch_size or self.config.batch_size
 
-    def micro_rows(self, batch: RolloutBatch) -> int:
-        """Trajectories of one forward pass: the user's number, or what about 4,096 padded tokens hold.
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The most that one forward pass takes of the agent's rows: the user's number, or ``MICRO_TOKENS`` tokens.
 
-        Less where memory turned out not to hold them.
+        Less where memory turned out not to hold it.
         """
-        wanted = self.config.micro_batch_size_per_gpu or usual_micro_rows(self, batch)
-        return self.runtime.limits.rows(wanted, batch.ids.shape[1])
+        given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
+        return MicroBatch(None, MICRO_TOKENS, unit) if given is None else MicroBatch(given * unit, None, unit)
 
     @property
     def current_lr(self) -> float:
@@ -451,7 +453,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask."""
         self._check_fits(batch)
         temperature = getattr(self.config, "temperature", 1.0)
-        return self.runtime.fixed_logprobs(self.slot, batch, temperature, self.micro_rows(batch))
+        return self.runtime.fixed_logprobs(self.slot, batch, temperature, self.micro_batch)
 
     @contextmanager
     def _noting(self, ids: Any) -> Iterator[None]:

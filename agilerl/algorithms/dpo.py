@@ -11,7 +11,7 @@ from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
 from agilerl.algorithms.keywords import DPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import ReferenceLogprobs
-from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
     MetricReducer,
@@ -183,21 +183,19 @@ class DPO(DataAlgorithm):
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
         known = ReferenceLogprobs.of(self.runtime)
-        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_rows(batch))
+        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_batch)
 
     @property
     def window_rows(self) -> int:
         """Rows of one optimizer step, two a pair."""
         return 2 * super().window_rows
 
-    def micro_rows(self, batch: RolloutBatch) -> int:
-        """Rows of one forward pass: whole pairs, and the whole step where its pairs depend on each other."""
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The most that one forward pass takes: whole pairs, and a whole step whose pairs depend on each other."""
         if _OVER_PAIRS & set(self.config.losses):
-            return self.window_rows
-        given = self.config.micro_batch_size_per_gpu
-        if given is None:
-            return max(2, super().micro_rows(batch) // 2 * 2)
-        return max(2, self.runtime.limits.rows(2 * given, batch.ids.shape[1]) // 2 * 2)
+            return MicroBatch(unit=self.window_rows)
+        return super().micro_batch
 
     def _check_pairs(self, batch: RolloutBatch) -> None:
         groups = batch.groups

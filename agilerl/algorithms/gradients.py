@@ -13,7 +13,7 @@ from torch import Tensor
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss
 from agilerl.algorithms.learner import Experience, Learner
 from agilerl.algorithms.metrics import record_idle
-from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.functional import MetricReducer
 from agilerl.models.lockstep import agreed
 from agilerl.models.memory import attempt
@@ -46,8 +46,17 @@ class Share:
         busy = self.rows if idle is None else self.rows[~idle[self.rows]]
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
-        parts = torch.split(busy, self.agent.micro_rows(batch)) if len(busy) else ()
-        return [_Piece(self, rows) for rows in parts], skipped
+        runtime = self.agent.runtime
+        most = self.most.at_most(runtime.limits.train_tokens)
+        if runtime.processes.size > 1:  # each of them gets some of an optimizer step
+            part = -(-len(self.rows) // runtime.processes.size)
+            most = most._replace(rows=part if most.rows is None else min(part, most.rows))
+        return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped
+
+    @property
+    def most(self) -> MicroBatch:
+        """The most that one forward pass takes of these rows."""
+        return self.agent.micro_batch
 
 
 @dataclass
@@ -71,12 +80,19 @@ class _Piece:
         """The rows, cut to the shortest padded length that holds them."""
         return self.share.experience.batch.select(self.rows)
 
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens that it adds to a forward pass; a critic reads them once more."""
+        flat, batch = self.share.agent.runtime.base.flattens, self.batch
+        once = batch.distinct_tokens if flat else batch.ids.numel()
+        return once * (1 if self.share.agent.critic_slot is None else 2)
+
 
 class _Overflow(NamedTuple):
     """A forward pass that memory did not hold."""
 
     tokens: int
-    """Padded tokens of it."""
+    """Tokens of it."""
     slot: int
     """Of the first agent in it."""
     rows: int
@@ -105,7 +121,7 @@ def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool 
             store.grad[slot] = pending.get(slot, 0.0)
         runtime.limits.train_tokens = max(1, full.tokens // 2)
         share = next(share for share in left if share.agent.slot == full.slot)
-        if 0 < full.rows <= share.agent.micro_rows(share.experience.batch):  # it cannot make do with fewer
+        if 0 < full.rows <= share.most.unit:  # it cannot make do with fewer
             runtime.limits.train_tokens = before
             unfit.append(share.agent)
             left = [other for other in left if other is not share]
@@ -189,38 +205,36 @@ def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow
     for k in range(max((len(own) for own in pieces), default=0)):
         for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
             if attempt(partial(_forward_backward, runtime, pack)) is None:
-                first, rows = pack[0], sum(len(piece.rows) for piece in pack)
-                return _Overflow(rows * first.batch.ids.shape[1], first.slot, rows if len(pack) == 1 else 0)
+                tokens, first = sum(piece.tokens for piece in pack), pack[0]
+                return _Overflow(tokens, first.slot, len(first.rows) if len(pack) == 1 else 0)
     return None
 
 
 def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
-    """Group micro-batches of equal padded length into forward passes of at most ``max_tokens`` tokens.
+    """Group micro-batches into forward passes of at most ``max_tokens`` tokens, or one micro-batch.
 
-    Lengths never mix: a row's bits in the backward pass of attention depend on the padded length.
+    Padded lengths never mix where rows are padded: a row's bits in the backward pass of attention depend on its length.
     """
     by_length: dict[int, list[_Piece]] = {}
     for piece in sorted(pieces, key=lambda p: p.slot):
-        by_length.setdefault(piece.batch.ids.shape[1], []).append(piece)
+        flat = piece.share.agent.runtime.base.flattens
+        by_length.setdefault(0 if flat else piece.batch.ids.shape[1], []).append(piece)
     packs: list[list[_Piece]] = []
-    for length, group in by_length.items():
-        packs.append([])
+    for group in by_length.values():
+        room = -1
         for piece in group:
-            if packs[-1] and sum(map(_forward_rows, [*packs[-1], piece])) * length > max_tokens:
+            if piece.tokens > room:
                 packs.append([])
+                room = max_tokens
             packs[-1].append(piece)
+            room -= piece.tokens
     return packs
-
-
-def _forward_rows(piece: _Piece) -> int:
-    """Return the rows that a micro-batch adds to a forward pass: a critic reads them once more."""
-    return len(piece.rows) * (1 if piece.share.agent.critic_slot is None else 2)
 
 
 def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
 
-    The pieces have equal padded length. The total is the plain sum of the agents' losses: each is divided by its own
+    The total is the plain sum of the agents' losses: each is divided by its own
     window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
     skip the next step. Returns the total.
     """

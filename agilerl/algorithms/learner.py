@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from agilerl.algorithms.config import LLMConfig, SurrogateConfig
-from agilerl.data import LossInputs, RolloutBatch
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.functional import MetricReducer
 from agilerl.models.optim import AdamWSettings
 from agilerl.rollouts.failures import Outcome
@@ -104,8 +104,9 @@ class Learner(Protocol):
     def window_rows(self) -> int:
         """Rows of one optimizer step."""
 
-    def micro_rows(self, batch: RolloutBatch) -> int:
-        """Return the rows of one forward pass."""
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The most that one forward pass takes of the agent's rows."""
 
     def shuffle(self, rows: int, epoch: int) -> Tensor:
         """Return the order of the rows in one epoch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.learner import Learner, PolicyLearner
-from agilerl.data import RolloutBatch
+from agilerl.data import MicroBatch, RolloutBatch
 from agilerl.functional import adaptive_kl_coefficient, kl_estimate, masked_sum
 from agilerl.runtime import Runtime
 
@@ -40,7 +40,7 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """
     if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
         return batch.sampling_logps
-    return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_rows(batch))
+    return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_batch)
 
 
 def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
@@ -53,8 +53,8 @@ def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
 
     Completions that several agents, or one agent several times, drew for a prompt are computed once.
     """
-    known, rows = ReferenceLogprobs.of(agent.runtime), agent.micro_rows(batch)
-    return known.logprobs(batch, agent.reference_slot, agent.reference_key, rows, _temperature(agent))
+    known = ReferenceLogprobs.of(agent.runtime)
+    return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, _temperature(agent))
 
 
 class Sampled(NamedTuple):
@@ -84,7 +84,7 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
 
 def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
-    return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_rows(batch)).cpu()
+    return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_batch).cpu()
 
 
 def _temperature(agent: Learner) -> float:
@@ -129,7 +129,7 @@ class ReferenceLogprobs:
         return _STORES[runtime]
 
     def logprobs(
-        self, batch: RolloutBatch, slot: int | None, policy: bytes, micro_rows: int, temperature: float = 1.0
+        self, batch: RolloutBatch, slot: int | None, policy: bytes, most: MicroBatch, temperature: float = 1.0
     ) -> Tensor:
         """Return log-probs ``[B, L]``, 0 off the action mask, on the CPU.
 
@@ -142,7 +142,7 @@ class ReferenceLogprobs:
         if missing:
             part, runtime = batch.select(torch.tensor(missing)), self._runtime()
             assert runtime is not None
-            values = runtime.fixed_logprobs(slot, part, temperature, micro_rows).cpu()
+            values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
             for place, row in enumerate(missing):
                 found[keys[row]] = values[place][part.action_mask[place].cpu()].clone()
                 self._keep(keys[row], found[keys[row]])

@@ -146,7 +146,7 @@ class PPO(LLMAlgorithm):
         batch = batch.select(batch.graded)  # a row without a grade teaches nothing
         batch = replace(batch, rewards=_turn_rewards(batch))
         old, reported, ref, kl = sampled_logprobs(self, batch)
-        values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_rows(batch)).to(batch.ids.device)
+        values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_batch).to(batch.ids.device)
         advantages, values, returns = self.credit(batch, values, kl)
         metrics = {"explained_variance": float(explained_variance(values, returns, batch.action_mask))}
         metrics |= {} if c.kl_target is None else {"kl_coef": self.kl_coef}

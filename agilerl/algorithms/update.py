@@ -24,18 +24,6 @@ from agilerl.models.optim import adamw_step
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
 from agilerl.runtime import Runtime
-from agilerl.sizes import MICRO_TOKENS
-
-
-def usual_micro_rows(agent: Learner, batch: RolloutBatch) -> int:
-    """Return the rows of a micro-batch when the user gives no size: what ``MICRO_TOKENS`` padded tokens hold.
-
-    Where processes share the agent, at most so many that each of them gets some of an optimizer step.
-    """
-    rows, workers = max(1, MICRO_TOKENS // batch.ids.shape[1]), agent.runtime.processes.size
-    if workers == 1:
-        return rows
-    return max(1, min(rows, -(-min(agent.window_rows, len(batch)) // workers)))
 
 
 @dataclass

@@ -15,20 +15,19 @@ from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
 
+_SHORTEST_PROMPT = 8
+"""Tokens: a shorter prompt costs more as a sequence of its own than computing it once saves."""
 
-_WORTH_SHARING = 8
-"""Tokens: a shorter beginning costs more as a sequence of its own than computing it once saves."""
 
+class Prompts(NamedTuple):
+    """The different prompts of a batch: what a row has before its first action."""
 
-class Beginnings(NamedTuple):
-    """What the rows of a batch have in common: tokens that rows of a group all begin with."""
-
-    first: Tensor
-    """[G] a row of each group that shares its beginning."""
+    rows: Tensor
+    """[G] a row that begins with each prompt."""
     lengths: Tensor
-    """[G] tokens of the beginning: at least one less than its shortest row has."""
+    """[G] tokens of each."""
     of: Tensor
-    """[B] which of these groups a row belongs to; -1: it shares nothing."""
+    """[B] the prompt of each row; -1: none, or one too short to count."""
 
 
 @dataclass(frozen=True)
@@ -79,24 +78,29 @@ class RolloutBatch:
         return heads.scatter_reduce(0, places, rows, "amin"), places
 
     @cached_property
-    def shared(self) -> Beginnings:
-        """What the rows of each group have in common, so that it needs to be computed only once."""
-        count, length = self.ids.shape
-        numbers, group = self.groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        places, largest = torch.arange(count), len(numbers)
-        first = torch.full((largest,), count).scatter_reduce(0, group, places, "amin")
-        equal = (self.ids == self.ids[first][group]).cumprod(dim=1).sum(dim=1).minimum(self.lengths - 1)
-        common = torch.full((largest,), length).scatter_reduce(0, group, equal, "amin")
-        worth = (common >= _WORTH_SHARING) & (group.bincount(minlength=largest) > 1)
-        index = torch.where(worth, worth.cumsum(0) - 1, -1)
-        return Beginnings(first[worth], common[worth], index[group])
+    def prompts(self) -> Prompts:
+        """The prompts that rows begin with, so that one that several rows share is computed only once."""
+        ids = self.ids.cpu().numpy()
+        lengths = torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
+        known: dict[bytes, int] = {}
+        rows, of = list[int](), list[int]()
+        for row, length in enumerate(lengths.tolist()):
+            if length < _SHORTEST_PROMPT:
+                of.append(-1)
+                continue
+            number = known.setdefault(ids[row, :length].tobytes(), len(known))
+            of.append(number)
+            if number == len(rows):
+                rows.append(row)
+        first = torch.tensor(rows, dtype=torch.int64)
+        return Prompts(first, lengths.cpu()[first], torch.tensor(of, dtype=torch.int64))
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens that a forward pass computes: without padding, shared beginnings counted once."""
-        shared = self.shared
-        repeated = torch.cat([shared.lengths, shared.lengths.new_zeros(1)])[shared.of].sum()
-        return int(self.lengths.sum() - repeated + shared.lengths.sum())
+        """Tokens without padding, each prompt counted once."""
+        prompts = self.prompts
+        again = torch.cat([prompts.lengths, prompts.lengths.new_zeros(1)])[prompts.of].sum()
+        return int(self.lengths.sum() - again + prompts.lengths.sum())
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""

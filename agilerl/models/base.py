@@ -253,17 +253,21 @@ class BaseModel:
 
     @torch.no_grad()
     def _can_flatten(self) -> bool:
-        """Return whether rows in one line have the same hidden states as padded ones: attention is all that mixes tokens.
+        """Return whether rows in one line have the hidden states of padded ones: nothing but attention mixes tokens.
 
         It is tried out, since a layer of another kind (a convolution, a state) would mix neighbours of the line.
         """
+        config = self.model.config.get_text_config()
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        if any(window and window < self.context_length for window in windows):
+            return False  # no row here is long enough to show it
         if self.model.config._attn_implementation != "sdpa" or self.options.torch_compiler is not None:
             return False
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
-        ids[1, :9], groups = ids[0, :9], torch.tensor([0, 0, 1])  # two rows that share a beginning, one that does not
-        none = torch.zeros((3, 11), dtype=torch.bool)
+        ids[1, :9] = ids[0, :9]  # two rows with one prompt, and one without
+        said = torch.arange(11).expand(3, 11) >= torch.tensor([[8], [8], [0]])
         lengths = torch.tensor([12, 11, 7])
-        batch = RolloutBatch(ids, lengths, none, none.long(), torch.zeros((3, 1)), groups)
+        batch = RolloutBatch(ids, lengths, said, said.long(), torch.zeros((3, 1)), torch.zeros(3, dtype=torch.int64))
         rows = flatten([batch], self.dtype, exact=True).to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]

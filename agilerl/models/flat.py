@@ -84,27 +84,30 @@ def flatten(batches: Sequence[RolloutBatch], dtype: torch.dtype, *, exact: bool)
     begin = 0
     ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
     for batch in batches:
-        shared = batch.shared
-        groups, rows = len(shared.first), len(batch)
-        skipped = torch.cat([shared.lengths, torch.zeros(1, dtype=torch.int64)])[shared.of]
-        # A group's beginning is a sequence of its own; a row's sequence is what follows it, or else the whole row.
-        lengths = torch.cat([shared.lengths, batch.lengths - skipped])
+        prompts = batch.prompts
+        different, rows = len(prompts.rows), len(batch)
+        skipped = torch.cat([prompts.lengths, torch.zeros(1, dtype=torch.int64)])[prompts.of]
+        # A prompt is a sequence of its own; a row's sequence is what follows it, or else the whole row.
+        lengths = torch.cat([prompts.lengths, batch.lengths - skipped])
         places = begin + lengths.cumsum(0) - lengths
         count = int(lengths.sum())
         spare = -count % CPU_ROWS
         line = torch.arange(begin, begin + count)
-        sequence = torch.repeat_interleave(torch.arange(groups + rows), lengths)
-        position = line - (places - torch.cat([torch.zeros(groups, dtype=torch.int64), skipped]))[sequence]
-        row = torch.cat([shared.first, torch.arange(rows)])[sequence]
+        sequence = torch.repeat_interleave(torch.arange(different + rows), lengths)
+        position = line - (places - torch.cat([torch.zeros(different, dtype=torch.int64), skipped]))[sequence]
+        row = torch.cat([prompts.rows, torch.arange(rows)])[sequence]
         ids += [batch.ids[row, position], batch.ids[row[:1], 0].expand(spare)]
         positions += [position, position.new_zeros(spare)]
         # The padding of a batch reads what its first token reads.
         readers += [line, line[:1].expand(spare)]
-        before = torch.cat([places[:groups], places.new_zeros(1)])[shared.of]
-        prefix = [torch.cat([places[:groups], before]), torch.cat([torch.zeros(groups, dtype=torch.int64), skipped])]
+        before = torch.cat([places[:different], places.new_zeros(1)])[prompts.of]
+        prefix = [
+            torch.cat([places[:different], before]),
+            torch.cat([torch.zeros(different, dtype=torch.int64), skipped]),
+        ]
         sequences.append(torch.stack([*prefix, places, lengths]))
         token = torch.minimum(torch.arange(batch.ids.shape[1]), batch.lengths[:, None] - 1)
-        own = places[groups:, None] + token - skipped[:, None]
+        own = places[different:, None] + token - skipped[:, None]
         sources.append(torch.where(token < skipped[:, None], before[:, None] + token, own))
         parts.append(count + spare)
         begin += count + spare
@@ -138,7 +141,10 @@ def _blocks(
         key, mask = query, None
         if prefix:
             earlier = torch.minimum(torch.arange(prefix), skipped[own, None] - 1)
-            key, mask = torch.cat([before[own, None] + earlier, query], dim=1), _mask(skipped[own], prefix, width, dtype)
+            key, mask = (
+                torch.cat([before[own, None] + earlier, query], dim=1),
+                _mask(skipped[own], prefix, width, dtype),
+            )
         queries.append(query.flatten())
         keys.append(key.flatten())
         blocks.append(_Block(len(own), width, prefix + width, mask))

@@ -45,7 +45,7 @@ def decoding_attention(config: Any) -> Iterator[None]:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
-"""``(query, key, value, mask, scale)`` -> answers ``[rows, queries, heads, d]``; the others are ``[rows, heads, n, d]``."""
+"""``(query, key, value, mask, scale)``, the first three ``[rows, heads, n, d]`` -> answers ``[rows, n, heads, d]``."""
 
 
 def asking(mask: Tensor, attend: Attend) -> Tensor:

@@ -125,7 +125,10 @@ class _LowRank(torch.autograd.Function):
         lows = []
         for run in runs:
             a, b = (_pick(bank, run.slots) for bank in store.factors[layer])
-            low = torch.bmm(_by_slot(x, run).to(a.dtype), a.transpose(1, 2)) * _pick(store.scaling, run.slots)[:, None, None]
+            low = (
+                torch.bmm(_by_slot(x, run).to(a.dtype), a.transpose(1, 2))
+                * _pick(store.scaling, run.slots)[:, None, None]
+            )
             into = _by_slot(out, run)
             if out.dtype == b.dtype:
                 into.baddbmm_(low, b.transpose(1, 2))

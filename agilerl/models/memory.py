@@ -17,17 +17,13 @@ class MemoryLimits:
     """Limits learned from running out of memory; None: it never did."""
 
     train_tokens: int | None = None
-    """Padded tokens of one training forward."""
+    """Tokens of one training forward."""
     decode_rows: int | None = None
     """Completions decoded at once."""
 
     def tokens(self, wanted: int) -> int:
         """Return how many tokens one training forward may have, at most ``wanted``."""
         return wanted if self.train_tokens is None else min(wanted, self.train_tokens)
-
-    def rows(self, wanted: int, length: int) -> int:
-        """Return how many rows of a padded length one training forward may have: 1 to ``wanted``."""
-        return wanted if self.train_tokens is None else max(1, min(wanted, self.train_tokens // length))
 
     def decoding(self, wanted: int) -> int:
         """Return how many completions may be decoded at once, at most ``wanted``."""

@@ -259,7 +259,10 @@ class _Decoder:
         mask.masked_fill_(hidden_from, torch.finfo(self.base.dtype).min)
         with self.engine.store.routed(self._route(self.counts)):
             hidden = self.base.hidden(
-                ids, attention_mask=asking(mask[:, None, None], attend_decoding), position_ids=positions[:, None], past_key_values=cache
+                ids,
+                attention_mask=asking(mask[:, None, None], attend_decoding),
+                position_ids=positions[:, None],
+                past_key_values=cache,
             )
         return self.base.logits(hidden[:, 0])[: len(live)]
 

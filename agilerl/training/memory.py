@@ -11,7 +11,6 @@ from agilerl.bounds import memory_bytes
 from agilerl.config.base_model import QuantizationConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
-from agilerl.data import RolloutBatch
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
@@ -92,11 +91,19 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
 
 
 def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
-    """Return the padded tokens of the largest forward with and without gradient of an agent with rows of one length."""
-    empty = torch.empty((rows, length), device="meta")
-    scored = min(agent.micro_rows(RolloutBatch(empty, empty, empty, empty, empty, empty)), rows)
-    trained = min(scored, agent.window_rows) * (1 if agent.critic_slot is None else 2)  # a critic reads them as well
-    return trained * length, scored * length
+    """Return the tokens of the largest forward with and without gradient of an agent with rows of one length.
+
+    No prompt is counted as shared, because every row might have its own.
+    """
+    most, workers = agent.micro_batch, agent.runtime.processes.size
+
+    def largest(count: int) -> int:
+        unit = min(most.unit, count)
+        fitting = count if most.tokens is None else max(unit, min(count, most.tokens // length))
+        return (fitting if most.rows is None else min(fitting, most.rows)) * length
+
+    trained = largest(-(-min(rows, agent.window_rows) // workers)) * (1 if agent.critic_slot is None else 2)
+    return trained, largest(rows)
 
 
 def _vllm(runtime: Runtime) -> dict[str, float]:

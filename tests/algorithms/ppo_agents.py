@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from agilerl.algorithms import PPO
-from agilerl.data import RolloutBatch, Trajectory, collate
+from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import lora, sample
 from tests.tiny_models import PAD, VOCABULARY, random_model
@@ -52,7 +52,9 @@ def turn_batch(agent: PPO, rows: int = 6, turns: int = 3) -> RolloutBatch:
         t.action_mask, t.logprobs = [k >= 0 for k in t.turn_ids], [0.0] * len(t.turn_ids)
         found.append(t)
     batch = collate(found, PAD)
-    return replace(batch, sampling_logps=agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, rows))
+    return replace(
+        batch, sampling_logps=agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, MicroBatch(rows))
+    )
 
 
 def bits(agent: Any) -> list[torch.Tensor]:

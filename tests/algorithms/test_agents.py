@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from agilerl.algorithms import GRPO, CosineLRScheduleConfig
+from agilerl.data import MicroBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
@@ -353,7 +354,7 @@ def test_sampled_logprobs_serve_as_old_ones() -> None:
     """Recomputing the old log-probs gives what the engine recorded, so the second forward can be saved."""
     (agent,) = make_agents(1, batch_size=8)
     batch = batch_of(agent)
-    again = agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, 5)
+    again = agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, MicroBatch(5))
     assert torch.allclose(again, batch.sampling_logps, atol=2e-4)
 
 

@@ -12,7 +12,7 @@ from agilerl.algorithms import ALGORITHMS, DPO
 from agilerl.algorithms.dpo import PairCount
 from agilerl.algorithms.logprobs import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
-from agilerl.data import LossInputs
+from agilerl.data import LossInputs, MicroBatch, cut
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.preference import PreferenceTask
 from agilerl.errors import ConfigError
@@ -123,8 +123,10 @@ def test_micro_batches_accumulate_the_same_gradient(loss_type: Any) -> None:
 @pytest.mark.parametrize("loss_type", OVER_PAIRS)
 def test_losses_over_pairs_see_the_whole_step(loss_type: str) -> None:
     agent = make(loss_type=loss_type, batch_size=300)
-    assert agent.micro_rows(pairs()) == 600
-    assert make().micro_rows(pairs(longest=60)) < 100
+    batch = pairs(600, longest=60)
+    rows = torch.arange(len(batch))
+    assert {len(part) for part in cut(batch, rows, agent.micro_batch, flat=True)} == {600}
+    assert max(len(part) for part in cut(batch, rows, make().micro_batch, flat=True)) < 600
 
 
 def test_pairs_stay_together_and_batch_sizes_count_pairs() -> None:
@@ -165,7 +167,7 @@ def test_known_logprobs_are_the_base_models_bits() -> None:
     agent.learn(first)
     agent.reference_logprobs(second)
     for batch in (second, first.select(torch.tensor([4, 5, 0, 1]))):
-        fresh = agent.runtime.fixed_logprobs(None, batch, 1.0, len(batch))
+        fresh = agent.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(len(batch)))
         assert torch.equal(agent.reference_logprobs(batch), torch.where(batch.action_mask, fresh, 0.0))
     assert ReferenceLogprobs.of(agent.runtime).rows_computed == 32
 
@@ -184,7 +186,7 @@ def test_a_reference_of_its_own_is_shared_with_those_who_have_the_same() -> None
     assert torch.equal(own[2], base)
     assert not torch.allclose(own[0], base, atol=1e-4)
     assert known.rows_computed == before + 24  # the base's and the trained adapter's
-    fresh = agents[1].runtime.fixed_logprobs(agents[1].reference_slot, batch, 1.0, 12)
+    fresh = agents[1].runtime.fixed_logprobs(agents[1].reference_slot, batch, 1.0, MicroBatch(12))
     assert torch.equal(own[1], torch.where(batch.action_mask, fresh, 0.0))
     child = agents[0].clone(7)
     assert torch.equal(child.reference_logprobs(batch), own[0])
@@ -194,10 +196,10 @@ def test_a_reference_of_its_own_is_shared_with_those_who_have_the_same() -> None
 def test_old_rows_are_forgotten_beyond_the_limit() -> None:
     runtime = new_runtime()
     known, batch = ReferenceLogprobs(runtime, max_tokens=30), pairs(8)
-    full = known.logprobs(batch, None, b"base", 16)
-    assert torch.equal(known.logprobs(batch, None, b"base", 16), full)
+    full = known.logprobs(batch, None, b"base", MicroBatch(16))
+    assert torch.equal(known.logprobs(batch, None, b"base", MicroBatch(16)), full)
     assert known.rows_computed > 16
-    assert torch.equal(known.logprobs(batch.select(slice(14, 16)), None, b"base", 2)[0], full[14])
+    assert torch.equal(known.logprobs(batch.select(slice(14, 16)), None, b"base", MicroBatch(2))[0], full[14])
 
 
 # -- exactness and copies --------------------------------------------------------------------------------------------

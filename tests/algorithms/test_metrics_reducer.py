@@ -8,7 +8,7 @@ import torch
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.update import learn_together
-from agilerl.data import RolloutBatch, collate
+from agilerl.data import MicroBatch, RolloutBatch, collate
 from agilerl.envs.probes import ConstantTarget
 from agilerl.functional import kl_estimate
 from agilerl.models.base import load_tokenizer
@@ -103,7 +103,7 @@ def test_values_from_first_principles() -> None:
     seen = agent.logprobs(batch)
     old = batch.sampling_logps
     assert old is not None
-    reference = agent.runtime.fixed_logprobs(None, batch, 1.0, 16)
+    reference = agent.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(16))
     agent.batch_size = 15  # off-policy, in two steps: the second one moves no metric that is taken before it
     agent.lr = 1e-12
     metrics = agent.learn(batch)

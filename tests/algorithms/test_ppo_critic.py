@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO, PPO
 from agilerl.algorithms.update import learn_together
-from agilerl.data import collate
+from agilerl.data import MicroBatch, collate
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.runtime import AgentRows
@@ -58,7 +58,7 @@ def test_gradients_of_head_and_critic_s_adapter_against_autograd_on_a_merged_cop
         ][:, :-1]
         values = torch.where(batch.action_mask, hidden @ head[:-1] + head[-1], 0.0)
         assert torch.allclose(output.values, values, atol=1e-4)
-        assert torch.allclose(agent.runtime.fixed_values(slot, batch, 4), values, atol=1e-4)
+        assert torch.allclose(agent.runtime.fixed_values(slot, batch, MicroBatch(4)), values, atol=1e-4)
         (values * factor * weigh).sum().backward()
         assert_close(store.head_grads[slot], head.grad)
         for (a, b), (bank_a, bank_b) in zip(leaves, store.factor_grads):
@@ -205,7 +205,7 @@ def test_the_critic_is_a_peft_folder_with_its_head_beside_it(tmp_path: Path) -> 
     with torch.no_grad():
         hidden = model(batch.ids, output_hidden_states=True).hidden_states[-1][:, :-1]
     values = torch.where(batch.action_mask, (hidden @ head["weight"].T + head["bias"]).squeeze(-1), 0.0)
-    found = agent.runtime.fixed_values(agent.critic_slot, batch, 4)
+    found = agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4))
     assert found.abs().max() > 0.01
     assert torch.allclose(values, found, atol=1e-4)
 
@@ -305,9 +305,10 @@ def test_a_forward_pass_counts_the_critic_s_rows(monkeypatch: pytest.MonkeyPatch
         return forward(parts, **options)
 
     monkeypatch.setattr(runtime, "forward", counted)
-    for fit, expected in ((24, [24]), (23, [12, 12])):  # 6 rows of 2 agents, each read by actor and critic
+    tokens = sum(2 * batch.distinct_tokens for batch in batches)  # each is read by actor and critic
+    for most, expected in ((tokens, [24]), (tokens - 1, [12, 12])):  # 6 rows of 2 agents
         seen.clear()
-        runtime.max_tokens = fit * batches[0].ids.shape[1]
+        runtime.max_tokens = most
         learn_together(agents, batches)
         assert seen[2:] == expected  # the first two read the old values
 
@@ -328,10 +329,10 @@ def test_move_takes_the_critic_along() -> None:
 def test_a_rank_mutation_changes_both_adapters_and_keeps_the_values() -> None:
     agent = trained(lr_critic=1e-2)
     batch = batch_of(agent)
-    before = agent.runtime.fixed_values(agent.critic_slot, batch, 4)
+    before = agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4))
     agent.apply_mutation(Mutation(0, "rank", (Change("rank", 8, 16),)))
     assert agent.runtime.store.ranks[agent.critic_slot] == agent.rank == 16
-    assert torch.allclose(agent.runtime.fixed_values(agent.critic_slot, batch, 4), before, atol=1e-5)
+    assert torch.allclose(agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4)), before, atol=1e-5)
     assert equal(bits(agent.clone()), bits(agent))
     head = agent.runtime.store.heads[agent.critic_slot].clone()
     agent.apply_mutation(Mutation(0, "rank", (Change("rank", 16, 4),)))

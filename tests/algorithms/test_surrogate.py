@@ -1,5 +1,6 @@
 """What all clipped policy gradients share: bounds, the places of the KL, foreign engines, references, bad settings."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from torch import Tensor
 from agilerl.algorithms import CISPO, DPO, GRPO, GSPO, PPO, REINFORCE, RLOO, SFT, LLMAlgorithm, PolicyLoss
 from agilerl.algorithms.logprobs import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
-from agilerl.data import LossInputs, RolloutBatch, collate
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch, collate
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer, kl_estimate, mismatch_weights
-from agilerl.runtime import Runtime
+from agilerl.runtime import AgentRows, Runtime
 from tests.algorithms.conftest import batch_of, equal, lora, make_agents, sample, weights
 from tests.algorithms.data_agents import examples
 from tests.tiny_models import PAD, random_model
@@ -106,7 +107,7 @@ def test_the_kl_enters_where_it_is_placed(cls: type) -> None:
     for name, own in settings.items():
         it.set_hyperparameters({**off, **own})
         found[name] = it.prepare(batch).advantages
-    kl = 0.5 * kl_estimate(batch.sampling_logps, it.runtime.fixed_logprobs(None, batch, 1.0, 16), mask=mask)
+    kl = 0.5 * kl_estimate(batch.sampling_logps, it.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(16)), mask=mask)
     assert kl.sum() > 0.01
     assert torch.allclose(found["advantage"], found["loss"] - kl, atol=1e-5)
     mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
@@ -197,13 +198,13 @@ def test_one_on_policy_step_needs_no_second_forward(cls: type, monkeypatch: pyte
 def count_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every pass through the base from here on."""
     seen: list[int] = []
-    real = runtime.base.hidden
+    real = runtime.forward
 
-    def hidden(ids: Tensor, **kwargs: Any) -> Tensor:
-        seen.append(len(ids))
-        return real(ids, **kwargs)
+    def forward(parts: Sequence[AgentRows], **kwargs: Any) -> Any:
+        seen.append(sum(len(part.batch) for part in parts))
+        return real(parts, **kwargs)
 
-    monkeypatch.setattr(runtime.base, "hidden", hidden)
+    monkeypatch.setattr(runtime, "forward", forward)
     return seen
 
 
@@ -241,7 +242,7 @@ def test_shared_logprobs_are_the_references_bits(cls: type) -> None:
     batch = batch_of(it)
     for _ in range(2):
         it.learn(batch)
-        fresh = it.runtime.fixed_logprobs(it.reference_slot, batch, 0.8, 3)
+        fresh = it.runtime.fixed_logprobs(it.reference_slot, batch, 0.8, MicroBatch(3))
         assert torch.equal(it.prepare(batch).ref_logp, torch.where(batch.action_mask, fresh, 0.0))
         it.set_reference_policy(1)
 

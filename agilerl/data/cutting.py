@@ -1,0 +1,63 @@
+"""Rows cut into micro-batches: what one agent puts into one forward pass."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from agilerl.data.batch import RolloutBatch
+
+_COPIED = 0.125
+"""What a token of a shared prompt costs each further row, in tokens: attention copies its keys and values."""
+
+
+class MicroBatch(NamedTuple):
+    """The most that one forward pass takes of an agent."""
+
+    rows: int | None = None
+    """None: as many as the tokens allow."""
+    tokens: int | None = None
+    """None: as many as the rows have."""
+    unit: int = 1
+    """Rows that are never parted."""
+
+    def at_most(self, tokens: int | None) -> "MicroBatch":
+        """Return the same with no more than so many tokens; None leaves it."""
+        return self if tokens is None else self._replace(tokens=min(tokens, self.tokens or tokens))
+
+
+def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> list[Tensor]:
+    """Cut some rows ``[n]`` of a batch into micro-batches, those with one prompt side by side; at least one unit each.
+
+    ``flat``: rows are computed in one line, a prompt that several of them share once. Otherwise each row costs the
+    padded length of the batch.
+    """
+    if not len(rows):
+        return []
+    unit_rows = min(most.unit, len(rows))
+    units = rows.view(-1, unit_rows)
+    prompts = batch.prompts if flat else None
+    if prompts is not None:
+        units = units[prompts.of[units[:, 0]].argsort(stable=True)]
+    lengths, of = batch.lengths.tolist(), [] if prompts is None else prompts.of.tolist()
+    shared = [] if prompts is None else prompts.lengths.tolist()
+    limit = max(1, (most.rows or len(rows)) // unit_rows)
+    found: list[list[list[int]]] = []
+    spent, known = 0.0, -1
+    for unit in units.tolist():
+        whole = again = 0.0
+        for row in unit:
+            if prompts is None:
+                whole, again = whole + batch.ids.shape[1], again + batch.ids.shape[1]
+                continue
+            prompt = shared[of[row]] if of[row] >= 0 else 0
+            whole += lengths[row] - (prompt * (1 - _COPIED) if whole else 0)
+            again += lengths[row] - prompt * (1 - _COPIED)
+        cost = again if prompts is not None and of[unit[0]] == known else whole
+        if not found or len(found[-1]) == limit or (most.tokens is not None and spent + cost > most.tokens):
+            found.append([])
+            spent, cost = 0.0, whole
+        found[-1].append(unit)
+        spent += cost
+        known = of[unit[0]] if prompts is not None else -1
+    return [torch.tensor(part).flatten() for part in found]

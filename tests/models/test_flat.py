@@ -1,0 +1,331 @@
+"""Rows in one line: the hidden states and gradients of padded rows, without the padding, each prompt computed once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from peft import LoraConfig
+from transformers import Gemma3TextConfig, GemmaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+
+from agilerl.config.base_model import SharedOptions
+from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
+from agilerl.models.base import load_base
+from agilerl.models.flat import flatten
+from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+from agilerl.sizes import CPU_ROWS
+from tests.models.two_agents import with_adapters
+from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def batch_of(
+    seed: int, prompts: Sequence[int], said: Sequence[tuple[int, int]], *, turns: bool = False
+) -> RolloutBatch:
+    """Return rows of ``(prompt, tokens)``, their prompts being of these lengths; with ``turns`` others speak between."""
+    g = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(2, VOCABULARY, (n,), generator=g).tolist() for n in prompts]
+    rows = []
+    for group, count in said:
+        tokens = torch.randint(2, VOCABULARY, (count,), generator=g).tolist()
+        mask = [not turns or i % 5 < 3 for i in range(count)]
+        rows.append(Trajectory(texts[group], tokens, mask, [0.0] * count, [0.0], group=group))
+    return collate(rows, PAD)
+
+
+def two_batches(*, turns: bool = False) -> list[RolloutBatch]:
+    """Return the rows of two agents: shared prompts, one of its own, one too short to count, equal completions."""
+    first = batch_of(0, (20, 9, 3), [(0, 12), (0, 1), (1, 17), (0, 30), (1, 4), (2, 6), (2, 6)], turns=turns)
+    second = batch_of(1, (33, 8), [(0, 5), (1, 40), (1, 3), (0, 5), (0, 11)], turns=turns)
+    second.ids[3] = second.ids[0]
+    return [first, second]
+
+
+def in_fp64(model: Any) -> Any:
+    """Return a model that computes in fp64 throughout: transformers takes norms in fp32."""
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = _norm.__get__(module)
+    return model
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def runtime_of(model: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Runtime:
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    runtime = Runtime.for_model(model, lora_config=lora, options=SharedOptions(**options))
+    runtime.store.dtype = dtype
+    runtime.store._allocate_banks(0)
+    return with_adapters(runtime)
+
+
+def computed(
+    runtime: Runtime, parts: Sequence[AgentRows], *, entropy: bool = True
+) -> tuple[list[TokenOutputs], Tensor]:
+    """Return what a forward pass says, and the gradients of a loss that weighs every token differently."""
+    runtime.store.grad.zero_()
+    outputs = runtime.forward(parts, entropy=entropy)
+    loss = torch.zeros((), dtype=torch.float64)
+    for output in outputs:
+        for value in (output.logp, output.entropy, output.values):
+            if value is not None:
+                loss = loss + (value * torch.linspace(-1, 1, value.numel()).view(value.shape)).double().sum()
+    loss.backward()
+    return outputs, runtime.store.grad.clone()
+
+
+def padded(runtime: Runtime, parts: Sequence[AgentRows]) -> tuple[list[TokenOutputs], Tensor]:
+    """Return the same from rows that are padded to one length, one part at a time."""
+    before, runtime.base.flattens = runtime.base.flattens, False
+    total, outputs = torch.zeros_like(runtime.store.grad), []
+    for part in parts:
+        found, grad = computed(runtime, [part])
+        outputs += found
+        total += grad
+    runtime.base.flattens = before
+    return outputs, total
+
+
+def parts_of(batches: Sequence[RolloutBatch], *, values: bool = False) -> list[AgentRows]:
+    parts = [AgentRows(agent, batch, 1.0 - 0.2 * agent) for agent, batch in enumerate(batches)]
+    return [*parts, AgentRows(1, batches[0], 1.0, values=True)] if values else parts
+
+
+def assert_near(found: Sequence[TokenOutputs], expected: Sequence[TokenOutputs], atol: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("logp", "entropy", "values"):
+            value, other = getattr(ours, name), getattr(theirs, name)
+            assert (value is None) == (other is None)
+            if value is not None:
+                torch.testing.assert_close(value, other, atol=atol, rtol=0)
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("turns", [False, True], ids=["one turn", "several turns"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_outputs_and_gradients_in_fp64_are_those_of_padded_rows(heads: int, checkpointing: bool, turns: bool) -> None:
+    config = qwen2(num_key_value_heads=heads)
+    runtime = runtime_of(in_fp64(random_model(config)), dtype=torch.float64, gradient_checkpointing=checkpointing)
+    assert runtime.base.flattens
+    parts = parts_of(two_batches(turns=turns), values=True)
+    found, grad = computed(runtime, parts)
+    expected, expected_grad = padded(runtime, parts)
+    assert_near(found, expected, 1e-12)
+    assert expected_grad[0].abs().max() > 0.1
+    assert float((grad - expected_grad).norm() / expected_grad.norm()) < 1e-12
+
+
+def small(kind: Any, **changes: Any) -> Any:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: getattr(qwen2(), name) for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    return kind(**{**sizes, **changes})
+
+
+ARCHITECTURES = {
+    "llama": llama(),
+    "mistral": small(MistralConfig, sliding_window=None),
+    "gemma": small(GemmaConfig, num_key_value_heads=1, head_dim=16),
+    "gemma 3, windows of the whole context": small(Gemma3TextConfig, head_dim=16, sliding_window=64),
+    "qwen 3": small(Qwen3Config, head_dim=16),
+    "qwen 3, experts": small(
+        Qwen3MoeConfig, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_of_every_architecture(name: str) -> None:
+    runtime = runtime_of(random_model(ARCHITECTURES[name], scale=0.5))
+    assert runtime.base.flattens
+    parts = parts_of(two_batches())
+    found, grad = computed(runtime, parts)
+    expected, expected_grad = padded(runtime, parts)
+    assert_near(found, expected, 2e-4)
+    assert float((grad - expected_grad).norm() / expected_grad.norm()) < 2e-3
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_of_a_quantised_base(kind: Any, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="the package bitsandbytes is not installed; make setup installs it")
+    random_model().save_pretrained(tmp_path)
+    runtime = runtime_of(load_base(str(tmp_path), options=SharedOptions(quantization_config=kind)).model)
+    assert runtime.base.flattens
+    parts = parts_of(two_batches())
+    found, grad = computed(runtime, parts)
+    expected, expected_grad = padded(runtime, parts)
+    assert_near(found, expected, 2e-3)
+    assert float((grad - expected_grad).norm() / expected_grad.norm()) < 2e-2
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("agent", [0, 1])
+def test_the_bits_of_an_agent_are_its_own(agent: int) -> None:
+    runtime, parts = runtime_of(random_model()), parts_of(two_batches())
+    together, grad = computed(runtime, parts)
+    alone, alone_grad = computed(runtime, [parts[agent]])
+    assert torch.equal(alone[0].logp, together[agent].logp)  # type: ignore[arg-type]
+    assert torch.equal(alone[0].entropy, together[agent].entropy)  # type: ignore[arg-type]
+    weights = [torch.linspace(-1, 1, o.logp.numel()).view(o.logp.shape) for o in together]  # type: ignore[union-attr]
+    assert weights[0].shape != weights[1].shape  # of rows that no padding makes alike
+    assert torch.equal(alone_grad[agent], grad[agent])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("seed", range(4))
+@torch.no_grad()
+def test_the_bits_of_a_row_are_those_of_any_cut_in_any_order(seed: int) -> None:
+    runtime, batch = runtime_of(random_model()), two_batches(turns=True)[0]
+    whole = runtime.forward([AgentRows(0, batch, 0.7)])[0].logp
+    assert whole is not None
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    for rows in order.split(1 + seed):
+        part = batch.select(rows)
+        found = runtime.forward([AgentRows(0, part, 0.7)])[0].logp
+        assert found is not None
+        assert torch.equal(found, whole[rows][:, : found.shape[1]])
+
+
+@pytest.mark.model
+def test_a_broken_agent_reaches_no_other() -> None:
+    runtime, parts = runtime_of(random_model()), parts_of(two_batches(), values=True)
+    expected, grad = computed(runtime, parts[:1])
+    runtime.store.theta[1] = float("nan")
+    outputs, found = computed(runtime, parts)
+    assert torch.equal(outputs[0].logp, expected[0].logp)  # type: ignore[arg-type]
+    assert bool(outputs[1].logp.isnan().any())  # type: ignore[union-attr]
+    assert torch.equal(found[0], grad[0])
+
+
+# -- which tokens see which -------------------------------------------------------------------------------------------
+
+lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+@settings(max_examples=40)
+@given(st.lists(lengths, min_size=1, max_size=3), st.lists(st.integers(1, 40), min_size=3, max_size=3), st.booleans())
+def test_every_token_sees_its_own_row_up_to_itself(agents: list[Any], prompts: list[int], exact: bool) -> None:
+    batches = [batch_of(seed, prompts, said) for seed, said in enumerate(agents)]
+    rows = flatten(batches, torch.float64, exact=exact)
+    assert len(rows.ids) == len(rows.positions) == sum(rows.parts)
+    assert list(rows.parts) == [-(-batch.distinct_tokens // CPU_ROWS) * CPU_ROWS for batch in batches]
+    g = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(len(rows.ids), heads, 1, 4, generator=g, dtype=torch.float64) for heads in (4, 2, 2))
+    found = rows.attend(q, k, v, 0.5)[:, 0]
+    for batch, source in zip(batches, rows.sources):
+        for row, length in enumerate(batch.lengths.tolist()):
+            places = source[row, :length]
+            assert torch.equal(rows.ids[places], batch.ids[row, :length])
+            assert torch.equal(rows.positions[places], torch.arange(length))
+            own = (part[places, :, 0].transpose(0, 1)[None] for part in (q, k, v))
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                *own, is_causal=True, scale=0.5, enable_gqa=True
+            )
+            torch.testing.assert_close(found[places], expected[0].transpose(0, 1), atol=1e-12, rtol=0)
+
+
+def test_calls_of_attention_are_few_where_bits_do_not_count() -> None:
+    batches = two_batches()
+    assert len(flatten(batches, torch.float32, exact=True).blocks) > 2
+    assert len(flatten(batches, torch.float32, exact=False).blocks) == 2
+
+
+# -- where it does not apply ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (qwen2(), {"attn_implementation": "eager"}),
+        (small(MistralConfig, sliding_window=100), {}),  # longer than any row that could be tried
+        (small(MistralConfig, sliding_window=8), {}),
+    ],
+    ids=["another kernel", "a window", "a short window"],
+)
+def test_other_models_keep_their_padding(config: Any, options: Any) -> None:
+    runtime = runtime_of(random_model(config), **options)
+    assert not runtime.base.flattens
+    part = parts_of(two_batches())[0]
+    seen = []
+    runtime.base.body.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    runtime.forward([part])
+    assert seen == [part.batch.ids.shape]
+
+
+@pytest.mark.model
+def test_a_model_whose_layers_mix_neighbours_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for a convolution over tokens: an embedding that adds the one before."""
+    model = random_model()
+    embed = model.get_input_embeddings()
+    own = embed.forward
+    monkeypatch.setattr(embed, "forward", lambda ids: own(ids) + own(ids).roll(1, dims=0 if ids.shape[1] == 1 else 1))
+    assert not Runtime.for_model(model).base.flattens
+
+
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    lengths, st.lists(st.integers(1, 40), min_size=3, max_size=3), st.integers(1, 3), st.none() | st.integers(1, 400),
+    st.none() | st.integers(1, 9), st.booleans(),
+)  # fmt: skip
+def test_micro_batches_hold_every_row_once_within_the_limits(
+    said: Any, prompts: list[int], unit: int, tokens: int | None, most: int | None, flat: bool
+) -> None:
+    batch = batch_of(3, prompts, said * unit)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
+    limit = MicroBatch(None if most is None else most * unit, tokens, unit)
+    found = cut(batch, order, limit, flat=flat)
+    assert sorted(torch.cat(found).tolist()) == list(range(len(batch)))
+    units = {tuple(rows) for rows in order.view(-1, unit).tolist()}
+    assert {tuple(rows) for part in found for rows in part.view(-1, unit).tolist()} == units
+    for part in found:
+        assert most is None or len(part) <= most * unit
+        rows = batch.select(part)
+        cost = rows.distinct_tokens if flat else len(part) * batch.ids.shape[1]
+        assert tokens is None or cost <= tokens or len(part) == unit
+
+
+def test_rows_of_one_prompt_stay_together() -> None:
+    batch = batch_of(0, (30, 20, 10), [(i % 3, 5) for i in range(12)])
+    assert [set(batch.prompts.of[part].tolist()) for part in cut(batch, torch.arange(12), MicroBatch(4), flat=True)] == [
+        {0}, {1}, {2},
+    ]  # fmt: skip
+
+
+# -- the work that is done --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.model
+def test_a_prompt_is_computed_once_and_no_padding_is() -> None:
+    runtime = runtime_of(random_model())
+    batch = batch_of(0, (40,), [(0, 8)] * 8)
+    seen = []
+    runtime.base.body.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    runtime.forward([AgentRows(0, batch, 1.0)])
+    assert seen == [-(-(40 + 8 * 8) // CPU_ROWS) * CPU_ROWS]
+    assert batch.ids.numel() == 8 * 64
