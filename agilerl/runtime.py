@@ -30,7 +30,7 @@ from agilerl.models.base import (
     load_tokenizer,
     with_padding,
 )
-from agilerl.models.flat import flatten
+from agilerl.models.flat import Rows, flatten
 from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.models.lora import attach, detach, token_values
 from agilerl.models.memory import MemoryLimits, attempt
@@ -286,15 +286,16 @@ class Runtime:
         temperatures = torch.tensor([parts[i].temperature for i in speaking]).repeat_interleave(torch.tensor(counts))
         states = hidden.index_select(0, torch.cat([places[i] for i in speaking]))
         logps, entropies = self.base.logprobs(states, targets, temperatures.to(device), entropy=entropy)
-        split = [None] * len(speaking) if entropies is None else entropies.split(counts)
-        return dict(zip(speaking, zip(logps.split(counts), split)))
+        split = [None] * len(speaking) if entropies is None else torch.split(entropies, counts)
+        return dict(zip(speaking, zip(torch.split(logps, counts), split)))
 
     def _hidden(self, parts: Sequence[AgentRows]) -> tuple[Tensor, list[Tensor]]:
         """Return hidden states ``[N, H]``, each row by its own adapter, and where each part's tokens are ``[B, T]``."""
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
-            exact = device.type == "cpu"
-            rows = flatten([p.batch.to("cpu") for p in parts], self.base.dtype, exact=exact).to(device)
+            batches = [p.batch.to("cpu") for p in parts]
+            own = [Rows(batch.ids, batch.lengths, batch.prompts) for batch in batches]
+            rows = flatten(own, self.base.dtype, exact=device.type == "cpu").to(device)
             with self.store.routed(_route(parts, rows.parts)):
                 return self.base.flat(rows), list(rows.sources)
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
@@ -304,7 +305,7 @@ class Runtime:
         else:
             with self.store.routed(_route(parts, counts)):
                 hidden = self.base.hidden(ids)
-        return hidden.flatten(0, 1), list(torch.arange(ids.numel()).view(ids.shape).split(counts))
+        return hidden.flatten(0, 1), list(torch.split(torch.arange(ids.numel()).view(ids.shape), counts))
 
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).

@@ -4,7 +4,7 @@ from math import ceil
 
 LENGTH_MULTIPLE = 32
 """Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
-SEQUENCE_MULTIPLE = 16
+SEQUENCE_MULTIPLE = 8
 """In attention without gaps between rows, the lengths of sequences are padded to multiples of this. Sequences of one
 call have equal padded lengths where bits count."""
 CPU_ROWS = 16

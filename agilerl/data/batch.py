@@ -121,7 +121,9 @@ class RolloutBatch:
         return RolloutBatch(**cut)
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
-        """Return the batch on another device."""
+        """Return the batch on another device; itself if it is there."""
+        if self.ids.device == torch.device(device):
+            return self
         moved: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)

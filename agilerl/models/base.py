@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
-from agilerl.data import RolloutBatch
+from agilerl.data.batch import Prompts
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
-from agilerl.models.flat import FlatRows, flatten
+from agilerl.models.flat import FlatRows, Rows, flatten
 from agilerl.models.kernels import apply_liger_kernels, asking, choose_attention, decoding_attention
 from agilerl.models.layers import configure_layers, offloaded
 from agilerl.models.model_config import (
@@ -200,14 +200,14 @@ class BaseModel:
         with route(batch.rows):
             return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
 
-    def flat(self, rows: FlatRows) -> Tensor:
+    def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
             return rows.attend(query, key, value, scale)
 
         mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
-        return self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask)[:, 0]
+        return self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask, **kwargs)[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[M, V]`` in fp32 of hidden states ``[M, H]``."""
@@ -265,10 +265,8 @@ class BaseModel:
             return False
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
         ids[1, :9] = ids[0, :9]  # two rows with one prompt, and one without
-        said = torch.arange(11).expand(3, 11) >= torch.tensor([[8], [8], [0]])
-        lengths = torch.tensor([12, 11, 7])
-        batch = RolloutBatch(ids, lengths, said, said.long(), torch.zeros((3, 1)), torch.zeros(3, dtype=torch.int64))
-        rows = flatten([batch], self.dtype, exact=True).to(self.device)
+        lengths, prompts = torch.tensor([12, 11, 7]), Prompts(*(torch.tensor(x) for x in ([0], [9], [0, 0, -1])))
+        rows = flatten([Rows(ids, lengths, prompts)], self.dtype, exact=True).to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]
         except (RuntimeError, ValueError, TypeError, IndexError):  # a model that does not pass our mask on

@@ -11,8 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agilerl.data import RolloutBatch
+from agilerl.data.batch import Prompts
 from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+class Rows(NamedTuple):
+    """Rows of one agent, on the CPU."""
+
+    ids: Tensor
+    """[B, T] token ids, right-padded."""
+    lengths: Tensor
+    """[B] tokens of each."""
+    prompts: Prompts | None = None
+    """What rows begin with, to be computed once; None: nothing."""
 
 
 class _Block(NamedTuple):
@@ -58,7 +71,7 @@ class FlatRows:
         for block in self.blocks:
             end, stop = start + block.sequences * block.queries, begin + block.sequences * block.keys
             parts = (queries[start:end], keys[begin:stop], values[begin:stop])
-            q, k, v = (part.unflatten(0, (block.sequences, -1)).transpose(1, 2) for part in parts)
+            q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
             answer = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scale, enable_gqa=grouped
             )
@@ -73,8 +86,8 @@ class FlatRows:
         return replace(self, **moved, blocks=blocks)
 
 
-def flatten(batches: Sequence[RolloutBatch], dtype: torch.dtype, *, exact: bool) -> FlatRows:
-    """Put the rows of several batches, which are on the CPU, in one line; ``dtype`` is the type of attention's scores.
+def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> FlatRows:
+    """Put the rows of several batches in one line; ``dtype`` is the type of attention's scores.
 
     Each batch is filled up to a multiple of ``CPU_ROWS`` with copies of its first token, which nobody reads. A batch
     never reads a token of another one, not even where it does not count: a NaN would spread. With ``exact``, sequences
@@ -84,8 +97,8 @@ def flatten(batches: Sequence[RolloutBatch], dtype: torch.dtype, *, exact: bool)
     begin = 0
     ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
     for batch in batches:
-        prompts = batch.prompts
-        different, rows = len(prompts.rows), len(batch)
+        prompts = batch.prompts or Prompts(_NONE, _NONE, torch.full((len(batch.ids),), -1))
+        different, rows = len(prompts.rows), len(batch.ids)
         skipped = torch.cat([prompts.lengths, torch.zeros(1, dtype=torch.int64)])[prompts.of]
         # A prompt is a sequence of its own; a row's sequence is what follows it, or else the whole row.
         lengths = torch.cat([prompts.lengths, batch.lengths - skipped])

@@ -50,14 +50,16 @@ class RaggedCache(Cache):  # type: ignore[misc]
         """How many positions of the buffers the next step attends to; a row's own length is enforced by the mask."""
         super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
 
-    def expand(self, rows: Tensor, capacity: int) -> None:
-        """After prefill: row i of the decode batch continues prompt ``rows[i]``; make room for ``capacity`` tokens."""
+    def expand(self, places: Tensor, capacity: int) -> None:
+        """After prefill: begin each row of the decode batch with some prefilled tokens, and make room for more.
+
+        ``places [rows, length]`` number the tokens as the prefill had them, row by row; ``capacity`` tokens fit a row.
+        """
         for layer in self.layers:
             for name in ("keys", "values"):
-                prefilled = getattr(layer, name)
-                heads, length, width = prefilled.shape[1:]
-                buffer = prefilled.new_zeros((rows.shape[0], heads, capacity, width))
-                buffer[:, :, :length] = prefilled[rows]
+                line = getattr(layer, name).transpose(1, 2).flatten(0, 1)
+                buffer = line.new_zeros((places.shape[0], line.shape[1], capacity, line.shape[2]))
+                buffer[:, :, : places.shape[1]] = line[places].transpose(1, 2)
                 setattr(layer, name, buffer)
 
     def select(self, rows: Tensor) -> None:

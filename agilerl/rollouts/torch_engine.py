@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from agilerl import streams
 from agilerl.data import Completion
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
+from agilerl.models.flat import Rows, flatten
 from agilerl.models.kernels import asking, attend_decoding
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
@@ -192,25 +194,45 @@ class _Decoder:
                 prompts.append((unit, request))
                 per_unit[unit] += 1
             source.append(len(prompts) - 1)
-        device, spare = self.base.device, -len(prompts) % self.engine._row_multiple
-        length = padded_length(max(len(self.requests[r].prompt_ids) for _, r in prompts))
-        ids = torch.zeros((len(prompts) + spare, length), dtype=torch.int64)
-        ends = torch.zeros(len(prompts) + spare, dtype=torch.int64)
-        for i, (_, request) in enumerate(prompts):
-            prompt = torch.tensor(self.requests[request].prompt_ids)
-            ids[i, : len(prompt)], ends[i] = prompt, len(prompt) - 1
-        with self.engine.store.routed(self._route(per_unit)):
-            hidden = self.base.hidden(ids.to(device), past_key_values=cache)
-        last = hidden[torch.arange(len(ids), device=device), ends.to(device)]
-        rows = torch.tensor(source, device=device)
-        cache.expand(self._pad_rows(rows), self.capacity)
+        device, rows = self.base.device, torch.tensor(source)
+        hidden, places = self._prompts([self.requests[request].prompt_ids for _, request in prompts], per_unit, cache)
+        last = hidden[places[:, -1].to(device)]
+        last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
+        cache.expand(places[self._pad_rows(rows)].to(device), self.capacity)
+        rows = rows.to(device)
         seen = None
         if bool((self.settings.repetition_penalty != 1).any()):
-            seen = torch.zeros((len(ids), self.base.vocabulary_size), dtype=torch.bool, device=device)
+            seen = torch.zeros((len(prompts), self.base.vocabulary_size), dtype=torch.bool, device=device)
             for i, (_, request) in enumerate(prompts):
                 seen[i, torch.tensor(self.requests[request].prompt_ids, device=device)] = True
             seen = seen[rows]
         return self.base.logits(last)[rows], seen
+
+    def _prompts(
+        self, prompts: Sequence[Sequence[int]], per_unit: Sequence[int], cache: RaggedCache
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the prompts of all units, which fill the cache.
+
+        Returns hidden states ``[N, H]``, and ``[prompts, length]`` which of these each token is; after the end of a
+        prompt, its last one.
+        """
+        base, store = self.base, self.engine.store
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        length = int(lengths.max())
+        if base.flattens:
+            ids = torch.zeros((len(prompts), length), dtype=torch.int64)
+            ids[torch.arange(length) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
+            units = zip(torch.split(ids, list(per_unit)), torch.split(lengths, list(per_unit)))
+            rows = flatten([Rows(*unit) for unit in units], base.dtype, exact=base.device.type == "cpu")
+            with store.routed(self._route(rows.parts)):
+                return base.flat(rows.to(base.device), past_key_values=cache), torch.cat(rows.sources)
+        width = padded_length(length)
+        ids = torch.zeros((len(prompts) + -len(prompts) % self.engine._row_multiple, width), dtype=torch.int64)
+        ids[: len(prompts)][torch.arange(width) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
+        with store.routed(self._route(per_unit)):
+            hidden = base.hidden(ids.to(base.device), past_key_values=cache)
+        starts = torch.arange(len(prompts))[:, None] * width
+        return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(length), lengths[:, None] - 1)
 
     def _route(self, counts: Sequence[int]) -> Route | None:
         pairs = [(s, c) for s, c in zip(self.slots, counts) if s is not None and c]

@@ -1,7 +1,5 @@
 """Decoding with shared heads: the attention over copied keys and values, without the copies, in any layout."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor

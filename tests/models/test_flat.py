@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from peft import LoraConfig
+from torch import Tensor
 from transformers import Gemma3TextConfig, GemmaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.models.base import load_base
-from agilerl.models.flat import flatten
+from agilerl.models.flat import Rows, flatten
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 from agilerl.sizes import CPU_ROWS
 from tests.models.two_agents import with_adapters
@@ -30,7 +30,7 @@ def one_thread() -> None:
 def batch_of(
     seed: int, prompts: Sequence[int], said: Sequence[tuple[int, int]], *, turns: bool = False
 ) -> RolloutBatch:
-    """Return rows of ``(prompt, tokens)``, their prompts being of these lengths; with ``turns`` others speak between."""
+    """Return rows of ``(prompt, tokens)``, the prompts of these lengths; with ``turns`` others speak between."""
     g = torch.Generator().manual_seed(seed)
     texts = [torch.randint(2, VOCABULARY, (n,), generator=g).tolist() for n in prompts]
     rows = []
@@ -47,6 +47,10 @@ def two_batches(*, turns: bool = False) -> list[RolloutBatch]:
     second = batch_of(1, (33, 8), [(0, 5), (1, 40), (1, 3), (0, 5), (0, 11)], turns=turns)
     second.ids[3] = second.ids[0]
     return [first, second]
+
+
+def rows_of(batch: RolloutBatch) -> Rows:
+    return Rows(batch.ids, batch.lengths, batch.prompts)
 
 
 def in_fp64(model: Any) -> Any:
@@ -224,7 +228,7 @@ lengths = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 40)), min_size=1,
 @given(st.lists(lengths, min_size=1, max_size=3), st.lists(st.integers(1, 40), min_size=3, max_size=3), st.booleans())
 def test_every_token_sees_its_own_row_up_to_itself(agents: list[Any], prompts: list[int], exact: bool) -> None:
     batches = [batch_of(seed, prompts, said) for seed, said in enumerate(agents)]
-    rows = flatten(batches, torch.float64, exact=exact)
+    rows = flatten(list(map(rows_of, batches)), torch.float64, exact=exact)
     assert len(rows.ids) == len(rows.positions) == sum(rows.parts)
     assert list(rows.parts) == [-(-batch.distinct_tokens // CPU_ROWS) * CPU_ROWS for batch in batches]
     g = torch.Generator().manual_seed(7)
@@ -243,7 +247,7 @@ def test_every_token_sees_its_own_row_up_to_itself(agents: list[Any], prompts: l
 
 
 def test_calls_of_attention_are_few_where_bits_do_not_count() -> None:
-    batches = two_batches()
+    batches = list(map(rows_of, two_batches()))
     assert len(flatten(batches, torch.float32, exact=True).blocks) > 2
     assert len(flatten(batches, torch.float32, exact=False).blocks) == 2
 
@@ -310,9 +314,8 @@ def test_micro_batches_hold_every_row_once_within_the_limits(
 
 def test_rows_of_one_prompt_stay_together() -> None:
     batch = batch_of(0, (30, 20, 10), [(i % 3, 5) for i in range(12)])
-    assert [set(batch.prompts.of[part].tolist()) for part in cut(batch, torch.arange(12), MicroBatch(4), flat=True)] == [
-        {0}, {1}, {2},
-    ]  # fmt: skip
+    parts = cut(batch, torch.arange(12), MicroBatch(4), flat=True)
+    assert [set(batch.prompts.of[part].tolist()) for part in parts] == [{0}, {1}, {2}]
 
 
 # -- the work that is done --------------------------------------------------------------------------------------------
