@@ -5,6 +5,7 @@ The shape is read off config.json alone: the modules are made on the meta device
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from agilerl.models.targets import lora_layers
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Workload
-from agilerl.sizes import MICRO_TOKENS, padded_length
+from agilerl.sizes import MICRO_TOKENS
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
 from agilerl.training.sampling import largest_rank
@@ -216,7 +217,7 @@ def workload(resolved: Resolved, found: Lengths, *, row_multiple: int = 1) -> Wo
         iterations=t.evo_steps,
         slots=adapter_slots(config, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
-        micro_tokens=micro * algorithm.rows_per_unit * padded_length(length) if micro else MICRO_TOKENS,
+        micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else MICRO_TOKENS,
         row_multiple=row_multiple,
         max_tokens=t.max_tokens_in_flight,
         max_rows=t.max_rows_in_flight,

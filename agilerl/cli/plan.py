@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from agilerl.planning.machines import (
     gpu,
 )
 from agilerl.planning.time import ITERATION, ModelShape
-from agilerl.sizes import CPU_ROWS, MICRO_TOKENS, padded_length
+from agilerl.sizes import CPU_ROWS, MICRO_TOKENS
 
 if TYPE_CHECKING:
     from agilerl.cli.forecast import Lengths
@@ -112,7 +113,7 @@ def _facts(forecast: Forecast) -> dict[str, Any]:
 def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
     """Return the settings of the manifest that the proposal asks for."""
     load, split = best.load, best.split
-    length, unit = padded_length(load.length), resolved.algorithm.rows_per_unit
+    length, unit = ceil(load.length), resolved.algorithm.rows_per_unit
     found = [
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",

@@ -51,11 +51,11 @@ class Held:
     longest: float
     """Tokens of the longest row."""
     tokens: int
-    """Padded tokens of a training forward."""
+    """Tokens of a training forward."""
     spoken: int
     """Action tokens among them."""
     scored: int
-    """Padded tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
+    """Tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
     checkpointing: bool = False
     offload: bool = False
     """Whether activations are kept in the host's memory."""
@@ -122,7 +122,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
         decoded=None if split.vllm else in_flight,
         longest=longest,
         tokens=tokens,
-        spoken=ceil(tokens * load.completion / load.length),
+        spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),
         scored=scored_at_once(load, local),
         checkpointing=load.checkpointing,
         vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},

@@ -8,7 +8,7 @@ from agilerl.errors import ConfigError
 from agilerl.planning.footprint import SHARE, gib, memory, peak
 from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine, PhaseCost
 from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Workload, seconds, work
-from agilerl.sizes import MICRO_TOKENS, padded_length
+from agilerl.sizes import MICRO_TOKENS
 
 _GAIN = 0.03
 """A larger batch must save this share of the time to be proposed, because it costs memory."""
@@ -144,7 +144,7 @@ def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iter
 def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:
     """Return the forecast at the batch sizes that pay off, or a sentence on what does not fit at the smallest ones."""
     room = SHARE * machine.memory
-    least = _with(load, split, padded_length(load.prompt + load.longest), 1)
+    least = _with(load, split, ceil(load.prompt + load.longest), 1)
     smallest = forecast(shape, least, machine, costs, split)
     if smallest.peak > room:
         largest = max(smallest.memory, key=lambda name: smallest.memory[name])
@@ -227,7 +227,7 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
         cures.append("the base in 4 bits (network.quantization=nf4)")
     if vllm and _holds(shape, load, machine, devices, vllm=False):
         cures.append("the torch engine (algorithm.use_vllm=false), because vLLM keeps the whole base in every process")
-    smallest = _with(load, Split(), padded_length(load.prompt + load.longest), 1)
+    smallest = _with(load, Split(), ceil(load.prompt + load.longest), 1)
     parts = _named(memory(shape, smallest, Split(vllm=vllm)))
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return (
@@ -240,7 +240,7 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
 
 def _holds(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> bool:
     for split in _splits(shape, load.agents, devices, vllm=vllm):
-        least = _with(load, split, padded_length(load.prompt + load.longest), 1)
+        least = _with(load, split, ceil(load.prompt + load.longest), 1)
         if peak(memory(shape, least, split)) <= SHARE * machine.memory:
             return True
     return False

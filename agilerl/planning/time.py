@@ -6,11 +6,11 @@ time that the machine's matmul rate F and copy rate BW allow (Williams et al. 20
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Costs, Machine
-from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS, padded_length
+from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS
 
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
@@ -97,7 +97,7 @@ class Workload:
     micro_tokens: int = MICRO_TOKENS
     """The most tokens of one agent in one forward pass."""
     row_multiple: int = 1
-    """Batches of prompts, and of decoded rows, are padded to a multiple of this; 16 on a CPU."""
+    """Batches of decoded rows are padded to a multiple of this; 16 on a CPU."""
     max_tokens: int = MAX_TOKENS
     """``training.max_tokens_in_flight``."""
     max_rows: int = MAX_ROWS
@@ -112,6 +112,15 @@ class Workload:
     def length(self) -> float:
         """Mean length of a row."""
         return self.prompt + self.completion
+
+    def different_prompts(self, rows: float) -> float:
+        """Return how many different prompts are expected in so many rows of one agent, drawn at random."""
+        none = prod(max(self.rows - rows - i, 0) / (self.rows - i) for i in range(self.group))
+        return self.prompts * (1 - none)
+
+    def tokens(self, rows: float) -> float:
+        """Return the tokens that a forward pass computes for so many rows of one agent: each prompt once."""
+        return rows * self.completion + self.different_prompts(rows) * self.prompt
 
 
 @dataclass(frozen=True)
@@ -223,11 +232,10 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
     if not count:
         return Work()
     calls = max(1, ceil(count * group / rows_at_once(count * group, local.agents, load.max_rows)))
-    # Prompts that only pad a batch are computed too.
-    tokens = calls * _filled(count / calls, load.row_multiple) * padded_length(load.prompt)
+    tokens = count * load.prompt
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
-    drawn = rows * (2 * padded_length(load.prompt) * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
+    drawn = rows * (2 * load.prompt * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
     found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
     return found + _gathered(shape, local, calls)
 
@@ -253,11 +261,11 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int)
 
 def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
     """Passes without gradient: 2 P_lin T + 2 P_head T_c; the old policy's pass adds its adapter."""
-    rows = local.agents * load.rows * local.share
-    tokens, spoken, d = rows * padded_length(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    rows, d = local.agents * load.rows * local.share, adapter_parameters(shape, load.rank)
+    tokens, spoken = local.agents * load.tokens(load.rows * local.share), rows * load.completion
     calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
     once = Work(
-        tokens * 2 * shape.linear + spoken * 2 * shape.head + rows * _attention(shape, load.length),
+        tokens * 2 * shape.linear + spoken * 2 * shape.head + _attentions(shape, load, local, load.rows),
         calls * shape.read_bytes,
         _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 16,
         calls * shape.layers,
@@ -268,13 +276,16 @@ def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
 
 def _train(shape: ModelShape, load: Workload, local: Local) -> Work:
     """4 P_lin T + 4 P_head T_c + 6 D T + 6 L d_q sum s^2: no gradient of the frozen weights is computed."""
-    rows = local.agents * load.rows * local.share * (2 if load.critic else 1)
-    tokens, spoken, d = rows * padded_length(load.length), rows * load.completion, adapter_parameters(shape, load.rank)
+    # Each optimizer step draws its rows of all prompts, and computes each prompt once.
+    window, readers = min(load.window, load.rows), 2 if load.critic else 1
+    steps, d = load.rows / window, adapter_parameters(shape, load.rank)
+    tokens = local.agents * steps * load.tokens(window * local.share) * readers
+    spoken = local.agents * load.rows * local.share * load.completion * readers
     calls = max(1, ceil(tokens / tokens_in_flight(load, local)))
     passes = 3 if load.checkpointing else 2
     flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
     once = Work(
-        flops + (passes + 1) * rows * _attention(shape, load.length),
+        flops + (passes + 1) * steps * readers * _attentions(shape, load, local, window),
         calls * passes * shape.read_bytes,
         passes * 1.5 * _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 32,
         calls * shape.layers * passes,
@@ -294,9 +305,16 @@ def _filled(rows: float, multiple: int) -> float:
     return ceil(rows / multiple) * multiple if multiple > 1 else rows
 
 
-def _attention(shape: ModelShape, length: float) -> float:
-    """Forward operations of causal attention over one row."""
-    return 2 * shape.layers * shape.query_width * length**2
+def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
+    """Forward operations of causal attention over one row, all of which sees so many tokens before it."""
+    return 2 * shape.layers * shape.query_width * (length**2 + 2 * length * seen)
+
+
+def _attentions(shape: ModelShape, load: Workload, local: Local, rows: float) -> float:
+    """Forward operations of attention over so many rows of each agent, their prompts once."""
+    own = rows * local.share
+    said = own * _attention(shape, load.completion, load.prompt)
+    return local.agents * (said + load.different_prompts(own) * _attention(shape, load.prompt))
 
 
 def _forward_traffic(shape: ModelShape, tokens: float) -> float:
@@ -315,7 +333,7 @@ def rows_at_once(rows: float, agents: int, most: int) -> int:
 
 
 def tokens_at_once(micro: int, agents: int, most: int) -> int:
-    """Return the most padded tokens of a training forward, which holds a micro-batch of each agent.
+    """Return the most tokens of a training forward, which holds a micro-batch of each agent.
 
     ``micro`` is the size of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
     """
@@ -323,17 +341,16 @@ def tokens_at_once(micro: int, agents: int, most: int) -> int:
 
 
 def tokens_in_flight(load: Workload, local: Local) -> int:
-    """Return the most padded tokens of one training forward of one process; a critic runs over the rows once more."""
-    length = padded_length(load.length)
-    step = ceil(min(load.window, load.rows) * local.share) * length
+    """Return the most tokens of one training forward of one process; a critic runs over the rows once more."""
+    length = ceil(load.length)
+    step = ceil(load.tokens(min(load.window, load.rows) * local.share))
     micro = max(length, min(load.micro_tokens, step))
     return tokens_at_once(micro * (2 if load.critic else 1), local.agents, load.max_tokens)
 
 
 def scored_at_once(load: Workload, local: Local) -> int:
-    """Return the most padded tokens of one forward without gradient of one process, which holds rows of one agent."""
-    length = padded_length(load.length)
-    return max(length, min(load.micro_tokens, ceil(load.rows * local.share) * length))
+    """Return the most tokens of one forward without gradient of one process, which holds rows of one agent."""
+    return max(ceil(load.length), min(load.micro_tokens, ceil(load.tokens(load.rows * local.share))))
 
 
 def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:

@@ -19,7 +19,7 @@ from agilerl.planning.footprint import Held, bank_bytes, footprint, gib, is_too_
 from agilerl.planning.time import rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.sizes import VLLM_CPU_CACHE, padded_length
+from agilerl.sizes import VLLM_CPU_CACHE
 from agilerl.training.sampling import largest_rank
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
@@ -67,7 +67,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     longest = max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in _PANELS)
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     at_once = max(sum(rows), len(agents) * config.environment.eval_prompts) / workers
-    passes = [_passes(agent, count, padded_length(longest)) for agent, count in zip(agents, rows)]
+    passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
     tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"

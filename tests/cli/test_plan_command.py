@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -190,29 +191,35 @@ def test_no_weights_are_read_or_made(agilerl: Agilerl, seven: str, monkeypatch: 
     assert max(made, default=0) < 10**6
 
 
-ALONE = ("training.pop_size=1", "selection_strategy.name=none", "algorithm.batch_size=512")
+ALONE = (
+    *("training.pop_size=1", "selection_strategy.name=none", "algorithm.batch_size=4096"),
+    "environment.data_batch_size_per_gpu=512",
+)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("overrides", "is_named"),
     [
-        ((), []),  # an agent's step is smaller than the micro-batch that it takes by itself
-        (("algorithm.micro_batch_size_per_gpu=9",), [4096 // 32]),  # not the one that was given
-        (ALONE, [8192 // 32]),
+        ((), False),  # an agent's step is smaller than the micro-batch that it takes by itself
+        (("algorithm.micro_batch_size_per_gpu=9",), True),  # not the one that was given
+        (ALONE, True),
     ],
 )
 def test_the_proposed_micro_batch_is_the_planned_one(
-    agilerl: Agilerl, overrides: tuple[str, ...], expected: list[int]
+    agilerl: Agilerl, overrides: tuple[str, ...], is_named: bool
 ) -> None:
-    proposed = planned(agilerl, "--gpu", "l4", *overrides)["proposal"]["overrides"]
-    assert micro_batches(proposed) == expected
+    found = planned(agilerl, "--gpu", "l4", *overrides)
+    load = found["workload"]
+    assert load["micro_tokens"] >= 4096
+    expected = load["micro_tokens"] // ceil(load["prompt"] + load["completion"])
+    assert micro_batches(found["proposal"]["overrides"]) == [expected] * is_named
 
 
 def test_a_micro_batch_that_does_not_fit_is_not_left_to_the_agents(agilerl: Agilerl, seven: str) -> None:
     lengths = ("--prompt-tokens", "300", "--completion-tokens", "600")
     found = planned(agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpu", "l40s", *lengths)
     assert found["workload"]["max_tokens"] < 4096
-    assert micro_batches(found["proposal"]["overrides"]) == [found["workload"]["max_tokens"] // 928]
+    assert micro_batches(found["proposal"]["overrides"]) == [found["workload"]["max_tokens"] // 900]
 
 
 def micro_batches(overrides: list[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from agilerl.planning.activations import head_bytes, layer_bytes, saved_bytes, working_bytes
@@ -72,7 +73,7 @@ def test_decode() -> None:
 def test_rows_that_only_fill_a_batch_have_work_too() -> None:
     plain, filled = work(SHAPE, LOAD), work(SHAPE, replace(LOAD, row_multiple=16))
     assert filled["decode"].flops == plain["decode"].flops * 16 / 4
-    assert filled["prefill"].flops - plain["prefill"].flops == 14 * 32 * 260
+    assert filled["prefill"] == plain["prefill"]
     assert filled["train"] == plain["train"]
 
 
@@ -85,11 +86,23 @@ def test_decoding_in_two_batches_reads_the_weights_twice() -> None:
 
 def test_logprobs_count_only_the_passes_that_are_needed() -> None:
     assert work(SHAPE, LOAD)["logprobs"] == Work()
-    # 4 rows of 64 tokens, 128 of them completions: 256 * 2 * 100 + 128 * 2 * 40 + 4 * (2 * 2 * 4 * 64^2)
+    # 2 prompts and 4 completions of 32 tokens: 192 * 2 * 100 + 128 * 2 * 40, and 2 * 2 * 4 times, for each agent, the
+    # prompt's 32^2, and 32^2 + 2 * 32 * 32 of each of its 2 completions, which see the prompt as well
     reference = work(SHAPE, replace(LOAD, reference=True))["logprobs"]
-    assert reference.flops == 51_200 + 10_240 + 262_144
+    assert reference.flops == 38_400 + 10_240 + 2 * 16 * (1024 + 2 * 3072)
     old = work(SHAPE, replace(LOAD, old_pass=True))["logprobs"]
-    assert old.flops == reference.flops + 256 * 2 * 30
+    assert old.flops == reference.flops + 192 * 2 * 30
+
+
+def test_a_prompt_counts_once_for_all_its_rows_of_a_step() -> None:
+    load = replace(LOAD, prompts=10, group=8)
+    assert [load.different_prompts(rows) for rows in (0, 1, 80)] == pytest.approx([0, 1, 10])
+    draws = [np.random.default_rng(seed).permutation(80)[:16] // 8 for seed in range(2000)]
+    assert load.different_prompts(16) == pytest.approx(np.mean([len(set(drawn)) for drawn in draws]), rel=0.01)
+    assert load.tokens(80) == 80 * 32 + 10 * 32
+    assert load.tokens(1) == pytest.approx(64)
+    whole, halves = (work(SHAPE, replace(load, window=window))["train"] for window in (80, 40))
+    assert whole.flops < halves.flops < 2 * whole.flops
 
 
 def test_train() -> None:
@@ -119,7 +132,7 @@ def test_algorithms_that_learn_from_data_decode_in_exams_only() -> None:
 
 def test_processes_divide_rows_and_send_gradients() -> None:
     alone, two = work(SHAPE, LOAD), work(SHAPE, LOAD, Split(processes=2))
-    assert two["train"].flops == alone["train"].flops / 2
+    assert alone["train"].flops / 2 <= two["train"].flops < alone["train"].flops  # each computes its rows' prompts
     assert two["decode"].flops == alone["decode"].flops / 2
     assert (alone["optimizer"].link, two["optimizer"].link) == (0, 2 * 2 * 4 * 60 / 2)  # 2 steps of 2 (p-1)/p N D
     islands = work(SHAPE, LOAD, Split(islands=2))
@@ -128,7 +141,8 @@ def test_processes_divide_rows_and_send_gradients() -> None:
 
 
 def test_a_sharded_base_is_collected_in_every_pass() -> None:
-    whole, parts = (work(SHAPE, LOAD, Split(processes=2, sharded=s)) for s in (False, True))
+    load = replace(LOAD, window=2)
+    whole, parts = (work(SHAPE, load, Split(processes=2, sharded=s)) for s in (False, True))
     assert parts["decode"].link - whole["decode"].link == 32 * 400 / 2
     assert parts["train"].link - whole["train"].link == 400  # a pack of one row for each agent: 1 call, 2 passes
 
@@ -166,10 +180,10 @@ def test_memory() -> None:
 def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
     one = Local.of(LOAD, Split())
     assert tokens_in_flight(LOAD, one) == 2 * 64  # a step is one row
-    assert tokens_in_flight(replace(LOAD, window=9), one) == 2 * 2 * 64  # an agent has two
+    assert tokens_in_flight(replace(LOAD, window=9), one) == 2 * (32 + 2 * 32)  # an agent has two, with one prompt
     assert tokens_in_flight(replace(LOAD, window=2, micro_tokens=64), one) == 2 * 64
     assert tokens_in_flight(replace(LOAD, window=2, max_tokens=192), one) == 192
-    assert tokens_in_flight(replace(LOAD, window=2, max_tokens=64), one) == 2 * 64  # it is never divided
+    assert tokens_in_flight(replace(LOAD, window=2, max_tokens=64), one) == 32 + 2 * 32  # it is never divided
     assert tokens_in_flight(replace(LOAD, critic=True), one) == 2 * 2 * 64  # in the same forward
     assert tokens_in_flight(replace(LOAD, window=2), Local.of(LOAD, Split(processes=2))) == 2 * 64
 

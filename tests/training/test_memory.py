@@ -16,13 +16,13 @@ from agilerl.models.slots import AdapterStore
 from agilerl.planning import footprint
 from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.runtime import AgentRows, Runtime
-from agilerl.sizes import VLLM_CPU_CACHE
+from agilerl.sizes import CPU_ROWS, VLLM_CPU_CACHE
 from agilerl.training import memory
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.distributed.together import ends, started
 from tests.models.test_layers import SavedBytes
-from tests.models.two_agents import make_runtime, train_pass
+from tests.models.two_agents import LENGTHS, make_runtime, train_pass
 from tests.tiny_models import qwen2, random_model
 from tests.training.small_runs import SMALL
 
@@ -42,13 +42,13 @@ def longest_row(*overrides: str) -> int:
 
 
 def test_a_layer_by_hand() -> None:
-    # 2 x 8 + 2 x 12 + 2 x 4 + 4 x 20 numbers of 2 bytes, and two inputs of norms in fp32
-    assert layer_bytes(WIDTHS) == 128 * 2 + 2 * 8 * 4
-    assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 320
+    # 2 x 8 + 3 x 12 + 2 x 4 + 4 x 20 numbers of 2 bytes, and two inputs of norms in fp32
+    assert layer_bytes(WIDTHS) == 140 * 2 + 2 * 8 * 4
+    assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 344
     assert saved_bytes(WIDTHS, checkpointing=True) == 3 * 8 * 2
     assert saved_bytes(WIDTHS, checkpointing=False, offload=True) == 0
     assert working_bytes(WIDTHS, restored=False) == 4 * (20 + 8) * 4
-    assert working_bytes(WIDTHS, restored=True) == 4 * (20 + 8) * 4 + 320
+    assert working_bytes(WIDTHS, restored=True) == 4 * (20 + 8) * 4 + 344
     assert head_bytes(WIDTHS, 100, 16) == 3 * 16 * 50 * 4 + 3 * 100 * 8 * 2
     assert head_bytes(WIDTHS, 100) == 3 * 100 * 50 * 4 + 3 * 100 * 8 * 2
 
@@ -63,9 +63,10 @@ def test_a_layer_saves_what_is_counted(dtype: torch.dtype) -> None:
         with torch.autograd.graph.saved_tensors_hooks(counter, lambda tensor: tensor):
             train_pass(runtime)
         saved.append(counter.total)
-    tokens = 7 * 32
+    tokens = sum(-(-sum(own) // CPU_ROWS) * CPU_ROWS for own in LENGTHS)
     measured = (saved[1] - saved[0]) / 3 / tokens
-    assert layer_bytes(Widths.of(runtime.base)) == pytest.approx(measured, rel=0.05)
+    # In attention these short rows are padded by a quarter, to 136 tokens.
+    assert layer_bytes(Widths.of(runtime.base)) == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.model
@@ -165,7 +166,7 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
     forward, added = Runtime.forward, memory.footprint
 
     def counting(runtime: Runtime, rows: list[AgentRows], **options: Any) -> Any:
-        counted.append(sum(part.batch.ids.numel() for part in rows) if torch.is_grad_enabled() else 0)
+        counted.append(sum(part.batch.distinct_tokens for part in rows) if torch.is_grad_enabled() else 0)
         return forward(runtime, rows, **options)
 
     def noted(one: footprint.Held) -> dict[str, float]:
@@ -179,7 +180,8 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
     monkeypatch.setattr(memory, "footprint", noted)
     memory.estimate(session.config, session.population)
     session.population.learn(session.population.rollout())
-    assert max(counted) == held[0].tokens
+    # Estimated are rows of the longest length, each with a prompt of its own.
+    assert 0 < max(counted) <= held[0].tokens
 
 
 ISLANDS = """
