@@ -23,6 +23,10 @@ from agilerl.runs.lock import DirectoryLock
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
 
+ARITHMETIC_VERSION = 2
+"""Raised with every change after which the same seed leads to other bits. An unfinished run of another version is not
+resumed: it would not become what it was going to be. Version 1 did not write it."""
+
 _LOCK = ".lock"
 _RUN_KEYS = {
     "schema_version": int,
@@ -133,6 +137,7 @@ class RunDirectory(RunLayout):
             check_vacant(root, locked=True)
             info = {
                 "schema_version": SCHEMA_VERSION,
+                "arithmetic_version": ARITHMETIC_VERSION,
                 "config": document,
                 "config_sha256": _sha256(document),
                 "seed": int(seed),
@@ -160,8 +165,8 @@ class RunDirectory(RunLayout):
     def open(cls, path: Location) -> Self:
         """Take over the run directory of an unfinished run.
 
-        Raises CheckpointError if it is missing, not a run directory, damaged, in use (with the owner's process id)
-        or finished.
+        Raises CheckpointError if it is missing, not a run directory, damaged, in use (with the owner's process id),
+        finished, or begun by a version that computes other bits.
         """
         root = Path(path)
         read_run(root)
@@ -171,6 +176,7 @@ class RunDirectory(RunLayout):
             run = cls(root, lock, read_run(root))
             if run.is_finished:
                 raise CheckpointError(f"the run in {root} is finished: there is nothing left to do.")
+            _check_arithmetic(root, run.info)
             for folder in (root, run.completions, run.checkpoints):
                 remove_leftovers(folder)
         except BaseException:
@@ -241,6 +247,20 @@ def read_run(path: Location) -> dict[str, Any]:
     if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
         raise CheckpointError(f"{file}: the given settings do not match their sha256; the file was changed or damaged.")
     return info
+
+
+def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a run whose numbers this version would add up in another order."""
+    found = info.get("arithmetic_version", 1)
+    if found == ARITHMETIC_VERSION:
+        return
+    began = info["versions"].get("agilerl")
+    raise CheckpointError(
+        f"the run in {root} was begun with version {shown(found)} of the arithmetic"
+        f"{f' (agilerl {began})' if began else ''}, and this agilerl computes with version {ARITHMETIC_VERSION}: the last "
+        "digits differ, so the rest of the run would not be what it was going to be. Resume it with the agilerl that "
+        "began it, or begin a new run; its agents and checkpoints can be loaded as before."
+    )
 
 
 def run_date(info: Mapping[str, Any]) -> datetime:

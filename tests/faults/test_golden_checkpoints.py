@@ -1,4 +1,4 @@
-"""Checkpoints of an earlier version (d2c6067) are read bit by bit, written the same, and resumed to the same bits."""
+"""Checkpoints of earlier versions are read bit by bit, written the same, and resumed to the same bits."""
 
 import json
 import shutil
@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.algorithms import GRPO
 from agilerl.algorithms.codec import read_state, write_state
 from agilerl.config.manifest import load_manifest
+from agilerl.errors import CheckpointError
 from agilerl.runtime import Runtime
+from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.faults.evidence import differences
 from tests.fixtures.checkpoints.make import HERE, RUNS, finish, machine
@@ -46,3 +49,13 @@ def test_a_run_is_resumed_to_the_same_bits(run: str, tmp_path: Path) -> None:
     if machine() != EXPECTED["machine"]:
         pytest.skip("this processor, or this version of torch, computes other bits than the one that made them")
     assert differences(found, EXPECTED[run]) == []
+
+
+def test_a_run_of_the_arithmetic_before_is_refused_and_its_agents_load(runtime: Runtime, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(HERE / "of_arithmetic_1", tmp_path / "run"))
+    with pytest.raises(CheckpointError, match="begun with version 1 of the arithmetic"):
+        open_run(root, report=print)
+    agents = sorted(root.glob("checkpoints/*/agent_*"))
+    assert agents
+    for folder in agents:
+        assert GRPO.load(folder).steps > 0

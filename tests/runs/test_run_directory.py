@@ -9,6 +9,7 @@ import pytest
 
 from agilerl.errors import CheckpointError
 from agilerl.runs import RunDirectory, collect_hardware, collect_versions, directory, read_run
+from agilerl.runs.directory import ARITHMETIC_VERSION
 
 CONFIG = {"algorithm": {"name": "GRPO", "lr": 5e-6}, "population": {"size": 4}, "limit": float("inf")}
 
@@ -162,6 +163,19 @@ def test_a_changed_run_json_is_refused(tmp_path, change, message):
     run.run_json.write_text(json.dumps({**info, **change}))
     with pytest.raises(CheckpointError, match=message):
         RunDirectory.open(tmp_path)
+
+
+@pytest.mark.parametrize("begun", [None, 1, 3, "2"])
+def test_a_run_of_another_arithmetic_is_read_but_not_resumed(tmp_path, begun):
+    with RunDirectory.create(tmp_path, CONFIG, 7) as run:
+        info = json.loads(run.run_json.read_text())
+    assert info.pop("arithmetic_version") == ARITHMETIC_VERSION
+    run.run_json.write_text(json.dumps(info if begun is None else {**info, "arithmetic_version": begun}))
+    assert read_run(tmp_path)["seed"] == 7
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"begun with version '?{begun or 1}'? of the arithmetic .* version 2"):
+        RunDirectory.open(tmp_path)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(("how", "arguments"), [("create", ", {}, 0"), ("open", "")])
