@@ -17,6 +17,7 @@ from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
+from agilerl.models.quantised import imported_peft
 from agilerl.models.targets import lora_layers
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
@@ -41,7 +42,6 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
 
     Raises ConfigError where there is no such model, and for an architecture that cannot be made from its config.json.
     """
-    from peft import LoraConfig
     from transformers import AutoConfig
 
     config, name = resolved.config, resolved.config.network.pretrained_model_name_or_path
@@ -52,7 +52,7 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
         with torch.device("meta"):
             model = auto_class(found).from_config(found, trust_remote_code=False)
-        lora = LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
+        lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
         scope = resolved.options.lora_target_scope
         shape = shape_of(model, lora, name=name, width=_width(config, found, device), scope=scope)
         return replace(shape, linear_width=_quantised(resolved.options) or shape.width)

@@ -13,6 +13,7 @@ from typing import Any
 
 from agilerl.arguments import nearest, shown
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
+from agilerl.deferred import deferred
 from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
 
@@ -76,15 +77,12 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
     Raises:
         ConfigError: reasoning_gym refuses the parameters; the message carries its reason.
     """
-    from reasoning_gym import create_dataset
-    from reasoning_gym.composite import DatasetSpec
-
-    arguments = dict(params)
+    library, arguments = _library(), dict(params)
     if name == "composite":
-        arguments["datasets"] = [DatasetSpec(**spec) for spec in params["datasets"]]
+        arguments["datasets"] = [library.composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
-            return create_dataset(name, seed=seed, size=size, **arguments)
+            return library.create_dataset(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"a check of its own failed ({type(error).__name__})"
@@ -93,27 +91,22 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
 
 def curricula() -> list[str]:
     """Return the names of the datasets that reasoning_gym has a curriculum for."""
-    from reasoning_gym.factory import has_curriculum
-
-    return [name for name in known_tasks() if has_curriculum(name)]
+    return [name for name in known_tasks() if _library().factory.has_curriculum(name)]
 
 
 def curriculum_attributes(name: str) -> dict[str, int]:
     """Return the attributes of a dataset's curriculum with the highest level of each; none where it has none."""
-    from reasoning_gym.factory import create_curriculum
-
     if name not in curricula():
         return {}
-    return {attribute.name: len(attribute.levels) - 1 for attribute in create_curriculum(name).attributes.values()}
+    found = _library().factory.create_curriculum(name)
+    return {attribute.name: len(attribute.levels) - 1 for attribute in found.attributes.values()}
 
 
 def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[str, Any]:
     """Return the parameters that attributes of a dataset's curriculum stand for at a level, or at their highest."""
-    from reasoning_gym.factory import create_curriculum
-
     if not attributes:
         return {}
-    curriculum = create_curriculum(name)
+    curriculum = _library().factory.create_curriculum(name)
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration()
     # A scalar is one parameter, a range is two.
@@ -146,11 +139,22 @@ def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed
 
 
 def _registry() -> Mapping[str, tuple[type, type]]:
-    import reasoning_gym.composite  # noqa: F401  (registers itself)
-    from reasoning_gym.factory import DATASETS
-
-    registry: Mapping[str, tuple[type, type]] = DATASETS
+    registry: Mapping[str, tuple[type, type]] = _library().factory.DATASETS
     return registry
+
+
+def _library() -> Any:
+    """Return reasoning_gym; cellpylib, which two datasets use and which imports matplotlib, is imported by those."""
+    with deferred("cellpylib", _cellpylib):
+        import reasoning_gym.composite
+        import reasoning_gym.factory
+    return reasoning_gym
+
+
+def _cellpylib() -> Any:
+    import cellpylib
+
+    return cellpylib
 
 
 def _checked_value(what: str, field: Field[Any], value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, ConfigError, WriteError
+from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -28,9 +29,7 @@ Factors = Sequence[tuple[Tensor, Tensor]]
 
 def default_lora_config() -> Any:
     """Rank 16, alpha 32 on every linear layer."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return imported_peft().LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 LARGEST_RANK = 1 << 20
@@ -129,16 +128,15 @@ def read_config(folder: Path) -> Any:
     Raises CheckpointError if it is missing or damaged, and for anything that PEFT would not compute as scale * B A:
     another method, a variant of LoRA, or a rank or scale that is not a number.
     """
-    from peft import LoraConfig
-
+    made = imported_peft().LoraConfig
     try:
         check_file(folder / CONFIG_FILE, _CONFIG_BYTES, error=CheckpointError)
         fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        known = {f.name for f in dataclasses.fields(LoraConfig)}
+        known = {f.name for f in dataclasses.fields(made)}
         given = {name: value for name, value in fields.items() if name in known}
         unknown = {name: value for name, value in fields.items() if name not in known}
         _check_written(folder, given, unknown)
-        config = LoraConfig(**given)
+        config = made(**given)
     except FileNotFoundError as error:
         raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {CONFIG_FILE} is missing") from error
     except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
+from agilerl.deferred import deferred
 from agilerl.errors import ConfigError, how_to_install
 
-# It warns about kernels that are not installed, which only its developers need; and peft always imports it.
+# It warns about kernels that are not installed, which only its developers need.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -69,6 +70,19 @@ def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str
     settings["bnb_4bit_compute_dtype"] = settings["bnb_4bit_compute_dtype"] or dtype
     # A quantised model must be created on its device: it cannot be moved afterwards.
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
+
+
+def imported_peft() -> Any:
+    """Return peft. It imports bitsandbytes, which takes a second: that waits until something of it is used."""
+    with deferred("bitsandbytes", _bitsandbytes):
+        import peft
+    return peft
+
+
+def _bitsandbytes() -> Any:
+    import bitsandbytes
+
+    return bitsandbytes
 
 
 def _check_installed() -> None:

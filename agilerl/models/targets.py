@@ -8,6 +8,7 @@ from torch import nn
 
 from agilerl.bounds import full_matches
 from agilerl.errors import ConfigError
+from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
 
 
@@ -19,6 +20,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     of a mixture, and the router if it is not a linear layer. Raises ConfigError for a target that cannot carry an
     adapter, and if nothing is left.
     """
+    imported_peft()
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 

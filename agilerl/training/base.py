@@ -8,6 +8,7 @@ from agilerl.addresses import is_out_of_reach
 from agilerl.config.base_model import NetworkConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, load_base, load_tokenizer, resolve_model
+from agilerl.models.quantised import imported_peft
 from agilerl.models.targets import lora_layers
 from agilerl.runtime import Runtime
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights
@@ -62,9 +63,7 @@ def _guarded(name: str, load: Callable[[], Loaded]) -> Loaded:
 
 
 def _lora(config: NetworkConfig) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
+    return imported_peft().LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
 
 
 def _spare_retries(name: str) -> None:

@@ -1,0 +1,40 @@
+"""Libraries that another library imports and a run hardly ever uses: imported when something of them is used."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def deferred(name: str, load: Callable[[], Any]) -> Iterator[None]:
+    """Let ``import name`` inside the block bind a stand-in; ``load`` imports the library when it is first used.
+
+    The stand-in passes every attribute on. Only modules that are imported inside the block hold it: afterwards
+    ``import name`` means the library itself, for everybody. Nothing is deferred if the library is missing or has been
+    imported before.
+    """
+    spec = None if name in sys.modules else find_spec(name)
+    if spec is None:
+        yield
+        return
+    stand_in: Any = ModuleType(name)
+    # Without these, code that looks through all modules would ask for them, and import the library.
+    stand_in.__spec__, stand_in.__loader__, stand_in.__file__ = spec, spec.loader, spec.origin
+
+    def withdraw() -> None:
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+
+    def look_up(attribute: str) -> Any:
+        withdraw()
+        return getattr(load(), attribute)
+
+    stand_in.__getattr__ = look_up  # Python asks a module's own __getattr__ for what it lacks
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        withdraw()
