@@ -63,11 +63,12 @@ format: $(READY) ## Format the code and mend what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## Write docs/manifest.md and the typed keywords again from the code
+docs: $(READY) ## Write docs/manifest.md, the typed keywords and the table of names again from the code
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_keywords.py
-	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py
-	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py
+	$(BIN)/python docs/generate_names.py
+	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
+	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -5,13 +5,14 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
-
-import httpx2
 
 from agilerl.errors import ConfigError
+
+if TYPE_CHECKING:  # the command reads manifests with this file before its first output
+    import httpx2
 
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 """Environment variable with the addresses that keys may be sent to, separated by whitespace or commas."""
@@ -24,10 +25,6 @@ _ENCODINGS = ("", "identity", "gzip", "deflate")
 OPENAI = "https://api.openai.com/v1"
 _OWN = {"OPENAI_API_KEY": OPENAI}
 """Keys of known services, with the addresses that they are for."""
-
-
-class AnswerTooLarge(httpx2.HTTPError):
-    """An answer that is longer than any that makes sense."""
 
 
 def check_key(where: str, variable: str, address: str, typed: Iterable[str] = (), *, without: str) -> None:
@@ -88,25 +85,38 @@ def _shown(address: str) -> str:
     return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
 
 
-def request(client: httpx2.Client, method: str, url: Any, *, seconds: float, **arguments: Any) -> httpx2.Response:
+def request(client: "httpx2.Client", method: str, url: Any, *, seconds: float, **arguments: Any) -> "httpx2.Response":
     """Send a request and return the whole answer, of at most 64 MiB, decompressed.
 
     A client's timeouts limit each wait for data, and a server that sends a byte a minute never exceeds them;
     ``seconds`` limits the whole answer. Raises AnswerTooLarge, and whatever the client raises.
     """
+    import httpx2
+
     deadline, content = time.monotonic() + seconds, bytearray()
     headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
     with client.stream(method, url, headers=headers, **arguments) as answer:
         if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
-            raise AnswerTooLarge("the answer is compressed with a method that was not requested")
+            raise _too_large()("the answer is compressed with a method that was not requested")
         for piece in answer.iter_bytes():
             content += piece
             if len(content) > _ANSWER_BYTES:
-                raise AnswerTooLarge(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
+                raise _too_large()(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
             if time.monotonic() > deadline:
                 raise httpx2.ReadTimeout(f"the answer was not complete within {seconds:g} s")
     kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
     return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
+
+
+@cache
+def _too_large() -> type[Exception]:
+    """Return the class of an answer that is longer than any that makes sense."""
+    import httpx2
+
+    class AnswerTooLarge(httpx2.HTTPError):
+        pass
+
+    return AnswerTooLarge
 
 
 _OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
@@ -114,6 +124,8 @@ _OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 def is_out_of_reach() -> bool:
     """Return whether connecting to the hub fails; behind a proxy nothing is tried and the result is False."""
+    from urllib.request import getproxies
+
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

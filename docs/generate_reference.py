@@ -1,10 +1,15 @@
 """Write docs/manifest.md from the models that check a manifest: ``python docs/generate_reference.py [--print]``."""
 
+import ast
+import inspect
 import sys
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -71,15 +76,15 @@ def _table(model: type[BaseModel], *, genes: bool = False) -> str:
     spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
     head = ["key", "type", "default", *(["evolves in"] if genes else []), "meaning"]
     rows = [head, ["---"] * len(head)]
-    for key, field in _leaves(model):
+    for key, field, said in _leaves(model):
         evolves = [spans.get(key, "")] if genes else []
-        meaning = " ".join((field.description or "").split()).replace("``", "`")
+        meaning = " ".join(said.split()).replace("``", "`")
         rows.append([f"`{key}`", _type(field), _default(field), *evolves, meaning])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting with its path; the settings of one gene follow ``rl_hp_selection.<name>``.
+def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every setting with its path and what is said of it; those of one gene follow ``rl_hp_selection.<name>``.
 
     What the entries of a list are is said once, though several lists have the same.
     """
@@ -87,11 +92,33 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
     for name, field in model.model_fields.items():
         inner, is_list = _model(field.annotation), _has_list(field.annotation)
         if inner is None or is_list or field.metadata:  # what a validator turns into a section has other forms as well
-            yield prefix + name, field
+            yield prefix + name, field, _said(model).get(name, "")
         if inner is not None and inner not in listed:
             of_many = "<name>." if get_origin(field.annotation) is dict else ""
             yield from _leaves(inner, f"{prefix}{name}{'[]' if is_list else ''}.{of_many}")
         listed |= {inner} if is_list else set()
+
+
+@cache
+def _said(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings under the fields of a model and of its parents.
+
+    Pydantic can read them too (``use_attribute_docstrings``), but does so when a class is made: with every import.
+    """
+    found = {}
+    for part in reversed(model.__mro__):
+        if part.__module__.startswith("agilerl."):
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, doc in pairwise(tree.body):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(doc, ast.Expr)
+                ):
+                    assert isinstance(doc.value, ast.Constant)
+                    found[field.target.id] = inspect.cleandoc(str(doc.value.value))
+    return found
 
 
 def _has_list(annotation: Any) -> bool:

@@ -44,7 +44,7 @@ def quantization_settings(value: Any) -> Any:
 
 
 class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class QuantizationConfig(_Options):

@@ -62,7 +62,7 @@ class VLLMConfig(BaseModel):
     Raises ConfigError for an unknown name and a value out of range.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share the base."""

@@ -3,7 +3,6 @@
 Everything after this reads the typed result. It is also what goes into run.json, and how it comes back from there.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.arguments import nearest, shown
 from agilerl.bounds import compiled_pattern
+from agilerl.config.algorithm_names import check_gene, check_hyperparameters, check_source, chosen
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.run import GeneConfig, RunConfig
 from agilerl.distributed.topology import Topology, local_share
@@ -24,8 +24,6 @@ from agilerl.hpo.truncation import TruncationSelection
 from agilerl.runs.directory import run_date
 from agilerl.training.graders import own_weights
 from agilerl.validation import validated
-
-_CHOICE = re.compile(r"choice\[(.*)\]")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def resolve(config: RunConfig) -> Resolved:
     """
     algorithms = _algorithms(config)
     # First: what the wrong algorithm says of the others' settings would not help.
-    _check_source(algorithms[0], config.environment.env_type)
+    check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
     starts = [_hyperparameters(config, algorithm) for algorithm in algorithms]
     own_options = _own_options(config)
     options = _options(config, own_options)
@@ -103,31 +101,8 @@ def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
 
     Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
     """
-    written = config.algorithm["name"]
-    choice = _CHOICE.fullmatch(written.strip())
-    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
-    family = GRPO.family()
-    for name in names:
-        if name not in ALGORITHMS:
-            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, ALGORITHMS)}")
-        if choice is not None and name not in family:
-            raise ConfigError(
-                f"algorithm.name={shown(written)}: an agent cannot become {name} or cease to be it; choose among "
-                f"{', '.join(family)}"
-            )
-    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
-        raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
+    names = chosen(config.algorithm["name"], ALGORITHMS, GRPO.family())
     return tuple(ALGORITHMS[name] for name in names)
-
-
-def _check_source(algorithm: type[LLMAlgorithm], env_type: str) -> None:
-    """Raise ConfigError unless the algorithm learns from what the environment offers."""
-    wanted = [algorithm.env_type, *(["multiturn"] if algorithm.env_type == "reasoning" else [])]
-    if env_type not in wanted:
-        raise ConfigError(
-            f"algorithm.name={algorithm.__name__!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
-            f"found {env_type!r}; change one of the two"
-        )
 
 
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
@@ -137,10 +112,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     """
     model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
-    for key in values:
-        if key not in model.model_fields and key not in GRPO.Config.model_fields:  # of which the others say why not
-            known = [*model.model_fields, *SharedOptions.model_fields]
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {nearest(key, known)}")
+    check_hyperparameters(config, model.model_fields, GRPO.Config.model_fields)
     values.setdefault("seed", config.training.seed)
     limit = config.network.max_context_length
     if limit is not None and values.setdefault("max_model_len", limit) != limit:
@@ -202,10 +174,7 @@ def _genes_of(
     found = {}
     for name, wanted in config.mutation.rl_hp_selection.items():
         where = f"mutation.rl_hp_selection.{name}"
-        if name.partition(".")[0] not in model.model_fields:
-            raise ConfigError(
-                f"{where}: {algorithm.__name__} has no hyperparameter {shown(name)}; {nearest(name, names)}"
-            )
+        check_gene(name, algorithm.__name__, model.model_fields, names)
         declared = declared_gene(model, name)
         if declared is None:
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
