@@ -51,6 +51,7 @@ def _command() -> None:
     import typer
 
     from agilerl.cli.app import app
+    from agilerl.cli.process_settings import loading_done
     from agilerl.errors import AgileRLError, WriteError
 
     warnings.showwarning = _warn
@@ -69,6 +70,8 @@ def _command() -> None:
         if type(error).__name__ != "PanicException":
             raise
         _fail(f"a library gave up on a file that it was given, a tokenizer's most likely: {error}", 2)
+    finally:
+        loading_done()  # where the command ended while it was loading
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)

@@ -86,6 +86,9 @@ def train(
 
     agilerl train my.yaml training.pop_size=8 --out runs/mine --seed 1
     """
+    from agilerl.cli.process_settings import apply
+
+    apply()  # before the imports that it makes cheaper
     from agilerl.cli.launch import run_train
 
     run_train(
@@ -116,6 +119,9 @@ def resume(
 
     On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
     """
+    from agilerl.cli.process_settings import apply
+
+    apply()  # before the imports that it makes cheaper
     from agilerl.cli.launch import run_resume
 
     run_resume(run, allow_code=allow_code, allow_changes=allow_changes, quiet=quiet, as_json=as_json)

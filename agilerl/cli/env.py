@@ -1,4 +1,4 @@
-"""``agilerl env``: versions and hardware."""
+"""``agilerl env``: versions, hardware and settings of the process."""
 
 import json
 from typing import Any
@@ -6,12 +6,17 @@ from typing import Any
 from rich.table import Table
 
 from agilerl.cli.output import console
+from agilerl.cli.process_settings import described
 from agilerl.runs.environment import collect_hardware, collect_versions
 
 
 def run_env(*, as_json: bool) -> None:
     """Print what a bug report needs."""
-    found: dict[str, Any] = {"versions": collect_versions(), "hardware": collect_hardware()}
+    found: dict[str, Any] = {
+        "versions": collect_versions(),
+        "hardware": collect_hardware(),
+        "process": described(),
+    }
     if as_json:
         print(json.dumps(found, indent=1, sort_keys=True))
         return

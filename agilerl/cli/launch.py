@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from agilerl.arguments import shown
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import console_of_lines, say
+from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import (
     check_place,
+    check_task,
     configuration,
     default_out,
     fail_without_elite,
     follow,
     found_text,
+    manifest_name,
     opened_run,
     quieten_libraries,
     say_at_once,
@@ -109,7 +113,7 @@ def run_train(
         config = error  # raised where it is known whether several processes meet it: they print it once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:
         raise ConfigError("--resume auto resumes the run in --out, found no --out; name the directory")
-    launch(Request(config, out, resume == "auto", **options))
+    launch(Request(config, out, resume == "auto", **options), manifest_name(arguments))
 
 
 def run_resume(root: Path, **options: bool) -> None:
@@ -117,15 +121,38 @@ def run_resume(root: Path, **options: bool) -> None:
     launch(Request(None, root, True, **options))
 
 
-def launch(request: Request) -> None:
-    """Start the run, or resume it, on as many processes as there are; exits with code 1 if it ends without an elite."""
+def launch(request: Request, manifest: str = "") -> None:
+    """Start the run, or resume it, on as many processes as there are; exits with code 1 if it ends without an elite.
+
+    ``manifest`` is what to call the manifest of a run that starts.
+    """
     config = request.config
-    if isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run:
+    on_ray = isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run
+    together = not on_ray and asked_for(request.distributed)
+    if isinstance(config, RunConfig):
+        request = replace(request, root=_root(request))
+        if not request.silent and not (together and os.environ.get("RANK", "0") != "0"):
+            _announce(request, manifest)
+        check_task(config)
+    if on_ray:
+        assert isinstance(config, RunConfig)
         _on_ray(config, request)
         return
-    finished = _together(request) if asked_for(request.distributed) else _alone(request)
+    finished = _together(request) if together else _alone(request)
     if finished is not None:
         fail_without_elite(finished)
+
+
+def _announce(request: Request, manifest: str) -> None:
+    """Say what is about to be loaded: that takes seconds, in which nothing else would be said."""
+    assert request.root is not None
+    if request.dry_run:
+        what = f"Checking {manifest}"
+    elif request.resumes and (request.root / "run.json").exists():
+        return  # what is resumed, and from where, is said when the run has been read
+    else:
+        what = f"Starting a run of {manifest} in {shown(str(request.root))}"
+    new_console().print(f"{what}: loading the libraries and the model.", soft_wrap=True)
 
 
 def _alone(request: Request) -> Path | None:
@@ -266,6 +293,7 @@ def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
     with topology.world.telling():
         session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
         topology.world.all(None)  # everybody is ready
+    loading_done()
     return session
 
 

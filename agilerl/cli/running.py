@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
+from agilerl.config.algorithm_names import check_names
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
@@ -42,13 +43,35 @@ def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfi
     An argument with ``=`` that is no file is an override. Raises ConfigError for a second manifest, and for what is
     wrong in the first.
     """
-    manifests = [a for a in arguments if "=" not in a or _is_file(a)]
+    manifests = _manifests_in(arguments)
     if len(manifests) > 1:
         raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
     overrides = [a for a in arguments if a not in manifests]
     if seed is not None:
         overrides.append(f"training.seed={seed}")
-    return load_manifest(Path(manifests[0]) if manifests else None, overrides)
+    config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
+    check_names(config)  # torch has not been imported yet
+    return config
+
+
+def manifest_name(arguments: Sequence[str]) -> str:
+    """Return what to call the manifest of a command line."""
+    manifests = _manifests_in(arguments)
+    return shown(manifests[0]) if manifests else "the embedded default"
+
+
+def check_task(config: RunConfig) -> None:
+    """Raise ConfigError for a task or a parameter that reasoning_gym has not; it needs no torch."""
+    e = config.environment
+    family, _, name = (e.task or "").partition(":")
+    if e.env_type != "multiturn" and e.dataset is None and family == "reasoning_gym" and name:
+        from agilerl.envs.upstream import check_params
+
+        check_params(name, e.params)
+
+
+def _manifests_in(arguments: Sequence[str]) -> list[str]:
+    return [a for a in arguments if "=" not in a or _is_file(a)]
 
 
 def _is_file(name: str) -> bool:

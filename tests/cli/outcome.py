@@ -1,6 +1,10 @@
 """What a call of the command line ends with."""
 
+import re
 from dataclasses import dataclass
+
+ANNOUNCED = re.compile(r"(Starting a run of|Checking) .*: loading the libraries and the model\.\n")
+"""What `agilerl train` says before it loads anything, once the command line is known to name what there is."""
 
 
 @dataclass(frozen=True)
@@ -8,3 +12,8 @@ class Outcome:
     code: int
     output: str
     errors: str
+
+    @property
+    def results(self) -> str:
+        """The output without the line that says what is about to be loaded."""
+        return ANNOUNCED.sub("", self.output, count=1)

@@ -17,7 +17,7 @@ Agilerl = Callable[..., Outcome]
 
 def assert_refused(outcome: Outcome, *words: str) -> None:
     assert outcome.code == 2
-    assert outcome.output == ""
+    assert outcome.results == ""
     assert outcome.errors.startswith("error: ")
     assert outcome.errors.count("\n") == 1
     assert "Traceback" not in outcome.errors

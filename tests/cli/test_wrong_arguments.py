@@ -158,7 +158,7 @@ CALLS = [
 def test_one_sentence(arguments: list[str], agilerl: Agilerl, tmp_path: Path) -> None:
     before = sorted(map(str, tmp_path.rglob("*")))
     found = agilerl(*arguments)
-    assert (found.code, found.output) == (2, "")
+    assert (found.code, found.results) == (2, "")
     assert found.errors.startswith("error: ")
     assert found.errors.count("\n") == 1
     assert found.errors[:-1].isprintable()
