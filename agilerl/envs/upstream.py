@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ def _registry() -> Mapping[str, tuple[type, type]]:
     return registry
 
 
+@cache
 def _library() -> Any:
     """Return reasoning_gym; cellpylib, which two datasets use and which imports matplotlib, is imported by those."""
     with deferred("cellpylib", _cellpylib):

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,7 @@ def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
 
 
+@cache
 def imported_peft() -> Any:
     """Return peft. It imports bitsandbytes, which takes a second: that waits until something of it is used."""
     with deferred("bitsandbytes", _bitsandbytes):
