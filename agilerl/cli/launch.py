@@ -131,9 +131,10 @@ def launch(request: Request, manifest: str = "") -> None:
     together = not on_ray and asked_for(request.distributed)
     if isinstance(config, RunConfig):
         request = replace(request, root=_root(request))
-        if not request.silent and not (together and os.environ.get("RANK", "0") != "0"):
+        if not request.silent and (not together or os.environ.get("RANK") == "0"):  # one of them speaks
             _announce(request, manifest)
-        check_task(config)
+        if not together:  # of several processes each would print the error
+            check_task(config)
     if on_ray:
         assert isinstance(config, RunConfig)
         _on_ray(config, request)
