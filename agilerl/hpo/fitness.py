@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtr
 
 from agilerl.arguments import Number, Share, checked
 from agilerl.errors import ConfigError
@@ -89,7 +90,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
         if not math.isfinite(error) or a.mean == b.mean:
             return 0.5
         statistic = math.sqrt(trust) * (a.mean - b.mean) / error if error > 0 else math.copysign(40, a.mean - b.mean)
-        return _student_t(max(a.n + b.n - 2, 1), statistic)
+        return float(stdtr(max(a.n + b.n - 2, 1), statistic))
     if len(a.scores) != len(b.scores):
         raise ConfigError(
             f"Paired comparison needs the same exam for both agents, found {len(a.scores)} and {len(b.scores)} prompts."
@@ -101,14 +102,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     difference = np.concatenate([difference / largest, (1.0, -1.0)])
     count = difference.size
     statistic = difference.mean() / (difference.std(ddof=1) / math.sqrt(count))
-    return _student_t(count - 1, math.sqrt(trust) * statistic)
-
-
-def _student_t(freedom: float, statistic: float) -> float:
-    """Return Student's cumulative distribution."""
-    from scipy.special import stdtr  # takes a fifth of a second to import, and the first selection needs it first
-
-    return float(stdtr(freedom, statistic))
+    return float(stdtr(count - 1, math.sqrt(trust) * statistic))
 
 
 @checked

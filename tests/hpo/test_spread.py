@@ -5,8 +5,7 @@ import pytest
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene
-from agilerl.hpo.spread import _sobol, initial_hyperparameters
-from agilerl.streams import stream
+from agilerl.hpo.spread import initial_hyperparameters
 
 GENES = {
     "lr": Gene("lr", "float", min=1e-7, max=1e-3),
@@ -58,14 +57,3 @@ def test_init_same_copies_the_configuration():
 def test_bad_starts_raise(changes, message):
     with pytest.raises(ConfigError, match=message):
         initial_hyperparameters(**{"genes": GENES, "base_values": BASE, "size": 4, "seed": 0, **changes})
-
-
-@pytest.mark.parametrize("dimensions", [1, 2, 3, 7, 31, 32, 33])
-def test_the_points_are_those_of_scipy_to_the_bit(dimensions):
-    from scipy.stats import qmc
-
-    for count, seed in ((1, 0), (2, 1), (3, 42), (16, 7), (100, 2**40)):
-        expected = qmc.Sobol(dimensions, scramble=True, rng=stream(seed, "initial spread")).random_base2(
-            max(count - 1, 0).bit_length()
-        )[:count]
-        assert np.array_equal(_sobol(dimensions, count, seed), expected)
