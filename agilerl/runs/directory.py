@@ -254,12 +254,10 @@ def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
     found = info.get("arithmetic_version", 1)
     if found == ARITHMETIC_VERSION:
         return
-    began = info["versions"].get("agilerl")
     raise CheckpointError(
-        f"the run in {root} was begun with version {shown(found)} of the arithmetic"
-        f"{f' (agilerl {began})' if began else ''}, and this agilerl computes with version {ARITHMETIC_VERSION}: the last "
-        "digits differ, so the rest of the run would not be what it was going to be. Resume it with the agilerl that "
-        "began it, or begin a new run; its agents and checkpoints can be loaded as before."
+        f"the run in {root} was started with version {shown(found)} of the arithmetic, this agilerl computes with version "
+        f"{ARITHMETIC_VERSION}: it rounds differently, so the run cannot be resumed to the same bits. Resume it with the "
+        "agilerl that started it, or start a new run; its agents can still be loaded."
     )
 
 

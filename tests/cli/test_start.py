@@ -87,7 +87,7 @@ def test_a_misspelt_task_or_parameter_is_found_without_torch(override: str, word
 
 
 NEEDLESS = (
-    *("bitsandbytes", "matplotlib", "cellpylib", "networkx", "scipy.stats", "pandas", "ray", "datasets", "vllm"),
+    *("bitsandbytes", "matplotlib", "cellpylib", "networkx", "pandas", "ray", "datasets", "vllm"),
     *("plotly", "sklearn", "deepspeed", "torch._inductor.compile_fx", "gem", "textarena", "openenv"),
 )
 

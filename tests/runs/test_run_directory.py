@@ -173,7 +173,7 @@ def test_a_run_of_another_arithmetic_is_read_but_not_resumed(tmp_path, begun):
     run.run_json.write_text(json.dumps(info if begun is None else {**info, "arithmetic_version": begun}))
     assert read_run(tmp_path)["seed"] == 7
     before = tree(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"begun with version '?{begun or 1}'? of the arithmetic .* version 2"):
+    with pytest.raises(CheckpointError, match=rf"started with version '?{begun or 1}'? of the arithmetic.* version 2"):
         RunDirectory.open(tmp_path)
     assert tree(tmp_path) == before
 
