@@ -580,7 +580,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
         check_algorithm(state, cls.__name__, cls.Config.model_fields)
         check_restored(state.own_loss, loss)
-        agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
+        with runtime.store.undrawn():  # the weights of the state take the place of the first ones
+            agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
         restore(agent, state, with_optimizer=True)
         return agent
 

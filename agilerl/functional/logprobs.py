@@ -95,11 +95,14 @@ class _LinearLogProbs(torch.autograd.Function):
         for part in _tiles(hidden.shape[0], head.rows):
             tile, factor = _tile(hidden, temperature, part, head)
             logp[part] = tile.gather(-1, targets[part, None]).squeeze(-1)
+            if not (head.entropy or head.jacobian):
+                continue
+            probabilities = tile.exp()
             if head.entropy:
-                entropies[part] = -(tile.exp() * _finite(tile)).sum(-1)
+                entropies[part] = -(probabilities * _finite(tile)).sum(-1)
             if head.jacobian:
                 # d log p_target / d logit_j = 1[j = target] - p_j
-                slope = tile.exp_().neg_()
+                slope = probabilities.neg_()
                 slope.scatter_add_(1, targets[part, None], torch.ones_like(slope[:, :1]))
                 slopes[part] = _matmul(slope.mul_(factor).to(head.weight.dtype), head.weight)
         ctx.save_for_backward(hidden, temperature, entropies, slopes)

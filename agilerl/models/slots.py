@@ -65,6 +65,7 @@ class AdapterStore:
         self.batch_rows = 0
         """Rows of the current batch, rows of the base model alone included; 0 if unknown."""
         self.ranks: list[int] = []
+        self._draws = True
         self._free: list[int] = []
         self._measure()
         self._allocate_banks(0)
@@ -207,6 +208,15 @@ class AdapterStore:
         for bank in (self.exp_avg, self.exp_avg_sq, self.steps):
             bank[slot] = 0
 
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Leave new adapters zero while the context is open, because something else will be written into them."""
+        self._draws = False
+        try:
+            yield
+        finally:
+            self._draws = True
+
     # -- contents -------------------------------------------------------------------------------------------------
 
     def initialise(self, slot: int, seed: int) -> None:
@@ -215,6 +225,8 @@ class AdapterStore:
         The draw depends only on the seed and the layer: members of a population that share a seed start from the same
         A, and differ only by their hyperparameters and samples.
         """
+        if not self._draws:
+            return
         for i, layer in enumerate(self.layers):
             rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)
             draw = streams.uniforms(seed, "lora_init", (i,), rank * layer.in_features)

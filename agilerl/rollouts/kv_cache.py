@@ -58,8 +58,9 @@ class RaggedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             for name in ("keys", "values"):
                 line = getattr(layer, name).transpose(1, 2).flatten(0, 1)
-                buffer = line.new_zeros((places.shape[0], line.shape[1], capacity, line.shape[2]))
+                buffer = line.new_empty((places.shape[0], line.shape[1], capacity, line.shape[2]))
                 buffer[:, :, : places.shape[1]] = line[places].transpose(1, 2)
+                buffer[:, :, places.shape[1] :] = 0  # the mask hides what is not there yet, but 0 x NaN is NaN
                 setattr(layer, name, buffer)
 
     def select(self, rows: Tensor) -> None:
