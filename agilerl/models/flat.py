@@ -26,6 +26,9 @@ class Rows(NamedTuple):
     """[B] tokens of each."""
     prompts: Prompts | None = None
     """What rows begin with, to be computed once; None: nothing."""
+    known: Tensor | None = None
+    """[B] tokens at the beginning of each row, not all of it, whose keys and values are known. Attention finds them
+    after those of the line, all rows' side by side. None: none are. Not together with ``prompts``."""
 
 
 class _Block(NamedTuple):
@@ -54,13 +57,13 @@ class FlatRows:
     queries: Tensor
     """Places of the tokens that attention reads as queries, block after block."""
     keys: Tensor
-    """Places of those that it reads as keys and values."""
+    """Places of those that it reads as keys and values; beyond the line, those that were known."""
     answers: Tensor
     """[N] where each token is among the queries."""
     blocks: tuple[_Block, ...]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend with queries ``[N, heads, 1, d]`` to ``[N, shared, 1, d]``; returns ``[N, 1, heads, d]``.
+        """Attend with queries ``[N, heads, 1, d]`` to keys ``[N or more, shared, 1, d]``; returns ``[N, 1, heads, d]``.
 
         Each key-value head serves ``heads / shared`` query heads.
         """
@@ -96,27 +99,30 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     """
     begin = 0
     ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
-    for batch in batches:
-        prompts = batch.prompts or Prompts(_NONE, _NONE, torch.full((len(batch.ids),), -1))
+    cuts = [_sequences(batch) for batch in batches]
+    after = sum(-(-int(lengths.sum()) // CPU_ROWS) * CPU_ROWS for _, _, lengths in cuts)
+    for batch, (prompts, skipped, lengths) in zip(batches, cuts):
         different, rows = len(prompts.rows), len(batch.ids)
-        skipped = torch.cat([prompts.lengths, torch.zeros(1, dtype=torch.int64)])[prompts.of]
-        # A prompt is a sequence of its own; a row's sequence is what follows it, or else the whole row.
-        lengths = torch.cat([prompts.lengths, batch.lengths - skipped])
         places = begin + lengths.cumsum(0) - lengths
         count = int(lengths.sum())
         spare = -count % CPU_ROWS
         line = torch.arange(begin, begin + count)
         sequence = torch.repeat_interleave(torch.arange(different + rows), lengths)
-        position = line - (places - torch.cat([torch.zeros(different, dtype=torch.int64), skipped]))[sequence]
+        position = line - (places - torch.cat([_NONE.new_zeros(different), skipped]))[sequence]
         row = torch.cat([prompts.rows, torch.arange(rows)])[sequence]
-        ids += [batch.ids[row, position], batch.ids[row[:1], 0].expand(spare)]
-        positions += [position, position.new_zeros(spare)]
+        tokens = batch.ids[row, position]
+        ids += [tokens, tokens[:1].expand(spare)]
+        positions += [position, position[:1].expand(spare)]
         # The padding of a batch reads what its first token reads.
         readers += [line, line[:1].expand(spare)]
-        before = torch.cat([places[:different], places.new_zeros(1)])[prompts.of]
+        if batch.known is None:
+            before = torch.cat([places[:different], places.new_zeros(1)])[prompts.of]
+        else:
+            before = after + batch.known.cumsum(0) - batch.known
+            after += int(batch.known.sum())
         prefix = [
             torch.cat([places[:different], before]),
-            torch.cat([torch.zeros(different, dtype=torch.int64), skipped]),
+            torch.cat([_NONE.new_zeros(different), skipped]),
         ]
         sequences.append(torch.stack([*prefix, places, lengths]))
         token = torch.minimum(torch.arange(batch.ids.shape[1]), batch.lengths[:, None] - 1)
@@ -127,6 +133,18 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     queries, keys, answers, blocks = _blocks(torch.cat(sequences, dim=1), begin, dtype, exact=exact)
     answers = answers[torch.cat(readers)]
     return FlatRows(torch.cat(ids), torch.cat(positions), tuple(parts), tuple(sources), queries, keys, answers, blocks)
+
+
+def _sequences(batch: Rows) -> tuple[Prompts, Tensor, Tensor]:
+    """Return the prompts of a batch, the tokens before each row's own sequence, and the lengths of all sequences.
+
+    A prompt is a sequence of its own; a row's is what follows its prompt, or what is known, or else the whole row.
+    """
+    prompts = batch.prompts or Prompts(_NONE, _NONE, torch.full((len(batch.ids),), -1))
+    skipped = batch.known
+    if skipped is None:
+        skipped = torch.cat([prompts.lengths, _NONE.new_zeros(1)])[prompts.of]
+    return prompts, skipped, torch.cat([prompts.lengths, batch.lengths - skipped])
 
 
 def _blocks(

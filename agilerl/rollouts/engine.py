@@ -1,8 +1,8 @@
 """What is asked for: samples of a task by a population (``Ask``), completions by an engine (``GenerationRequest``)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Split
@@ -76,10 +76,22 @@ class Ask:
         """What the samples are for: training and exams never share draws."""
         return "rollout" if self.split == "train" else self.split
 
-    def generation(self, prompt_ids: Sequence[int], samples: int, *key: int) -> "GenerationRequest":
+    def generation(
+        self, prompt_ids: Sequence[int], samples: int, *key: int, conversation: "Conversation | None" = None
+    ) -> "GenerationRequest":
         """Return what the engine is asked for: completions of a prompt, with ``key`` added to the ask's own."""
-        sampling = self.sampling(len(prompt_ids))
-        return GenerationRequest(self.slot, prompt_ids, samples, sampling, self.purpose, (*self.key, *key))
+        sampling, keys = self.sampling(len(prompt_ids)), (*self.key, *key)
+        return GenerationRequest(self.slot, prompt_ids, samples, sampling, self.purpose, keys, conversation)
+
+
+@dataclass
+class Conversation:
+    """What an engine may keep of one conversation from a completion to the next one. It belongs to who leads it."""
+
+    token_ids: Sequence[int] = ()
+    """Tokens whose keys and values are kept."""
+    kept: Any = None
+    """These, as the engine has them."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,8 @@ class GenerationRequest:
     """Names the random stream, so that training and evaluation never share draws."""
     key: tuple[int, ...] = ()
     """Sample s draws from the stream ``(seed, purpose, *key, s)``: which rows share a batch cannot matter."""
+    conversation: Conversation | None = field(default=None, compare=False)
+    """Of which this is the next completion; with one sample only. What it kept saves computing these tokens again."""
 
 
 class RolloutEngine(Protocol):

@@ -1,5 +1,6 @@
 """Asks of a multi-turn environment: the episodes of all agents advance together, turn by turn, in one decode batch."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +13,10 @@ from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import decode_completions
 from agilerl.envs.stepping import call_all
 from agilerl.errors import EnvError
-from agilerl.rollouts.engine import Ask, RolloutEngine
+from agilerl.rollouts.engine import Ask, Conversation, RolloutEngine
 from agilerl.rollouts.failures import Failure
 from agilerl.rollouts.rollout import CollectReport
+from agilerl.sizes import UNIT_ROWS
 
 
 @dataclass
@@ -26,6 +28,7 @@ class _Playing:
     """Of the ask, among all of them."""
     sample: int
     episode: Episode
+    conversation: Conversation | None = None
     lost: bool = field(default=False)
     """Its environment does not answer any more, or broke off: nobody uses it again."""
     failure: Failure | None = None
@@ -55,6 +58,7 @@ def collect_episodes(
         for number, ask in enumerate(asks)
         for sample in range(ask.samples)
     ]
+    _let_engine_keep(playing)
     _call(task, playing, [partial(p.episode.begin, p.ask.place.row["seed"]) for p in playing])
     _check_pure(playing)
     report.reward += perf_counter() - start
@@ -68,6 +72,8 @@ def collect_episodes(
         acting = [(p, c, text) for p, c, text in zip(live, completions, texts) if c.finish_reason != "oom"]
         _call(task, [p for p, _, _ in acting], [partial(p.episode.act, c, text) for p, c, text in acting])
         for p, completion in zip(live, completions):
+            if p.episode.done:
+                p.conversation = None
             if completion.finish_reason == "oom":
                 p.fail("oom", "memory does not hold a single completion")
         report.reward += perf_counter() - start
@@ -110,8 +116,19 @@ def _call(task: EpisodeTask, playing: Sequence[_Playing], calls: Sequence[Callab
 def _complete(engine: RolloutEngine, live: Sequence[_Playing], turn: int) -> list[Completion]:
     """Return the next completion of every episode, all of them decoded together."""
     # Turn t of sample s draws from a stream of its own, whatever else is in the batch.
-    requests = [p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample) for p in live]
+    requests = [p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, conversation=p.conversation) for p in live]
     return [group[0] for group in engine.generate(requests)]
+
+
+def _let_engine_keep(playing: Sequence[_Playing]) -> None:
+    """Let the engine keep the caches of episodes from turn to turn, for agents with few enough to hold them in memory.
+
+    It depends on the agent alone: what was kept decides the last bits of what follows.
+    """
+    of_slot = Counter(p.ask.slot for p in playing)
+    for p in playing:
+        if of_slot[p.ask.slot] <= UNIT_ROWS:
+            p.conversation = Conversation()
 
 
 def _check_pure(playing: Sequence[_Playing]) -> None:

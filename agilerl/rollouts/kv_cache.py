@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+Kept = list[tuple[Tensor, Tensor]]
+"""Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
 
-class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
+
+class _RaggedLayer(CacheLayerMixin):
     """Keys and values ``[rows, heads, capacity, head_dim]`` of one attention layer."""
 
     def __init__(self, owner: "RaggedCache") -> None:
@@ -19,7 +22,11 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         positions = self._owner.positions
-        if positions is None:  # prefill: every row starts at 0
+        if positions is None:  # prefill
+            kept = self._owner.kept
+            if kept is not None:
+                place = self._owner.layers.index(self)
+                key_states, value_states = (torch.cat(x) for x in zip((key_states, value_states), kept[place]))
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
         assert self.keys is not None
@@ -40,12 +47,14 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-class RaggedCache(Cache):  # type: ignore[misc]
+class RaggedCache(Cache):
     """Prefill once, then decode one token a row, each row at its own position."""
 
     def __init__(self, num_layers: int) -> None:
         self.positions: Tensor | None = None
         """[rows] where the next key of each row goes; None while prefilling."""
+        self.kept: Kept | None = None
+        """Keys and values of tokens that the prefill need not compute: of each layer, after those that it computes."""
         self.visible = 0
         """How many positions of the buffers the next step attends to; a row's own length is enforced by the mask."""
         super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
@@ -62,6 +71,11 @@ class RaggedCache(Cache):  # type: ignore[misc]
                 buffer[:, :, : places.shape[1]] = line[places].transpose(1, 2)
                 buffer[:, :, places.shape[1] :] = 0  # the mask hides what is not there yet, but 0 x NaN is NaN
                 setattr(layer, name, buffer)
+
+    def of_row(self, row: int, length: int) -> Kept:
+        """Return a copy of a row's keys and values, up to ``length`` tokens."""
+        parts = ((layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in self.layers)
+        return [tuple(part.transpose(0, 1).unsqueeze(2).clone() for part in pair) for pair in parts]
 
     def select(self, rows: Tensor) -> None:
         """Keep some rows, in the given order."""

@@ -18,7 +18,7 @@ from agilerl.models.kernels import asking, attend_decoding
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
-from agilerl.rollouts.kv_cache import RaggedCache
+from agilerl.rollouts.kv_cache import Kept, RaggedCache
 from agilerl.rollouts.sampling import RowSettings, draw
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
@@ -145,6 +145,8 @@ class _Decoder:
         self.uniforms = torch.from_numpy(self._uniforms(settings)).to(self.base.device)
         self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
         self.logps = torch.zeros((len(self.rows), self.steps))
+        self.kept: dict[int, Kept] = {}
+        """By row, what conversations go on with; they get it when the whole batch is done."""
         self.ended: list[str] = [""] * len(self.rows)
         self.produced = [0] * len(self.rows)
 
@@ -175,6 +177,7 @@ class _Decoder:
                 break
             keep = self._surviving(live, running)
             if keep is not None:
+                self._remember(cache, live, torch.isin(torch.arange(len(live)), keep, invert=True))
                 live, running, lengths, tokens = live[keep], running[keep], lengths[keep], tokens[keep]
                 seen = None if seen is None else seen[keep]
                 cache.select(self._pad_rows(keep))
@@ -182,7 +185,20 @@ class _Decoder:
                 seen[torch.arange(len(live)), tokens] = True
             logits = self._step(cache, live, tokens, lengths)
             lengths = lengths + running  # a finished row keeps overwriting one position that nobody reads
+        self._remember(cache, live, torch.ones(len(live), dtype=torch.bool))
+        for row, kept in self.kept.items():
+            request, count = self.requests[self.rows[row][0]], self.produced[row]
+            assert request.conversation is not None
+            said = self.tokens[row, : count - 1].tolist()
+            request.conversation.token_ids, request.conversation.kept = [*request.prompt_ids, *said], kept
         return self.rows, [self._completion(i) for i in range(len(self.rows))]
+
+    def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:
+        """Keep what was computed of rows that leave the batch; the last token drawn was not."""
+        for place in torch.nonzero(over)[:, 0].tolist():
+            row = int(live[place])
+            if self.requests[self.rows[row][0]].conversation is not None and self.base.flattens and self.produced[row]:
+                self.kept[row] = cache.of_row(place, int(self.lengths[row]) + self.produced[row] - 1)
 
     def _prefill(self, cache: RaggedCache) -> tuple[Tensor, Tensor | None]:
         """Run each prompt once per unit; returns the first logits ``[R, V]`` and, if needed, the tokens seen."""
@@ -195,7 +211,7 @@ class _Decoder:
                 per_unit[unit] += 1
             source.append(len(prompts) - 1)
         device, rows = self.base.device, torch.tensor(source)
-        hidden, places = self._prompts([self.requests[request].prompt_ids for _, request in prompts], per_unit, cache)
+        hidden, places = self._prompts([self.requests[request] for _, request in prompts], per_unit, cache)
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
         cache.expand(places[self._pad_rows(rows)].to(device), self.capacity)
@@ -209,21 +225,25 @@ class _Decoder:
         return self.base.logits(last)[rows], seen
 
     def _prompts(
-        self, prompts: Sequence[Sequence[int]], per_unit: Sequence[int], cache: RaggedCache
+        self, requests: Sequence[GenerationRequest], per_unit: Sequence[int], cache: RaggedCache
     ) -> tuple[Tensor, Tensor]:
-        """Compute the prompts of all units, which fill the cache.
+        """Compute the prompts of all units, which fill the cache; what a conversation has kept is not computed again.
 
-        Returns hidden states ``[N, H]``, and ``[prompts, length]`` which of these each token is; after the end of a
-        prompt, its last one.
+        Returns hidden states ``[N, H]``, and ``[prompts, length]`` where the cache has each token; those that were
+        computed have the same place among the states. After the end of a prompt it is that of its last token.
         """
-        base, store = self.base, self.engine.store
+        base, store, prompts = self.base, self.engine.store, [request.prompt_ids for request in requests]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         length = int(lengths.max())
         if base.flattens:
             ids = torch.zeros((len(prompts), length), dtype=torch.int64)
             ids[torch.arange(length) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
-            units = zip(torch.split(ids, list(per_unit)), torch.split(lengths, list(per_unit)))
-            rows = flatten([Rows(*unit) for unit in units], base.dtype, exact=base.device.type == "cpu")
+            known = torch.tensor([_known(request) for request in requests])
+            cache.kept = _kept(requests, known.tolist(), base.num_layers)
+            columns = [ids, lengths] if cache.kept is None else [ids, lengths, known]
+            units = zip(*(torch.split(column, list(per_unit)) for column in columns))
+            of_units = [Rows(unit[0], unit[1], known=unit[2] if len(unit) > 2 else None) for unit in units]
+            rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
             with store.routed(self._route(rows.parts)):
                 return base.flat(rows.to(base.device), past_key_values=cache), torch.cat(rows.sources)
         width = padded_length(length)
@@ -291,6 +311,26 @@ class _Decoder:
     def _completion(self, row: int) -> Completion:
         count = self.produced[row]
         return Completion(self.tokens[row, :count].tolist(), self.logps[row, :count].tolist(), self.ended[row])  # type: ignore[arg-type]
+
+
+def _known(request: GenerationRequest) -> int:
+    """Return how many tokens at the beginning of a prompt its conversation has kept, at most all but the last one."""
+    said = request.conversation.token_ids if request.conversation is not None else ()
+    prompt = request.prompt_ids[: len(request.prompt_ids) - 1]
+    if list(said[: len(prompt)]) == list(prompt[: len(said)]):
+        return min(len(said), len(prompt))
+    return next(i for i, (ours, theirs) in enumerate(zip(said, prompt)) if ours != theirs)
+
+
+def _kept(requests: Sequence[GenerationRequest], known: Sequence[int], layers: int) -> Kept | None:
+    """Return the keys and values of the known tokens of all prompts, side by side; None if none are known."""
+    own = [(r.conversation.kept, count) for r, count in zip(requests, known) if r.conversation is not None and count]
+    if not own:
+        return None
+    return [
+        (torch.cat([kept[i][0][:count] for kept, count in own]), torch.cat([kept[i][1][:count] for kept, count in own]))
+        for i in range(layers)
+    ]
 
 
 assert LENGTH_MULTIPLE % CPU_ROWS == 0

@@ -256,8 +256,8 @@ def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
         return
     raise CheckpointError(
         f"the run in {root} was started with version {shown(found)} of the arithmetic, this agilerl computes with "
-        f"version {ARITHMETIC_VERSION}: it rounds differently, so the run cannot be resumed to the same bits. Resume it "
-        "with the agilerl that started it, or start a new run; its agents can still be loaded."
+        f"version {ARITHMETIC_VERSION}: it rounds differently, so the run cannot be resumed to the same bits. Resume "
+        "it with the agilerl that started it, or start a new run; its agents can still be loaded."
     )
 
 

@@ -1,0 +1,136 @@
+"""What the engine keeps of a conversation: only new tokens are computed, with the completions of a new start."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from agilerl.rollouts import GenerationRequest, SamplingSettings, torch_engine
+from agilerl.rollouts.engine import Conversation
+from agilerl.runtime import Runtime
+from agilerl.sizes import CPU_ROWS
+from tests.rollouts.test_torch_engine import make_runtime, prompt
+from tests.tiny_models import llama, qwen2
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return make_runtime()
+
+
+def turn(number: int, texts: list[list[int]], conversations: list[Conversation | None]) -> list[GenerationRequest]:
+    """Return the requests of a turn: of two agents and the base, with completions of several lengths."""
+    return [
+        GenerationRequest(
+            (0, 2, None)[i % 3], text, 1, SamplingSettings(max_new_tokens=4 + 3 * (i % 2)), key=(i, number),
+            conversation=conversation,
+        )
+        for i, (text, conversation) in enumerate(zip(texts, conversations))
+    ]  # fmt: skip
+
+
+def play(runtime: Runtime, *, keep: bool = True, members: Sequence[int] = range(6)) -> list[list[float]]:
+    """Play three turns of some of six conversations; returns the log-probs of all that was said."""
+    texts = [prompt(i, 6 + 5 * i) for i in range(6)]
+    conversations = [Conversation() if keep else None for _ in range(6)]
+    said: list[list[float]] = [[] for _ in range(6)]
+    for number in range(3):
+        asked = turn(number, texts, conversations)
+        found = runtime.engine.generate([asked[i] for i in members])
+        for i, (completion,) in zip(members, found):
+            assert completion.logprobs is not None
+            said[i] += completion.logprobs
+            texts[i] = [*texts[i], *completion.token_ids, *prompt(100 * number + i, 3)]
+    return said
+
+
+@pytest.mark.parametrize("config", [qwen2(), llama()], ids=["qwen2", "llama"])
+def test_completions_are_those_of_a_new_start(config: object) -> None:
+    runtime = make_runtime(config)
+    kept, fresh = play(runtime), play(runtime, keep=False)
+    for ours, theirs in zip(kept, fresh):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("members", [(0, 3), (1, 4), (0, 2, 3, 5)])
+def test_the_bits_of_an_agent_are_its_own(runtime: Runtime, members: Sequence[int]) -> None:
+    together, apart = play(runtime), play(runtime, members=members)
+    for i in members:
+        assert apart[i] == together[i]
+
+
+def test_agents_that_take_turns_change_nothing(runtime: Runtime) -> None:
+    expected, before = play(runtime), runtime.engine.max_rows
+    try:
+        runtime.engine.max_rows = 2
+        assert play(runtime) == expected
+    finally:
+        runtime.engine.max_rows = before
+
+
+def computed(runtime: Runtime, texts: list[list[int]], conversations: list[Conversation | None]) -> list[int]:
+    """Return the tokens of each pass over several prompts, and of the steps after it."""
+    seen = []
+    hook = runtime.base.body.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    runtime.engine.generate(turn(0, texts, conversations))
+    hook.remove()
+    return seen
+
+
+def test_only_what_is_new_is_computed(runtime: Runtime) -> None:
+    """So the tokens that an episode costs grow as its length does, not as its length times its turns."""
+    conversation, text, tokens = Conversation(), prompt(0, 40), []
+    for number in range(5):
+        request = turn(number, [text], [conversation])
+        tokens.append(computed(runtime, [text], [conversation])[0])
+        text = [*conversation.token_ids, *prompt(number + 50, 12)]
+        assert request[0].prompt_ids != text
+    assert tokens[0] == -(-40 // CPU_ROWS) * CPU_ROWS
+    assert tokens[1:] == [CPU_ROWS] * 4
+    assert len(text) > 40 + 4 * 12
+
+
+def test_a_history_that_was_rewritten_is_computed_from_there(runtime: Runtime) -> None:
+    conversation, text = Conversation(), prompt(0, 40)
+    runtime.engine.generate(turn(0, [text], [conversation]))
+    changed = [*text[:20], 63 - text[20], *text[21:]]
+    assert computed(runtime, [changed], [replace(conversation)])[0] == -(-20 // CPU_ROWS) * CPU_ROWS
+    shorter = text[:30]
+    assert computed(runtime, [shorter], [replace(conversation)])[0] == CPU_ROWS  # the last token, to go on from it
+    fresh = runtime.engine.generate(turn(0, [changed], [None]))[0][0]
+    again = runtime.engine.generate(turn(0, [changed], [conversation]))[0][0]
+    assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+    assert conversation.token_ids == [*changed, *again.token_ids[:-1]]
+
+
+def test_nothing_is_kept_of_a_batch_that_fails(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed again in smaller batches, from what was kept before."""
+    expected, step, steps = play(runtime), torch_engine._Decoder._step, []
+
+    def short_of_memory(decoder: Any, *arguments: Any) -> torch.Tensor:
+        steps.append(len(decoder.rows))
+        if len(steps) == 7:  # in the second turn
+            raise MemoryError
+        return step(decoder, *arguments)
+
+    monkeypatch.setattr(torch_engine._Decoder, "_step", short_of_memory)
+    found = play(runtime)
+    assert steps[6] == 6
+    assert runtime.limits.decode_rows == 3
+    runtime.limits.decode_rows = None
+    for ours, theirs in zip(found, expected):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_base_that_pads_its_rows_keeps_nothing() -> None:
+    runtime = make_runtime()
+    runtime.base.flattens = False
+    conversation = Conversation()
+    runtime.engine.generate(turn(0, [prompt(0, 9)], [conversation]))
+    assert conversation == Conversation()
