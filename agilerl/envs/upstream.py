@@ -7,8 +7,9 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import MISSING, Field, fields
-from functools import cache
+from copy import copy
+from dataclasses import MISSING, Field, fields, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 """Datasets that draw from Python's or numpy's global generator (found by running all of them; a test repeats it)."""
+WORD_READERS = frozenset({"spell_backward"})
+"""Datasets that read and filter a hundred thousand words whatever seed and size are: done once for their parameters."""
 MOST_BYTES = 64 * 2**20
 """Of such a file."""
 EVALUATED = frozenset(
@@ -83,11 +86,22 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         arguments["datasets"] = [library.composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
+            if name in WORD_READERS and "data_file" not in arguments:
+                made = copy(_words_read(name, tuple(arguments.items())))
+                made.config = replace(made.config, seed=seed, size=size)
+                made.seed, made.size = seed, size
+                return made
             return library.create_dataset(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"a check of its own failed ({type(error).__name__})"
         raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
+
+
+@lru_cache(maxsize=8)
+def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
+    """Return a dataset on the words that reasoning_gym brings along."""
+    return _library().create_dataset(name, seed=0, **dict(arguments))
 
 
 def curricula() -> list[str]:

@@ -6,11 +6,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -48,18 +49,13 @@ def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
 
 def render(runs: Sequence[RunRecord]) -> str:
     """Return the page as a string."""
-    # Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
-    environment = Environment(
-        loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.filters |= {"script_json": script_json}
     y_range = _common_range(runs)
     views = [_view(position, run, y_range) for position, run in enumerate(runs)]
     library, script = inline_script(get_plotlyjs()), inline_script(_resource("script.js.jinja"))
     names = _distinct_names(runs)
     for view, name in zip(views, names):
         view["name"] = name
-    return environment.get_template("page.html.jinja").render(
+    return _page().render(
         title="agilerl: " + ", ".join(names),
         runs=views,
         comparison=comparison(runs, names) if len(runs) > 1 else None,
@@ -68,6 +64,19 @@ def render(runs: Sequence[RunRecord]) -> str:
         script=Markup(script),
         policy=_content_policy(library, script),
     )
+
+
+@cache
+def _page() -> Template:
+    """Compile the template, once; nothing that a run says gets into it.
+
+    Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
+    """
+    environment = Environment(
+        loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"script_json": script_json}
+    return environment.get_template("page.html.jinja")
 
 
 def script_json(value: Any) -> Markup:
