@@ -1,18 +1,20 @@
 """Kill runs with SIGKILL, resume them until they are done, and compare every file with an uninterrupted run.
 
-    python benchmarking/kill_everywhere.py OUT [--random 100] [--every]
+    python benchmarking/kill_everywhere.py OUT [--random 100] [--every | --few]
 
 First at random moments; then at every failpoint (before each operation on the run directory, half-way through each
 write, before and after each clone and mutation) of a process that resumes a run, goes through a selection and two
 checkpoints, and finishes it. Failpoints that leave the same files but for what lies under hidden temporary
-names are one case (see ``Surveyor``), of which one failpoint is tried; ``--every`` tries them all. Prints one JSON
-object; the exit code is 1 where anything differs.
+names are one case (see ``Surveyor``), of which one failpoint is tried; ``--every`` tries them all, ``--few`` one of
+as many cases as it takes for each operation on each kind of file. Prints one JSON object; the exit code is 1 where
+anything differs.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -167,12 +169,13 @@ class EveryPoint:
         assert not differences(self.expected, evidence(root)), differences(self.expected, evidence(root))
         return [tuple(json.loads(line)) for line in notes.read_text().splitlines()]
 
-    def go_on(self, rng: random.Random, *, every: bool) -> dict[str, Any]:
+    def go_on(self, rng: random.Random, *, every: bool, few: bool) -> dict[str, Any]:
         points = self.survey()
         cases: dict[int, list[int]] = {}
         for number, (case, _, _) in enumerate(points):
             cases.setdefault(case, []).append(number)
-        chosen = list(range(len(points))) if every else [rng.choice(numbers) for numbers in cases.values()]
+        tried = _covering(list(cases.values()), points) if few else list(cases.values())
+        chosen = list(range(len(points))) if every else [rng.choice(numbers) for numbers in tried]
         failures: list[str] = []
         for number in chosen:
             found = [f"failpoint {number} {points[number][1:]}: {what}" for what in self._kill_at(number)]
@@ -198,11 +201,25 @@ class EveryPoint:
         return differences(self.expected, evidence(root))
 
 
+def _covering(cases: list[list[int]], points: list[tuple[int, str, str]]) -> list[list[int]]:
+    """Return the cases that bring an operation on a kind of file (its name without numbers) not seen before them."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for numbers in cases:
+        kinds = {(operation, re.sub(r"\d+", "", name)) for _, operation, name in (points[n] for n in numbers)}
+        if not kinds <= seen:
+            seen |= kinds
+            found.append(numbers)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("out", type=Path, help="folder for the runs; must be new")
     parser.add_argument("--random", type=int, default=10, metavar="N", help="kills at random moments")
-    parser.add_argument("--every", action="store_true", help="every failpoint instead of one of each case")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--every", action="store_true", help="every failpoint instead of one of each case")
+    which.add_argument("--few", action="store_true", help="each operation on each kind of file instead of each case")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
@@ -210,7 +227,7 @@ def main() -> None:
     forked.warm(RANDOM)
     begun, rng = time.monotonic(), random.Random(arguments.seed)
     result: dict[str, Any] = {"random": RandomKills(out, rng).go_on(arguments.random)}
-    result["points"] = EveryPoint(out).go_on(rng, every=arguments.every)
+    result["points"] = EveryPoint(out).go_on(rng, every=arguments.every, few=arguments.few)
     result["seconds"] = round(time.monotonic() - begun, 1)
     print(json.dumps(result, indent=1))
     sys.exit(1 if result["random"]["failures"] or result["points"]["failures"] else 0)

@@ -146,7 +146,24 @@ def two_updates(cls: type[GRPO], start: tuple[tuple[str, Any], ...], gene: str |
     return [t.token_ids for t in rollout], weights(agent)
 
 
-@pytest.mark.parametrize(("cls", "gene"), [(c, g) for c in FAMILY[1:] for g in genes_from(c.Config)])
+def every_gene() -> list[Any]:
+    """Return all relatives with all of their genes; by night alone those that another relative shares and stands for.
+
+    Each declaration of a gene has one that always runs, the relatives in turn.
+    """
+    shared: dict[tuple[type, str], list[type[GRPO]]] = {}
+    for cls in FAMILY[1:]:
+        for gene in genes_from(cls.Config):
+            home = next(c for c in cls.Config.__mro__ if gene in vars(c).get("__annotations__", {}))
+            shared.setdefault((home, gene), []).append(cls)
+    return [
+        pytest.param(cls, gene, marks=() if (place - turn) % len(relatives) == 0 else pytest.mark.nightly)
+        for turn, ((_, gene), relatives) in enumerate(shared.items())
+        for place, cls in enumerate(relatives)
+    ]
+
+
+@pytest.mark.parametrize(("cls", "gene"), every_gene())
 def test_every_gene_changes_behaviour(cls: type[GRPO], gene: str) -> None:
     start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "lr": 3e-2, "group_size": 4}
     if (cls, gene) == (RLOO, "clip_coef"):
