@@ -47,18 +47,18 @@ def main() -> None:
     for finding in check_env(Lock):
         print(finding)
     runtime = Runtime.from_pretrained("embedded")
-    task = EpisodeTask(Lock, exam_episodes=50, test_episodes=100)
+    task = EpisodeTask(Lock, exam_episodes=32, test_episodes=100)
     agents = GRPO.population(
         2,
         runtime=runtime,
         hp_config=HyperparameterConfig(lr=RLParameter(min=5e-4, max=5e-3)),
-        lr=1e-3,
+        lr=2e-3,
         beta=0.0,
         group_size=16,
         batch_size=64,
         max_output_tokens=2,
     )
-    population = Population(agents, task, prompts_per_step=8, eval_max_new_tokens=2)
+    population = Population(agents, task, prompts_per_step=4, eval_max_new_tokens=2)
     selection = TournamentSelection(tournament_size=2, elitism=True, population_size=2)
     mutations = Mutations(no_mutation=0.2, architecture=0, new_layer_prob=0, parameters=0, activation=0, rl_hp=0.8)
     before = population.evaluate_base("test")

@@ -30,9 +30,9 @@ def train(reward: str, beta: float) -> tuple[float, float, float]:
     runtime = Runtime.from_pretrained("embedded")
     task = SixLetters("spell_backward", WORDS, exam_prompts=100, test_prompts=2, reward=reward)
     (agent,) = GRPO.population(
-        1, runtime=runtime, lr=2e-3, beta=beta, group_size=16, batch_size=256, max_output_tokens=16
+        1, runtime=runtime, lr=2e-3, beta=beta, group_size=16, batch_size=128, max_output_tokens=16
     )
-    population = Population([agent], task, prompts_per_step=16)
+    population = Population([agent], task, prompts_per_step=8)
     for _ in range(16):
         metrics = population.learn(population.rollout())[0]
     exact = SixLetters("spell_backward", WORDS, exam_prompts=100, test_prompts=2, reward="exact")

@@ -104,7 +104,7 @@ config = LlamaConfig(
 )
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95))
-BATCH = 64
+BATCH = 48
 for step in range(200):
     if step == 140:
         for group in optimizer.param_groups:
@@ -114,10 +114,10 @@ for step in range(200):
 # 6. Training, as on any other task: one agent here; populations and evolution work as everywhere.
 runtime = Runtime.for_model(model.eval(), tokenizer=tokenizer)
 agent = GRPO(runtime=runtime, lr=1e-3, beta=0.0, group_size=8, batch_size=128, max_output_tokens=12)
-episodes = EpisodeTask(calculator_env, exam_episodes=100, test_episodes=300)
+episodes = EpisodeTask(calculator_env, exam_episodes=100, test_episodes=200)
 population = Population([agent], episodes, prompts_per_step=16, eval_max_new_tokens=12)
 before = population.evaluate("test")[agent.index]
-for step in range(16):
+for step in range(10):
     rollout = population.rollout()
     metrics = population.learn(rollout)[agent.index]
     if step % 3 == 0:

@@ -1,6 +1,7 @@
 """One agent: constructor, clone, checkpoint, PEFT, mutation, the documented calls."""
 
 import inspect
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -228,26 +229,28 @@ def other_value(agent: GRPO, name: str) -> Any:
 GENES = genes_from(GRPO.Config)
 
 
+@cache
+def two_updates(given: tuple[tuple[str, Any], ...], gene: str | None) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Return what an agent samples between two updates, and its weights after them; the gene changes in between."""
+    start = {"batch_size": 8, "beta": 0.01, "group_size": 4, "update_epochs": 2, "weight_decay": 0.01, "lr": 1e-2}
+    (agent,) = make_agents(1, **{**start, **dict(given)})
+    agent.learn(batch_of(agent))
+    if gene is not None:
+        change = Change(gene, getattr(agent.config, gene), other_value(agent, gene))
+        agent.apply_mutation(Mutation(agent.index, "hyperparameters", (change,)))
+        assert gene in agent.mut
+    (rollout,) = sample([agent])
+    agent.learn(batch_of(agent))
+    return [t.token_ids for t in rollout], weights(agent)
+
+
 @pytest.mark.parametrize("gene", GENES)
 def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
     """Two steps: a mutation must reach consumers that were used before it, so nothing derived may be cached."""
-    start: dict[str, Any] = {"batch_size": 8, "beta": 0.01, "group_size": 4, "update_epochs": 2, "weight_decay": 0.01}
-    if gene == "clip_max":
-        start |= {"loss_type": "cispo", "clip_max": 1.5}
-    if gene == "clip_coef":
-        start |= {"clip_coef": 0.3}
-    outcomes = []
-    for mutate in (False, True):
-        (agent,) = make_agents(1, **{**start, "lr": 1e-2})
-        agent.learn(batch_of(agent))
-        if mutate:
-            change = Change(gene, getattr(agent.config, gene), other_value(agent, gene))
-            agent.apply_mutation(Mutation(agent.index, "hyperparameters", (change,)))
-            assert gene in agent.mut
-        (rollout,) = sample([agent])
-        agent.learn(batch_of(agent))
-        outcomes.append(([t.token_ids for t in rollout], weights(agent)))
-    assert outcomes[0][0] != outcomes[1][0] or not equal(outcomes[0][1], outcomes[1][1])
+    needed = {"clip_max": {"loss_type": "cispo", "clip_max": 1.5}, "clip_coef": {"clip_coef": 0.3}}
+    given = tuple(needed.get(gene, {}).items())
+    (tokens, before), (others, after) = two_updates(given, None), two_updates(given, gene)
+    assert tokens != others or not equal(before, after)
 
 
 def test_a_learning_rate_mutation_keeps_the_moments_and_the_schedule() -> None:

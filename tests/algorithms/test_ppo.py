@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,23 +83,27 @@ def test_two_learning_rates_each_moves_its_own_slot() -> None:
 GENES = genes_from(PPO.Config)
 
 
-@pytest.mark.parametrize("gene", GENES)
-def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
+@cache
+def two_updates(gene: str | None) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Return what an agent samples between two updates, and its weights after them; the gene changes in between."""
     start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "gae_lambda": 0.9}
     start |= {"entropy_coef": 0.01}
     start |= {"gamma": 0.95, "clip_coef": 0.3, "lr_actor": 1e-2, "lr_critic": 1e-2}
-    outcomes = []
-    for mutate in (False, True):
-        (agent,) = make_agents(1, **start)
-        agent.learn(batch_of(agent))
-        if mutate:
-            now = getattr(agent, gene)
-            new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != now)
-            agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, now, new),)))
-        (rollout,) = sample([agent])
-        agent.learn(batch_of(agent))
-        outcomes.append(([t.token_ids for t in rollout], bits(agent)))
-    assert outcomes[0][0] != outcomes[1][0] or not equal(outcomes[0][1], outcomes[1][1])
+    (agent,) = make_agents(1, **start)
+    agent.learn(batch_of(agent))
+    if gene is not None:
+        now = getattr(agent, gene)
+        new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != now)
+        agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, now, new),)))
+    (rollout,) = sample([agent])
+    agent.learn(batch_of(agent))
+    return [t.token_ids for t in rollout], bits(agent)
+
+
+@pytest.mark.parametrize("gene", GENES)
+def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
+    (tokens, before), (others, after) = two_updates(None), two_updates(gene)
+    assert tokens != others or not equal(before, after)
 
 
 # -- golden numbers --------------------------------------------------------------------------------------------------

@@ -605,7 +605,10 @@ def test_a_file_is_a_plain_one_of_a_sensible_size(kind: str, place: Path) -> Non
     ],
 )
 @pytest.mark.processes
-def test_sizes_that_no_machine_makes_are_refused(name: str, params: dict[str, Any]) -> None:
+def test_sizes_that_no_machine_makes_are_refused(
+    name: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agilerl.envs.scorers.CPU_SECONDS", 1.0)  # it is used up
     with pytest.raises(ConfigError, match="processor time and 2 GiB"):
         ReasoningGymTask(name, params)
 
