@@ -1,8 +1,6 @@
 """Custom code neither ends a run nor changes what the rest of it computes."""
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,6 +24,7 @@ from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
 from agilerl.training.setup import build
 from tests.algorithms.conftest import make_agents, sample
 from tests.algorithms.off_policy import SETTINGS
+from tests.faults.graders import killed
 from tests.tiny_models import PAD
 from tests.training.small_runs import SMALL, agilerl, less_times, lines
 
@@ -250,12 +249,6 @@ def test_runs_with_graders_that_leave_and_that_meddle(tmp_path: Path) -> None:
         for name in ("plain", "meddling")
     }
     assert found["plain"] == found["meddling"]
-
-
-def killed(completion: str) -> float:
-    if completion == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
 
 
 @pytest.mark.processes

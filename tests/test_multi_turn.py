@@ -240,8 +240,8 @@ LEARNERS: dict[str, tuple[Any, dict[str, Any]]] = {
         GRPO,
         {"lr": 5e-3, "group_size": 16, "advantage_granularity": "turn", "importance_sampling_level": "turn"},
     ),
-    "REINFORCE by turn": (REINFORCE, {"lr": 5e-3, "group_size": 8, "importance_sampling_level": "turn"}),
-    "PPO": (PPO, {"lr_actor": 5e-3, "lr_critic": 1e-2, "group_size": 8, "entropy_coef": 0.02}),
+    "REINFORCE by turn": (REINFORCE, {"lr": 5e-3, "group_size": 16, "importance_sampling_level": "turn"}),
+    "PPO": (PPO, {"lr_actor": 5e-3, "lr_critic": 1e-2, "group_size": 16, "entropy_coef": 0.02}),
 }
 
 

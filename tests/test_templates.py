@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from agilerl.models.base import load_tokenizer
-from agilerl.templates import TemplateLimitError, _chat_template, apply_chat_template, rendered
+from agilerl.templates import SECONDS, TemplateLimitError, _chat_template, apply_chat_template, rendered
 from tests.training.small_runs import ROOT, environment
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<p>"}
@@ -221,15 +221,19 @@ ATTACKS = {
     "another file": "{% include '/etc/passwd' %}",
 }
 
+ALSO_OUT_OF_TIME = {"a loop of sorting", "two loops with a test", "two recursions", "callers"}
+"""Have a second, where "a loop of lists" has all the time of a rendering, and "two loops" all its steps."""
+
 PROGRAM = """
 import json, resource, sys, time
 from jinja2 import TemplateError
 from agilerl.templates import _chat_template, rendered
+from agilerl import templates
 space = 1500 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (space, space))
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
 for line in sys.stdin:
-    name, source = json.loads(line)
+    name, source, templates.SECONDS = json.loads(line)
     start = time.process_time()
     try:
         said = "gives " + rendered(_chat_template(source), messages=[{"role": "user", "content": "hi"}])[:50]
@@ -243,7 +247,8 @@ for line in sys.stdin:
 @cache
 def executed() -> dict[str, tuple[str, float]]:
     """Render every attack in one process, which has limits."""
-    text = "".join(json.dumps(attack) + "\n" for attack in ATTACKS.items())
+    lines = [[name, source, 1.0 if name in ALSO_OUT_OF_TIME else SECONDS] for name, source in ATTACKS.items()]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,

@@ -13,6 +13,7 @@ from agilerl.population import Population
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rollouts.failures import Failure, check_error_rate, lost_places, sampling_outcome
+from tests.faults.graders import sleepy
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
 
 BATCH = PROMPTS * GROUP
@@ -134,13 +135,6 @@ def test_a_combined_grader_says_which_failed_and_why() -> None:
     task = GradedTask(Parity(), CombinedGrader({"task": TaskGrader(Parity()), "late": (late, 0.0)}))
     with pytest.raises(RewardError, match=f"all {BATCH} completions; the first time: late: nothing within 5 s"):
         make_population(1, task=task).rollout()
-
-
-def sleepy(completion: str) -> float:
-    import time
-
-    time.sleep(60)
-    return 1.0
 
 
 @pytest.mark.processes
