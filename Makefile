@@ -13,14 +13,17 @@ ADAPTED := gem-llm==0.1.0 openenv==0.10.0
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
+# A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
+DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
+
 # One thread: the tensors of the tests are tiny, and two threads beside another process can be ten times slower than one.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-vllm lint types unit format docs clean
+.PHONY: help setup train test test-nightly test-vllm lint types unit format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make .venv with the package, editable, and all that the checks need
 
@@ -44,7 +47,10 @@ types: $(READY) ## Types of the package
 	$(BIN)/mypy
 
 unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament' narrows it
-	$(BIN)/pytest --numprocesses auto --dist loadfile $(ARGS)
+	$(BIN)/pytest $(DIVIDED) $(ARGS)
+
+test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test
+	$(BIN)/pytest $(DIVIDED) -m nightly $(ARGS)
 
 test-vllm: $(VLLM_READY) ## The tests of the vLLM engine, with vLLM; not a part of test
 	$(VLLM_VENV)/bin/pytest -m vllm tests/with_vllm $(ARGS)

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread, the same examples each time."""
+"""What holds for every test: no network, one thread, the same examples each time, long files first."""
 
 import os
 
@@ -7,8 +7,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import pytest
 from hypothesis import settings
 
 # A check that fails now and then is of no use to whoever did not cause it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+LONGEST = (
+    *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
+    *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
+    *("test_isolated", "test_command_line", "test_templates", "test_what_scorers_evaluate", "test_user_types"),
+    *("test_surrogate_worlds", "test_resume", "test_one_agent_runs", "test_output", "test_custom_code"),
+)
+"""Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))

@@ -490,6 +490,7 @@ def test_an_address_cannot_answer_without_end(name: str, listener: Listener) -> 
         (found,) = grader(["q"], ["a"])
     assert isinstance(found, RewardError)
     assert len(str(found)) < 1000
+    assert ("more than 64 MiB" in str(found)) == (name in ("too long", "packed"))
 
 
 def test_the_pattern_of_a_judge_is_given_up(listener: Listener) -> None:
