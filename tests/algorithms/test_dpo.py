@@ -106,7 +106,8 @@ def test_at_the_start_the_policy_is_the_reference() -> None:
 @pytest.mark.parametrize("loss_type", [*PREFERENCE_LOSSES, ("sigmoid", "sft")])
 def test_micro_batches_accumulate_the_same_gradient(loss_type: Any) -> None:
     results, smoothing = [], 0.1 if loss_type == "cdpo" else 0.0
-    for micro in (None,) if loss_type in OVER_PAIRS else (None, 1, 2, 4):
+    sizes = (None, 1, 2, 4) if loss_type == "sigmoid" else (None, 2)
+    for micro in (None,) if loss_type in OVER_PAIRS else sizes:
         agent = make(
             loss_type=loss_type, label_smoothing=smoothing, micro_batch_size_per_gpu=micro, max_grad_norm=None, lr=1e-2
         )

@@ -344,8 +344,9 @@ def test_a_choice_that_cannot_work_is_refused_before_the_run(name: str, algorith
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
-        (GSPO, {}),
-        (CISPO, {}),
+        # These two learn in test_a_mixed_population_learns_together, too.
+        pytest.param(GSPO, {}, marks=pytest.mark.nightly),
+        pytest.param(CISPO, {}, marks=pytest.mark.nightly),
         (RLOO, {}),
         (REINFORCE, {}),
         (REINFORCE, {"group_size": 1, "prompts": 128}),
