@@ -10,7 +10,7 @@ Kept = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
 
 
-class _RaggedLayer(CacheLayerMixin):
+class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values ``[rows, heads, capacity, head_dim]`` of one attention layer."""
 
     def __init__(self, owner: "RaggedCache") -> None:
@@ -47,7 +47,7 @@ class _RaggedLayer(CacheLayerMixin):
         return -1
 
 
-class RaggedCache(Cache):
+class RaggedCache(Cache):  # type: ignore[misc]
     """Prefill once, then decode one token a row, each row at its own position."""
 
     def __init__(self, num_layers: int) -> None:
