@@ -50,6 +50,8 @@ class Held:
     """Rows that the torch engine decodes at once; None: the torch engine is not used."""
     longest: float
     """Tokens of the longest row."""
+    kept: int = 0
+    """Episodes whose keys and values the torch engine keeps from turn to turn."""
     tokens: int
     """Tokens of a training forward."""
     spoken: int
@@ -83,7 +85,8 @@ def footprint(held: Held) -> dict[str, float]:
     parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
     if held.decoded is not None:
         drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
-        parts["decode_cache"] = cache_bytes(widths, held.decoded, held.longest) + drawn
+        kept = held.kept * held.longest * widths.kv_bytes
+        parts["decode_cache"] = cache_bytes(widths, held.decoded, held.longest) + kept + drawn
     return {**parts, **held.vllm, "training_activations": max(training, scoring)}
 
 

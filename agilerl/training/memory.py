@@ -19,7 +19,7 @@ from agilerl.planning.footprint import Held, bank_bytes, footprint, gib, is_too_
 from agilerl.planning.time import rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.sizes import VLLM_CPU_CACHE
+from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE
 from agilerl.training.sampling import largest_rank
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
@@ -79,6 +79,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         slots=adapter_slots(config, type(agents[0])),
         decoded=rows_at_once(at_once, len(agents), config.training.max_rows_in_flight) if samples else None,
         longest=longest,
+        kept=_kept(population, rows, config.environment.eval_prompts),
         tokens=tokens,
         spoken=tokens,
         scored=max(scored for _, scored in passes),
@@ -88,6 +89,13 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         vllm=vllm,
     )
     return footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
+
+
+def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
+    """Return the episodes whose caches are kept; agents with more than ``UNIT_ROWS`` of them keep none."""
+    if not (population.task.multi_turn and population.runtime.base.flattens):
+        return 0
+    return max(sum(count for count in counts if count <= UNIT_ROWS) for counts in (rows, [exam] * len(rows)))
 
 
 def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
