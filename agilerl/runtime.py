@@ -100,6 +100,7 @@ class Runtime:
             head_features=base.hidden_size,
             device=str(base.device),
         )
+        self._finalizer = weakref.finalize(self, _give_back, base, self.store, base.store)
         attach(base.model, self.store)
         base.store = self.store
         self.limits = MemoryLimits()
@@ -112,7 +113,6 @@ class Runtime:
         self.lockstep: Lockstep | None = None
         """What keeps forward passes in step where each process holds a part of the base; None: each holds all of it."""
         _RUNTIMES[id(base.model)] = self
-        self._finalizer = weakref.finalize(self, detach, base.model, self.store)
         self.options = SharedOptions() if options is None else options
         self._fixed = frozenset(self.options.model_fields_set)
         self._apply(self.options)
@@ -425,6 +425,13 @@ class Runtime:
             found = outputs[0].values if rows.values else outputs[0].entropy if entropy else outputs[0].logp
             assert found is not None
             result[own, : found.shape[1]] = found.float()
+
+
+def _give_back(base: BaseModel, store: AdapterStore, before: AdapterStore | None) -> None:
+    """Leave a base as it was before a runtime took it; another runtime may have had it, and have it again."""
+    detach(base.model, store)
+    if base.store is store:
+        base.store = before
 
 
 def _route(parts: Sequence[AgentRows], rows: Sequence[int]) -> Route | None:

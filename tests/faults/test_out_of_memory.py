@@ -17,6 +17,7 @@ from agilerl.envs.sft import SFTTask
 from agilerl.errors import MemoryExhaustedError
 from agilerl.population import Population
 from agilerl.runs import strict_json
+from agilerl.sizes import CPU_ROWS
 from agilerl.training.setup import build
 from tests.faults.small_populations import Seen, iterate, make_population, weights
 from tests.training.small_runs import SMALL, run_here
@@ -33,16 +34,16 @@ ERRORS = [
 
 
 class Shortage:
-    """Memory that runs out: in calls that ``fails`` picks by their number, their rows, and the slots they serve."""
+    """Memory that runs out: in calls that ``fails`` picks by their number, their tokens, and the slots they serve."""
 
     def __init__(self, fails: Callable[[int, int, tuple[int, ...]], bool], error: BaseException = ERRORS[0]) -> None:
         self.fails, self.error = fails, error
-        self.rows: list[int] = []
+        self.tokens: list[int] = []
         self.failed = 0
 
-    def check(self, rows: int, slots: tuple[int, ...]) -> None:
-        self.rows.append(rows)
-        if self.fails(len(self.rows) - 1, rows, slots):
+    def check(self, tokens: int, slots: tuple[int, ...]) -> None:
+        self.tokens.append(tokens)
+        if self.fails(len(self.tokens) - 1, tokens, slots):
             self.failed += 1
             raise self.error
 
@@ -94,13 +95,15 @@ def test_the_gradient_is_equal(when: str, kth: int, error: BaseException) -> Non
     settings = {"beta": 0.1, "micro_batch_size_per_gpu": 8}
     expected = gradients(make_population(2, **settings))
     population = make_population(2, **settings)
-    shortage = Shortage(lambda call, rows, slots: call == kth, error)
+    shortage = Shortage(lambda call, tokens, slots: call == kth, error)
     with short_of_memory(population, shortage, when):
         found = gradients(population)
     assert shortage.failed == 1
     assert_close(found, expected)
-    assert population.runtime.limits.train_tokens == 4 * 32
-    assert set(shortage.rows[kth + 1 :]) == {4}
+    full, limit = shortage.tokens[kth], population.runtime.limits.train_tokens
+    assert limit is not None
+    assert full / 2 - CPU_ROWS < limit <= full / 2  # it was filled up
+    assert max(shortage.tokens[kth + 1 :]) < full
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
@@ -108,12 +111,14 @@ def test_an_update_is_equal_and_counts_nothing_twice(when: str) -> None:
     settings = {"beta": 0.1, "batch_size": 16, "update_epochs": 2}
     whole = iterate(make_population(3, **settings), 1)
     population = make_population(3, **settings)
-    shortage = Shortage(lambda call, rows, slots: rows > 8)
+    shortage = Shortage(lambda call, tokens, slots: tokens > 64)
     with short_of_memory(population, shortage, when):
         found = iterate(population, 1)
-    # All three in one pass, one alone: then it is known that half of its rows is the most.
+    # All three in one pass, one alone: then it is known that half of its tokens is the most.
     assert shortage.failed == 2
-    assert population.runtime.limits.train_tokens == 8 * 32
+    limit = population.runtime.limits.train_tokens
+    assert limit is not None
+    assert 32 <= limit <= 64
     for index, seen in found.items():
         assert seen.samples == whole[index].samples
         assert seen.metrics[0].keys() == whole[index].metrics[0].keys()
@@ -125,7 +130,7 @@ def test_an_update_is_equal_and_counts_nothing_twice(when: str) -> None:
 @pytest.mark.parametrize("kind", [GRPO, PPO, RLOO, REINFORCE])
 def test_every_algorithm_goes_on_where_memory_runs_out_again_and_again(kind: Any) -> None:
     population = make_population(2, kind)
-    with short_of_memory(population, Shortage(lambda call, rows, slots: rows > 3), "forward"):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: tokens > 32), "forward"):
         iterate(population, 1)
         iterate(population, 1)
     assert [agent.outcome for agent in population.agents] == ["ok", "ok"]
@@ -142,7 +147,7 @@ def test_data_goes_on_in_smaller_passes_too(kind: Any, wrapped: Any) -> None:
     if kind is DPO:
         settings["beta"] = 0.1
     population = make_data_population(kind, wrapped(Pairs()), settings)
-    with short_of_memory(population, Shortage(lambda call, rows, slots: rows > 2), "backward"):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: tokens > 32), "backward"):
         population.learn(population.draw())
     assert population.agents[0].outcome == "ok"
 
@@ -167,10 +172,10 @@ def test_pending_gradients_are_put_back() -> None:
         return population.runtime.store.grad.clone()
 
     expected = two_batches(make_population(1, beta=0.1), None)
-    assert_close(two_batches(make_population(1, beta=0.1), Shortage(lambda call, rows, slots: call == 0)), expected)
+    assert_close(two_batches(make_population(1, beta=0.1), Shortage(lambda call, tokens, slots: call == 0)), expected)
     population = make_population(1, beta=0.1)
     with pytest.raises(MemoryExhaustedError, match="does not hold an update on 1 x 32 tokens"):
-        two_batches(population, Shortage(lambda call, rows, slots: True))
+        two_batches(population, Shortage(lambda call, tokens, slots: True))
     alone = make_population(1, beta=0.1)
     agent = alone.agents[0]
     rows = agent.prepare(collate(alone.rollout().trajectories[0], agent.pad_token_id))
@@ -185,7 +190,7 @@ def test_an_agent_that_does_not_fit_alone_skips_and_the_others_bits_stay(when: s
     population = make_population(3)
     slot = population.agent(1).slot
     before = weights(population.agent(1))
-    with short_of_memory(population, Shortage(lambda call, rows, slots: slot in slots), when):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: slot in slots), when):
         found = iterate(population, 2)
     assert {i: found[i] == healthy[i] for i in range(3)} == {0: True, 1: False, 2: True}
     assert all(map(torch.equal, before, weights(population.agent(1))))
@@ -202,17 +207,19 @@ def test_old_log_probs_are_computed_in_smaller_passes() -> None:
     settings = {"beta": 0.1, "kl_target": 0.1, "top_entropy_quantile": 0.5}
     whole, population = make_population(2, **settings), make_population(2, **settings)
     expected, rollout = whole.learn(whole.rollout()), population.rollout()
-    with short_of_memory(population, Shortage(lambda call, rows, slots: rows > 8), "no gradient"):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: tokens > 48), "no gradient"):
         found = population.learn(rollout)
-    assert population.runtime.limits.train_tokens == 8 * 32
+    limit = population.runtime.limits.train_tokens
+    assert limit is not None
+    assert 24 <= limit <= 48
     for index in (0, 1):
         for name in ("loss", "kl", "kl_coef", "entropy"):
             assert found[index][name] == pytest.approx(expected[index][name], rel=1e-4, abs=1e-6), name
     slot, rollout = population.agent(1).slot, population.rollout()
-    with short_of_memory(population, Shortage(lambda call, rows, slots: slot in slots), "no gradient"):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: slot in slots), "no gradient"):
         population.learn(rollout)
     assert [agent.outcome for agent in population.agents] == ["ok", "oom"]
-    assert population.runtime.limits.train_tokens == 8 * 32
+    assert population.runtime.limits.train_tokens == limit
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
@@ -222,15 +229,15 @@ def test_old_log_probs_are_computed_in_smaller_passes() -> None:
 def test_decoding_goes_on_with_half_the_rows(kth: int) -> None:
     expected = make_population(2).rollout()
     population = make_population(2)
-    shortage = Shortage(lambda call, rows, slots: call == kth)
+    shortage = Shortage(lambda call, tokens, slots: call == kth)
     with short_of_memory(population, shortage, "no gradient"):
         found = population.rollout()
     assert tokens(found) == tokens(expected)
     assert population.runtime.limits.decode_rows == 32
-    shortage = Shortage(lambda call, rows, slots: False)
+    shortage = Shortage(lambda call, tokens, slots: False)
     with short_of_memory(population, shortage, "no gradient"):
         population.rollout()
-    assert max(shortage.rows) <= 32
+    assert set(shortage.tokens) == {48, 32}  # the prompts of two batches in one line, and steps of 32 rows
 
 
 def tokens(rollout: Any) -> dict[int, list[list[int]]]:
@@ -241,7 +248,7 @@ def test_an_agent_whose_single_row_does_not_fit_learns_nothing() -> None:
     healthy = iterate(make_population(3), 1)
     population = make_population(3)
     slot = population.agent(1).slot
-    with short_of_memory(population, Shortage(lambda call, rows, slots: slot in slots), "no gradient"):
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: slot in slots), "no gradient"):
         found = iterate(population, 1)
         fitness = population.evaluate()
     assert [agent.outcome for agent in population.agents] == ["ok", "oom", "ok"]
@@ -256,7 +263,7 @@ def test_an_agent_whose_single_row_does_not_fit_learns_nothing() -> None:
 
 def test_other_errors_are_not_taken_for_it() -> None:
     population = make_population(1)
-    shortage = Shortage(lambda call, rows, slots: True, RuntimeError("size mismatch"))
+    shortage = Shortage(lambda call, tokens, slots: True, RuntimeError("size mismatch"))
     for when in ("no gradient", "forward", "backward"):
         with short_of_memory(population, shortage, when), pytest.raises(RuntimeError, match="size mismatch"):
             iterate(population, 1)
