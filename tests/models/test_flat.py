@@ -1,5 +1,6 @@
 """Rows in one line: the hidden states and gradients of padded rows, without the padding, each prompt computed once."""
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,18 @@ def test_a_prompt_is_computed_once_and_no_padding_is() -> None:
     runtime.forward([AgentRows(0, batch, 1.0)])
     assert seen == [-(-(40 + 8 * 8) // CPU_ROWS) * CPU_ROWS]
     assert batch.ids.numel() == 8 * 64
+
+
+@pytest.mark.model
+def test_a_second_runtime_gives_the_base_back_as_it_was() -> None:
+    runtime = runtime_of(random_model())
+    parts = parts_of(two_batches())
+    expected, grad = computed(runtime, parts)
+    second = Runtime(runtime.base)
+    second.forward([AgentRows(None, parts[0].batch, 1.0)])
+    del second
+    gc.collect()
+    assert runtime.base.store is runtime.store
+    found, again = computed(runtime, parts)
+    assert torch.equal(found[0].logp, expected[0].logp)  # type: ignore[arg-type]
+    assert torch.equal(again, grad)
