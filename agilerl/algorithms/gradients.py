@@ -48,9 +48,8 @@ class Share:
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
         runtime = self.agent.runtime
         most = self.most.at_most(runtime.limits.train_tokens)
-        if runtime.processes.size > 1:  # each of them gets some of an optimizer step
-            part = -(-len(self.rows) // runtime.processes.size)
-            most = most._replace(rows=part if most.rows is None else min(part, most.rows))
+        if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
+            most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
         return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped
 
     @property
