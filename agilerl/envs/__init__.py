@@ -48,7 +48,7 @@ ENVIRONMENTS = {
 
 
 def register_environments() -> None:
-    """Tell gymnasium the ids; importing ``agilerl.envs`` does."""
+    """Register the ids with gymnasium; importing ``agilerl.envs`` does this."""
     for name, entry_point in ENVIRONMENTS.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=entry_point)

@@ -1,4 +1,4 @@
-"""Say in sentences what is wrong with an environment, before anything is trained on it."""
+"""Check an environment before training on it, and say in sentences what is wrong."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,25 +28,25 @@ ODD_ACTIONS = (
     "\\boxed{} [] <answer></answer>",
     "<|im_end|><|endoftext|></s><eos>",
 )
-"""Texts that a model may well generate, and that an environment must answer."""
+"""Texts that a model may generate, and that an environment must answer."""
 SEEDS = 8
 MOST_OBJECTS = 10_000
-"""Objects of an environment that are searched for what its seed has made different."""
+"""Most objects of an environment to search for state that depends on its seed."""
 _NOT_STATE = ("numpy", "random", "_random", "torch", "gymnasium", "builtins", "re")
-"""Where generators, spaces and functions come from."""
+"""Modules whose objects (generators, spaces, functions) are not searched."""
 SLOW = 0.5
-"""Seconds for one step above which a warning is due."""
+"""Seconds for one step above which to warn."""
 LONGEST = 200
-"""Most steps of one episode that are tried."""
+"""Most steps of one episode to try."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or, as a warning, may be meant."""
+    """One thing that is wrong or, as a warning, may be intended."""
 
     level: Literal["error", "warning"]
     code: str
-    """A short name that does not change, "not-pure" say."""
+    """A short, stable name, e.g. "not-pure"."""
     sentence: str
     """What was expected, what was found, what to do."""
 
@@ -56,23 +56,23 @@ class Finding:
 
 @dataclass
 class _Played:
-    """What an episode of given actions looked like from outside."""
+    """What an episode with given actions looked like from outside."""
 
     events: list[str] = field(default_factory=list)
     ended: bool = False
 
 
 def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
-    """Play a few short episodes and return what is wrong, most basic things first; an empty list is good.
+    """Play a few short episodes and return what is wrong, the most basic problems first.
 
-    Checks the five-tuple and its types, text that the spaces contain, that an episode is a pure function of seed and
-    actions and ends within ``max_turns``, odd actions, a step after the end, slow steps. With a ``tokenizer`` also that
-    its chat template can show the conversation. A hanging environment hangs the check.
+    Checks the five-tuple and its types, that text is in the spaces, that an episode is a pure function of seed and
+    actions and ends within ``max_turns``, odd actions, a step after the end, and slow steps; with a ``tokenizer`` also
+    that its chat template can render the conversation. A hanging environment hangs the check.
 
     Args:
-        env_or_factory: an environment of any kind that ``as_text_env`` takes, or a class or function without arguments
-            that returns one; with the latter also two instances are compared.
-        tokenizer: of the model that is to play.
+        env_or_factory: anything that ``as_text_env`` takes, or a class or function without arguments
+            that returns one; then two instances are compared as well.
+        tokenizer: of the model that will play.
     """
     found: list[Finding] = []
     try:
@@ -89,7 +89,7 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
             if any(finding.level == "error" for finding in found):
                 return found
         found += _check_purity(env, factory, tokenizer)
-        if all(finding.code != "slow" for finding in found):  # a slow one would keep its author waiting for hours
+        if all(finding.code != "slow" for finding in found):  # with a slow environment these would take hours
             found += [*_check_seeds(env), *_check_odd_actions(env)]
         found += _check_end(env)
         if tokenizer is not None:
@@ -199,15 +199,15 @@ def _check_contained(env: TextEnv, observation: Any, where: str) -> Iterator[Fin
     if observation not in env.observation_space:
         yield _error(
             "outside-space",
-            f"expected the observation of {where} in {env.observation_space!r:.80}, found {_short(observation)}; give "
-            "the space a larger max_length or charset",
+            f"expected the observation of {where} to be in {env.observation_space!r:.80}, found {_short(observation)}; "
+            "give the space a larger max_length or charset",
         )
 
 
 def _check_purity(env: TextEnv, factory: Callable[[], TextEnv], tokenizer: Any) -> Iterator[Finding]:
     for seed in range(2):
         first = _play(env, seed)
-        _play(env, seed + 1)  # whatever an episode leaves behind would show in the next
+        _play(env, seed + 1)  # state left behind by this episode would show in the next
         again = _play(env, seed)
         if first.events != again.events:
             yield _error("not-pure", _difference(first, again, seed, "played again"))
@@ -217,7 +217,7 @@ def _check_purity(env: TextEnv, factory: Callable[[], TextEnv], tokenizer: Any) 
             other.bind(tokenizer)
         fresh = _play(other, seed)
         if other is not env:
-            with suppress(Exception):  # _check_close tells of it
+            with suppress(Exception):  # _check_close reports it
                 other.close()
         if first.events != fresh.events:
             yield _error("not-pure", _difference(first, fresh, seed, "played in a new instance"))
@@ -225,19 +225,19 @@ def _check_purity(env: TextEnv, factory: Callable[[], TextEnv], tokenizer: Any) 
 
 
 def _check_seeds(env: TextEnv) -> Iterator[Finding]:
-    streams = range(4)  # of actions: random ones may all be refused in the same words
-    if _hides_a_difference(env):  # a secret that no random action finds, say
+    streams = range(4)  # of actions: an environment may refuse all random ones with the same text
+    if _hides_a_difference(env):  # e.g. a secret that no random action finds
         return
     if all(len({tuple(_play(env, seed, actions).events) for seed in range(SEEDS)}) == 1 for actions in streams):
         yield _warning(
             "same-episodes",
-            f"seeds 0 to {SEEDS - 1} gave the same episode for the same random actions; training on one episode only "
-            "is seldom meant: draw from the seed given to reset",
+            f"seeds 0 to {SEEDS - 1} gave the same episode for the same random actions; training on a single episode "
+            "is rarely intended: draw from the seed passed to reset",
         )
 
 
 def _hides_a_difference(env: TextEnv) -> bool:
-    """Return whether something in the environment depends on the seed, besides the seed itself and generators."""
+    """Return whether any state depends on the seed, besides the seed itself and generators."""
     states = []
     for seed in range(SEEDS):
         env.reset(seed=seed)
@@ -250,7 +250,7 @@ def _hides_a_difference(env: TextEnv) -> bool:
 
 
 def _leaves(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the plain values in an object by their place, those of objects, lists and mappings in it as well."""
+    """Yield the plain values in an object and everything nested in it, by their place."""
     if isinstance(value, str | bytes | int | float | bool | np.ndarray | None):
         yield place, str(value)
         return
@@ -277,7 +277,7 @@ def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
         except Exception as error:
             what = _told(error, f"step({_short(action)}) failed")
             yield _error(
-                "odd-action", f"{what}; a model may say anything, so answer it by a rule (a penalty, a lost turn)"
+                "odd-action", f"{what}; a model may say anything, so handle it by a rule (a penalty, a lost turn)"
             )
             continue
         yield from _once(_check_tuple(result))
@@ -293,8 +293,8 @@ def _check_end(env: TextEnv) -> Iterator[Finding]:
     else:
         yield _warning(
             "step-after-end",
-            "a step after the end of the episode was answered as if nothing had happened; raise an error there, so "
-            "that a caller's mistake shows",
+            "a step after the end of the episode was accepted as if nothing had happened; raise an error there, so "
+            "that a caller's mistake is noticed",
         )
 
 
@@ -305,18 +305,18 @@ def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
         chat = ChatFormat(tokenizer, tools=env.tools)
         ids = chat.prompt([*system, *as_messages(observation)])
     except AgileRLError as error:
-        yield _error("template", f"the tokenizer cannot show the conversation: {error}")
+        yield _error("template", f"the tokenizer cannot render the conversation: {error}")
         return
     if chat.rewrites_history and env.max_turns > 1:
         yield _warning(
             "template-rewrites",
-            "the tokenizer's chat template changes earlier turns once later ones follow; training needs "
+            "the tokenizer's chat template changes earlier turns when later ones follow; training needs "
             "strict_chat_template_boundary=False or apply_chat_template=False",
         )
     if getattr(tokenizer, "unk_token_id", None) in ids:
         yield _warning(
             "unknown-characters",
-            f"the tokenizer knows some characters of the first observation only as {tokenizer.unk_token!r}: "
+            f"the tokenizer maps some characters of the first observation to {tokenizer.unk_token!r}: "
             f"{_short(observation)}",
         )
 
@@ -327,14 +327,14 @@ def _check_close(env: TextEnv) -> Iterator[Finding]:
             env.close()
             env.close()
     except Exception as error:
-        yield _error("close-raises", _told(error, "close() must work, also a second time, but failed"))
+        yield _error("close-raises", _told(error, "close() must work, even when called twice, but failed"))
 
 
 # -- playing ----------------------------------------------------------------------------------------------------------
 
 
 def _play(env: TextEnv, seed: int, actions_of: int | None = None) -> _Played:
-    """Play an episode with the random actions that belong to ``actions_of`` (the seed's own by default)."""
+    """Play an episode with the random actions drawn for ``actions_of`` (by default the seed)."""
     played = _Played()
     try:
         observation, _ = env.reset(seed=seed)
@@ -352,14 +352,14 @@ def _play(env: TextEnv, seed: int, actions_of: int | None = None) -> _Played:
 
 
 def _actions(env: TextEnv, number: int) -> Sequence[str]:
-    """Return random actions: samples of the action space, which is put back to a known state first."""
+    """Return random actions: samples of the action space, which is reseeded first."""
     draws = stream(number, "check_env")
     env.action_space.seed(int(draws.integers(2**31)))
     return [str(env.action_space.sample()) for _ in range(min(env.max_turns, LONGEST))]
 
 
 def _factory(given: Any) -> Callable[[], TextEnv]:
-    """Return what makes environments; from an instance, that instance each time."""
+    """Return a factory of environments; for an instance, one that returns it each time."""
     if isinstance(given, type) or (callable(given) and getattr(given, "step", None) is None):
         return lambda: as_text_env(given())
     env = as_text_env(given)
@@ -402,8 +402,8 @@ def _difference(first: _Played, second: _Played, seed: int, when: str) -> str:
     )
     return (
         f"expected an episode to be a function of seed and actions alone, but the one of seed {seed} differs when it "
-        f"is {when}: turn {turn} gave {_short(a)}, then {_short(b)}; draw from a generator made from the seed, and set "
-        "all state in reset"
+        f"is {when}: turn {turn} gave {_short(a)}, then {_short(b)}; draw from a generator seeded in reset, and "
+        "initialise all state there"
     )
 
 

@@ -1,4 +1,4 @@
-"""The laws of an environment as tests that anyone can run on their own; needs pytest-like collection and hypothesis.
+"""The laws of an environment as tests for custom environments; needs pytest-like collection and hypothesis.
 
     import pytest
     from agilerl.envs.contract import LAWS
@@ -7,7 +7,7 @@
     def test_my_environment(law):
         law(MyEnv)
 
-Each law is a function of a factory, which returns a new environment, and raises AssertionError where it does not hold.
+Each law takes a factory, which returns a new environment, and raises AssertionError if it does not hold.
 """
 
 import math
@@ -30,13 +30,13 @@ _SETTINGS = settings(
 
 
 def check_env_finds_no_error(factory: Factory) -> None:
-    """``check_env`` has nothing to say beyond warnings."""
+    """``check_env`` finds nothing worse than warnings."""
     errors = [str(finding) for finding in check_env(factory) if finding.level == "error"]
     assert not errors, "\n".join(errors)
 
 
 def any_text_is_answered(factory: Factory) -> None:
-    """Whatever text comes as an action, a step returns a sound five-tuple and the episode ends in time."""
+    """For any text as the action, a step returns a valid five-tuple and the episode ends in time."""
     env = as_text_env(factory())
 
     @_SETTINGS
@@ -53,7 +53,7 @@ def any_text_is_answered(factory: Factory) -> None:
 
 
 def observations_are_in_the_space(factory: Factory) -> None:
-    """What the environment sends is text that its observation space contains."""
+    """Every observation is in the observation space."""
     env = as_text_env(factory())
 
     @_SETTINGS
@@ -69,16 +69,16 @@ def observations_are_in_the_space(factory: Factory) -> None:
 
 
 def episodes_end_within_max_turns(factory: Factory) -> None:
-    """An episode is over after ``max_turns`` actions at the latest, also if all are nonsense."""
+    """An episode is over after ``max_turns`` actions at the latest, even if all are nonsense."""
     env = as_text_env(factory())
     for action in ("", ODD_ACTIONS[-1]):
         last = _steps(env, 0, [action] * env.max_turns)[-1]
-        assert last[2] or last[3], f"the episode goes on after {env.max_turns} times {action!r}"
+        assert last[2] or last[3], f"the episode continues after {env.max_turns} times {action!r}"
     env.close()
 
 
 def episodes_are_functions_of_seed_and_actions(factory: Factory) -> None:
-    """Equal seeds and actions give equal episodes, whatever was played before, in any instance and order."""
+    """Equal seeds and actions give equal episodes, in any instance and order, whatever was played before."""
     env, other = as_text_env(factory()), as_text_env(factory())
 
     @_SETTINGS
@@ -94,7 +94,7 @@ def episodes_are_functions_of_seed_and_actions(factory: Factory) -> None:
 
 
 def instances_do_not_disturb_each_other(factory: Factory) -> None:
-    """Two episodes that are played turn by turn beside each other are the same as one after the other."""
+    """Two interleaved episodes are the same as if played one after the other."""
     envs = [as_text_env(factory()), as_text_env(factory())]
     envs[0].action_space.seed(0)
     actions = [str(envs[0].action_space.sample()) for _ in range(min(envs[0].max_turns, 20))]
@@ -131,7 +131,7 @@ def _texts(env: TextEnv) -> st.SearchStrategy[list[str]]:
 
 
 def _steps(env: TextEnv, seed: int, actions: Sequence[str]) -> list[Any]:
-    """Return the five-tuples of an episode, until it is over or the actions are used up."""
+    """Return the five-tuples of an episode, until it is over or the actions run out."""
     env.reset(seed=seed)
     steps: list[Any] = []
     for action in actions:

@@ -1,4 +1,4 @@
-"""How a chat template continues a conversation, so that transcripts only ever grow at the end."""
+"""How a chat template continues a conversation, so that transcripts are append-only."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,22 +8,22 @@ from agilerl.envs.text_env import Observation
 from agilerl.errors import ConfigError
 
 _MARK = "agilerl:here-the-model-spoke"
-"""Stands for a completion while the text around it is looked up."""
+"""Placeholder for a completion while the text around it is determined."""
 _PROBES = ("one", "<think>\nbecause\n</think>\n\none")
-"""Completions that templates are known to change once they are history: any, or those with thinking in them."""
+"""Completions that some templates rewrite once they are history: any, or those with thinking in them."""
 
 
 class ChatFormat:
-    """Renders the start of a conversation and what comes between two completions, for one tokenizer.
+    """Renders the start of a conversation and the text between two completions, for one tokenizer.
 
-    What the model generated is never rendered again: a conversation goes on by appending the end of the assistant's
-    message (if the model did not write it itself), the environment's messages and the start of the next completion.
+    What the model generated is never rendered again: a conversation continues by appending the end of the assistant's
+    message (unless the model wrote it itself), the environment's messages and the start of the next completion.
     """
 
     def __init__(
         self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), apply_chat_template: bool = True
     ) -> None:
-        """Learn a tokenizer's ways.
+        """Probe a tokenizer's chat template.
 
         Raises:
             ConfigError: no pad or end token, a template that refuses the roles user, assistant, user, one that hides
@@ -38,7 +38,7 @@ class ChatFormat:
         if self.tools:
             self._check_tools()
         self.rewrites_history = self.uses_template and any(self._is_rewritten(said) for said in _PROBES)
-        """Whether earlier turns look different once later ones follow, thinking that is cut out of them, say."""
+        """Whether earlier turns change when later ones follow, e.g. because thinking is removed from them."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
         """Return the tokens of the conversation up to the first completion; errors as of ``render_prompt``."""
@@ -49,8 +49,8 @@ class ChatFormat:
     ) -> list[int]:
         """Return the tokens between the completion ``said`` and the next one.
 
-        ``before`` is the conversation that the first prompt was made of; ``messages`` are the environment's new ones.
-        The end token of the assistant's message is left out where ``said`` ends with it, or with another token that
+        ``before`` is the conversation of the first prompt; ``messages`` are the environment's new ones.
+        The end token of the assistant's message is left out if ``said`` ends with it, or with another token that
         ends turns (Llama 3 ends a tool call with one of its own).
         """
         if not self.uses_template:
@@ -61,8 +61,8 @@ class ChatFormat:
         _, mark, text = rendered.rpartition(_MARK)
         if not mark:
             raise ConfigError(
-                "the tokenizer's chat template does not show what the assistant said, so turns cannot follow each "
-                "other; use another template, or apply_chat_template=False"
+                "the tokenizer's chat template does not show what the assistant said, so turns cannot follow one "
+                "another; use another template, or apply_chat_template=False"
             )
         ids = text_ids(self.tokenizer, text)
         ends_itself = bool(ids and said) and (ids[0] == said[-1] or {ids[0], said[-1]} <= self._ends)
@@ -76,11 +76,11 @@ class ChatFormat:
         if not shown:
             raise ConfigError(
                 f"the environment offers {len(self.tools)} tools, but the tokenizer's chat template does not show "
-                "tools to the model; describe them in the system prompt, or use a model whose template knows tools"
+                "tools to the model; describe them in the system prompt, or use a model whose template supports tools"
             )
 
     def _is_rewritten(self, said: str) -> bool:
-        """Return whether a completion reads differently as the prompt that it followed once another turn comes."""
+        """Return whether the template changes a completion once another turn follows."""
         first = [{"role": "user", "content": "x"}]
         later = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "y"}]
         again = [*later, {"role": "assistant", "content": "two"}, {"role": "user", "content": "z"}]
@@ -89,7 +89,7 @@ class ChatFormat:
 
 
 def as_messages(observation: Observation) -> list[dict[str, Any]]:
-    """Return an observation as messages; a text is said by the user.
+    """Return an observation as messages; plain text becomes a user message.
 
     Raises:
         ConfigError: it is neither text nor a list of messages with a role and content.

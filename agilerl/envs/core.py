@@ -1,4 +1,4 @@
-"""What a single-turn task must offer, and how its rows become prompts."""
+"""What a single-turn task must provide, and how its rows become prompts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +14,10 @@ from agilerl.rewards.grader import ScoreOrError, check_score, score_or_error
 from agilerl.rewards.grades import Grades, grades_of
 
 Split = Literal["train", "exam", "test"]
-"""``train`` is an endless stream; ``exam`` is the panel that fitness is measured on; ``test`` is never selected on."""
+"""``train`` is an endless stream; ``exam`` is the panel that measures fitness; ``test`` is never used for selection."""
 
 Row = dict[str, Any]
-"""One problem: at least ``question`` (str) and ``answer`` (str, or None where there is no single right answer)."""
+"""One problem: at least ``question`` (str) and ``answer`` (str, or None if there is no single right answer)."""
 
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": str}``."""
@@ -25,35 +25,35 @@ Message = dict[str, str]
 Made = TypeVar("Made")
 
 TRIED_ROWS = 256
-"""Training rows that are rendered before a run starts, to see whether they fit."""
+"""Training rows rendered before a run starts, to check that they fit."""
 _STRIDE, _MOST_SKIPPED = 1009, 256
-"""How far away the stand-in for a row that does not fit is, so that it is in another batch; and how many are tried."""
+"""Distance from a row that is too long to its stand-in, so that it is in another batch; and the most rows tried."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What stands at one place of a split: a question with its prompt, or an episode that has not begun."""
+    """One place of a split: a question with its prompt, or an episode that has not begun."""
 
     row: Row
-    """The row; of an episode its ``seed``, for what it is about shows when it has begun."""
+    """The row; for an episode only its ``seed``, since its content is unknown until it begins."""
     prompt_ids: Sequence[int] = ()
-    """Tokens of the prompt; none of an episode."""
+    """Tokens of the prompt; empty for an episode."""
     skipped: int = 0
-    """Rows that are too long, in whose place this one stands."""
+    """Number of rows that were too long and that this one replaces."""
     level: int | None = None
-    """Level of the curriculum; None where there is none."""
+    """Level of the curriculum; None if there is none."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens the rows of some places have."""
+    """Token counts of the rows at some places."""
 
     prompts: Sequence[int]
     """Of each first prompt."""
     reply: int = 0
-    """Of what an environment writes between two completions, at most."""
+    """Most tokens that an environment writes between two completions."""
     turns: int = 1
-    """Completions of a row, at most."""
+    """Most completions in a row."""
 
     def row(self, completion: int, context_length: int) -> int:
         """Return the most tokens that a row may have, with completions of at most ``completion`` tokens."""
@@ -63,13 +63,13 @@ class Lengths:
 class Task(ABC):
     """A single-turn task: a pure function of (split, index) to a problem, and of a completion to a reward.
 
-    Subclass it with ``row`` and ``reward`` to bring your own.
+    Subclass it with ``row`` and ``reward`` for a custom task.
     """
 
     name: str = "task"
-    """What to call it in logs."""
+    """Its name in logs."""
     grader: str = "reward"
-    """What the metrics ``rewards/<grader>/mean`` and ``/std`` call its reward."""
+    """The name of its reward in the metrics ``rewards/<grader>/mean`` and ``/std``."""
     exam_prompts: int = 0
     """Size of the exam panel; ``row("exam", i)`` exists for 0 <= i < exam_prompts."""
     test_prompts: int = 0
@@ -77,9 +77,9 @@ class Task(ABC):
     train_size: int | None = None
     """Rows of one training epoch; None for an endless stream without epochs."""
     counts: Mapping[str, int] = MappingProxyType({})
-    """How many rows were read, used, and left out for what reason; empty where nothing is read."""
+    """How many rows were read, used, and left out, by reason; empty if nothing is read."""
     multi_turn: ClassVar[bool] = False
-    """Whether an answer is an episode, as it is of an ``EpisodeTask``."""
+    """Whether an answer is an episode, as in an ``EpisodeTask``."""
 
     @abstractmethod
     def row(self, split: Split, index: int) -> Row:
@@ -98,14 +98,14 @@ class Task(ABC):
         """
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the conversation that is put to the model; a last message of the assistant is a prefill."""
+        """Return the conversation shown to the model; a final assistant message is a prefill."""
         return [{"role": "user", "content": str(row["question"])}]
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return ``reward`` of each completion; override it where scoring many at once is cheaper, or has parts.
+        """Return ``reward`` of each completion; override it if batches are cheaper or the grade has parts.
 
-        A completion whose scorer fails gets None and is counted, so that one odd text does not end a run. If every one
-        fails the scorer is broken, not the texts.
+        A completion whose scorer fails gets None and is counted, so one odd text does not end a run. If all of them
+        fail, the scorer is broken, not the texts.
 
         Raises:
             RewardError: the scorer failed for every completion.
@@ -117,14 +117,14 @@ class Task(ABC):
                     scores_or_errors.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
                 except RewardError as error:
                     scores_or_errors.append(error)
-                except Exception as error:  # whatever it is, it is the failure of this completion alone
+                except Exception as error:  # any failure concerns this completion alone
                     scores_or_errors.append(score_or_error(error, f"the reward of {self.name}"))
                 except SystemExit as error:
                     scores_or_errors.append(score_or_error(left(error), f"the reward of {self.name}"))
         return grades_of(self.grader, scores_or_errors)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return what completions of an exam or test are worth; as in training, unless a task has another measure."""
+        """Return the grades of completions of an exam or test; by default as in training."""
         return self.grade(completions, rows)
 
     def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
@@ -132,38 +132,38 @@ class Task(ABC):
         return self.grade(completions, rows).rewards
 
     def close(self) -> None:  # noqa: B027  (most tasks hold nothing)
-        """Release what grading has opened; it is opened again when it is needed."""
+        """Release what grading has opened; it is reopened on demand."""
 
     def prepare(self) -> None:  # noqa: B027  (most tasks have nothing to prepare)
         """Do now what would otherwise happen on first use (draw the panels), so that problems show before training."""
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:  # noqa: B027  (most tasks have nothing to fit)
-        """Learn what renders the prompts and how many tokens one may have; called before training, maybe repeatedly.
+        """Set the tokenizer and the longest prompt; called before training, possibly repeatedly.
 
-        A task on data leaves rows out that do not fit, and counts them.
+        A dataset task leaves out rows that do not fit and counts them.
         """
 
     def level(self, position: int) -> int | None:
-        """Return the level of a curriculum that a training row belongs to; None where there is no curriculum."""
+        """Return the curriculum level of a training row; None without a curriculum."""
         return None
 
     def demonstration(self, row: Mapping[str, Any]) -> str | None:
-        """Return the response that imitation learns; None where there is none."""
+        """Return the response to imitate, or None."""
         answer = row.get("answer")
         return None if answer is None else str(answer)
 
     def counterexample(self, row: Mapping[str, Any]) -> str | None:
-        """Return a worse response, for preferences; None where there is none."""
+        """Return a worse response, for preferences, or None."""
         rejected = row.get("rejected")
         return None if rejected is None else str(rejected)
 
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
         """Return the row at a place with its prompt, which leaves room for a completion in ``context_length`` tokens.
 
-        In training another row, always the same one, stands in for a row whose prompt is too long.
+        In training, a row whose prompt is too long is replaced by another row, always the same one.
 
         Raises:
-            EnvError: a prompt of a panel is too long, or those of the stand-ins are as well.
+            EnvError: a panel's prompt is too long, or those of all stand-ins are.
         """
 
         def rendered(row: Row) -> list[int]:
@@ -176,7 +176,7 @@ class Task(ABC):
         return Place(row, ids, skipped, self.level(index))
 
     def first_that_fits(self, position: int, make: Callable[[Row], Made]) -> tuple[Row, Made, int]:
-        """Return a training row, what ``make`` makes of it, and how many rows were too long for that before it."""
+        """Return a training row, ``make`` of it, and how many rows before it were too long."""
         first = None
         for number in range(_MOST_SKIPPED):
             row = self.row("train", position + number * _STRIDE)
@@ -187,7 +187,7 @@ class Task(ABC):
         raise EnvError(f"none of {_MOST_SKIPPED} training rows of {self.name} fits; the first: {first}") from first
 
     def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
-        """Return how long the rows of some places are."""
+        """Return the lengths of the rows at some places."""
         return Lengths([len(place.prompt_ids) for place in places])
 
     def panel_size(self, split: Split) -> int:
@@ -205,14 +205,14 @@ class Task(ABC):
 
 
 class TaskWrapper(Task):
-    """A task that another one is made of: all that a subclass does not override is the inner task's."""
+    """A task around another one: what a subclass does not override is the inner task's."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._describe()
 
     def _describe(self) -> None:
-        """Take over what the task says of itself; the name of its grader is the subclass's business."""
+        """Copy the task's description; the grader's name is up to the subclass."""
         self.name, self.counts, self.train_size = self.task.name, self.task.counts, self.task.train_size
         self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
 
@@ -267,7 +267,7 @@ AnyTask = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or anothe
 
 @checked
 def score_completions(task: AnyTask, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
-    """Return the reward of each text as an answer to the row at the same place; None where there is no grade.
+    """Return the reward of each text as an answer to the row at the same place; None without a grade.
 
     Raises:
         RewardError: the numbers of rows and texts differ, or the scorer failed for every text.

@@ -1,4 +1,4 @@
-"""From rows that were read to rows that are used: checked, measured, divided without leakage, and all of it counted."""
+"""From the rows read to the rows used: checked, measured, split without leakage, and all of it counted."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _COUNTED = (
 )
 
 Converse = Callable[[Mapping[str, Any], Sample], Sequence[Message]]
-"""From a row and what it says to the conversation that is put to the model."""
+"""From a row and its parsed sample to the conversation shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Curated:
-    """Rows that are used; no two sides have a rendered prompt in common."""
+    """The rows in use; no two splits share a rendered prompt."""
 
     sides: Mapping[Split, Rows]
     """``train``, ``exam`` and ``test``."""
     counts: Mapping[str, int]
     """``read`` = ``train`` + ``exam`` + ``test`` + ``missing`` + ``not_text`` + ``empty`` + ``alike`` (rows that do not
-    have the form of their dataset) + ``special_tokens`` + ``too_long`` + ``leaking`` (an equal prompt is in a panel) +
-    ``unused`` (of a dataset for a panel that needs fewer). ``repeated``: training rows with the prompt of another one,
-    which stay."""
+    have the form of their dataset) + ``special_tokens`` + ``too_long`` + ``leaking`` (the same prompt is in a panel) +
+    ``unused`` (from a panel's own dataset, which needs fewer). ``repeated``: training rows that share a prompt with
+    another one; they stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,20 @@ class _Fit:
     key: bytes
     """Digest of its rendered prompt."""
     rank: bytes
-    """Digest of its conversation: decides which rows are chosen for a panel."""
+    """Digest of its conversation: decides which rows a panel takes."""
 
 
 @dataclass(frozen=True)
 class Ruler:
-    """What prompts are rendered and measured with."""
+    """The tokenizer and limit that prompts are rendered and measured with."""
 
     tokenizer: Any = None
-    """None: prompts are compared as conversations, not as tokens, and have no length."""
+    """If None, prompts are compared as conversations, not as tokens, and have no length."""
     max_tokens: int | None = None
     """Most tokens of a prompt."""
 
     def special_tokens(self) -> tuple[str, ...]:
-        """Return the texts that the tokenizer reads as something else than text."""
+        """Return the texts that the tokenizer does not read as plain text."""
         if self.tokenizer is None:
             return ()
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
@@ -89,24 +89,24 @@ def curate(
 ) -> Curated:
     """Check all rows, leave out what cannot be used, and fill the panels.
 
-    A panel takes its rows from a dataset of its own where ``sources`` has one, else from the training rows. Which rows
-    it takes depends on their text alone, not on their order or on a seed: the conversations with the smallest digests,
-    the test before the exam, so that other sizes or seeds give much the same panels. A prompt is in a panel once. Rows
-    of training (and of the exam's own dataset) whose rendered prompt is in a panel are left out. In a mixture every
-    dataset gives each panel its share by weight.
+    A panel takes its rows from its own dataset if ``sources`` has one, else from the training rows. Which rows it takes
+    depends only on their text, not on their order or a seed: it takes the conversations with the smallest digests, the
+    test before the exam, so that other sizes or seeds give nearly the same panels. A panel holds each prompt once.
+    Training rows (and rows of the exam's own dataset) whose rendered prompt is in a panel are left out. In a mixture,
+    every dataset gives each panel its share by weight.
 
     Args:
-        sources: ``train``, and ``exam`` and ``test`` where they are datasets of their own.
+        sources: ``train``, and ``exam`` and ``test`` if they are separate datasets.
         form: which columns are read.
-        sizes: prompts of the panels.
-        converse: what a row asks the model.
-        ruler: what renders and measures prompts. Those that are too long are left out, and so are rows in which a
-            special token of the tokenizer is written out: it would be read as the end of a message, say.
-        bad_rows: ``raise``: the first row that lacks its form ends it; ``drop``: such rows are left out.
-        shrink: where there are too few prompts, make the panels smaller, so that training keeps half of its own.
+        sizes: number of prompts in each panel.
+        converse: turns a row into the conversation shown to the model.
+        ruler: renders and measures prompts. Rows are left out if their prompt is too long or their text contains a
+            special token of the tokenizer, which would be read e.g. as the end of a message.
+        bad_rows: ``raise`` an error at the first malformed row, or ``drop`` such rows.
+        shrink: if there are too few prompts, make the panels smaller, so that training keeps half of its rows.
 
     Raises:
-        EnvError: rows without their form, too few prompts for a panel, or none left to train on.
+        EnvError: malformed rows, too few prompts for a panel, or none left to train on.
     """
     counts: Counter[str] = Counter()
     fits = {split: _usable(rows, form, converse, ruler or Ruler(), bad_rows, counts) for split, rows in sources.items()}
@@ -117,19 +117,19 @@ def curate(
         while smaller is not None:
             try:
                 return _divided(sources, fits, smaller, counts)
-            except _TooFewError:  # sides have prompts in common, or shares of a mixture were rounded up
+            except _TooFewError:  # splits share prompts, or shares of a mixture were rounded up
                 smaller = _less(smaller, sizes)
         raise
 
 
 class _TooFewError(EnvError):
-    """There are not as many different prompts as the panels need."""
+    """There are fewer distinct prompts than the panels need."""
 
 
 def _divided(
     sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: Sizes, read: Counter[str]
 ) -> Curated:
-    """Fill the panels from rows that can be used, and leave to training what has nothing in common with them."""
+    """Fill the panels from the usable rows, and leave to training what shares no prompt with them."""
     counts = Counter(read)
     taken: set[bytes] = set()
     chosen: dict[Split, list[_Fit]] = {}
@@ -143,7 +143,7 @@ def _divided(
             left = [fit.key for fit in fits[split] if fit.index not in used]
             unused = [key for key in left if key not in taken]
             counts.update(leaking=len(left) - len(unused), unused=len(unused))
-            taken |= set(unused)  # nobody trains on what was given to be tested on
+            taken |= set(unused)  # rows passed as a test set are never trained on
     panels = {fit.index for split in chosen for fit in chosen[split] if split not in sources}
     rest = [fit for fit in fits["train"] if fit.key not in taken]
     counts.update(leaking=len(fits["train"]) - len(rest) - len(panels))
@@ -156,14 +156,14 @@ def _divided(
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
         raise _TooFewError(
-            f"expected rows to train on in {empty[0]}, found none beside the exam ({sizes.exam}) and the test "
+            f"expected rows to train on in {empty[0]}, found none besides the exam ({sizes.exam}) and the test "
             f"({sizes.test}); {_told(counts)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
     return Curated(sides, dict(counts))
 
 
 def _fewer(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Sizes | None:
-    """Return sizes that may fit: all of a dataset for a panel alone, and half of the training rows."""
+    """Return sizes that may fit: all of a panel's own dataset, and half of the training rows."""
     own = {split: len({fit.key for fit in found}) for split, found in fits.items()}
     exam, test = min(asked.exam, own.get("exam", asked.exam)), min(asked.test, own.get("test", asked.test))
     rows = sources["train"]
@@ -178,7 +178,7 @@ def _fewer(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], 
 
 
 def _less(sizes: Sizes, asked: Sizes) -> Sizes | None:
-    """Return sizes that are a tenth smaller, None where that is too small."""
+    """Return sizes that are a tenth smaller, or None if they would be too small."""
     smaller = Sizes(sizes.exam - -(-sizes.exam // 10), sizes.test - -(-sizes.test // 10))
     return smaller if _suffices(smaller, asked) else None
 
@@ -188,7 +188,7 @@ def _suffices(sizes: Sizes, asked: Sizes) -> bool:
 
 
 def check_rows(rows: Rows, form: Form) -> None:
-    """Raise EnvError for the first row that does not have its dataset's form."""
+    """Raise EnvError for the first malformed row."""
     for index in range(len(rows)):
         try:
             form.read(rows[index])
@@ -199,7 +199,7 @@ def check_rows(rows: Rows, form: Form) -> None:
 def _usable(
     rows: Rows, form: Form, converse: Converse, ruler: Ruler, bad_rows: BadRows, counts: Counter[str]
 ) -> list[_Fit]:
-    """Return the rows that have their form and fit, and count all others."""
+    """Return the well-formed rows that fit, and count all others."""
     found, first = [], ""
     faults: Counter[str] = Counter()
     special = re.compile("|".join(map(re.escape, ruler.special_tokens())) or r"(?!)")
@@ -231,12 +231,12 @@ def _usable(
     counts.update(faults)
     counts["read"] += len(rows)
     if not found:
-        raise EnvError(f"expected rows that can be used in {rows.name}, found none; {_told(counts)}")
+        raise EnvError(f"expected usable rows in {rows.name}, found none; {_told(counts)}")
     return found
 
 
 def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], split: Split) -> list[_Fit]:
-    """Choose rows with different prompts, by their rank; each part of a mixture gives its share."""
+    """Choose rows with distinct prompts, by rank; each part of a mixture gives its share."""
     known, panel = set(taken), list[_Fit]()
     for number, share in enumerate(apportion(rows.weights, size)):
         before = len(panel)

@@ -1,4 +1,4 @@
-"""Datasets that people bring as single-turn tasks: rows as they are, or divided into training, exam and test."""
+"""Custom datasets as single-turn tasks: rows used as they are, or split into training, exam and test."""
 
 import inspect
 import re
@@ -20,19 +20,19 @@ from agilerl.rewards.grades import Grades, grade
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PLAIN = ({"role": "user", "content": "{question}"},)
-"""The template that puts the question alone."""
+"""The template with the question alone."""
 
 Template = Sequence[Mapping[str, str]]
 
 
 class DatasetTask(Task):
-    """Rows of three datasets, one for each side, used as they are.
+    """Rows of three datasets, one for each split, used as they are.
 
     A row has ``question`` and ``answer``, or ``prompt`` (a text or a conversation; with ``completion`` or ``answer``,
-    where there is one), or ``messages``, or ``chosen`` and ``rejected``. All its columns reach the grader, with
-    ``question`` (the text of the prompt) and ``answer`` added where they are missing. Training walks through the rows
-    in a seeded order, a new one each epoch; exam and test are taken in their own order. A question that is in several
-    of the datasets stays in all of them; ``CuratedTask`` takes care of that.
+    if there is one), or ``messages``, or ``chosen`` and ``rejected``. All its columns reach the grader, with
+    ``question`` (the text of the prompt) and ``answer`` added if they are missing. Training walks through the rows in a
+    seeded order, a new one each epoch; exam and test keep their order. A question that is in several of the datasets
+    stays in all of them; use ``CuratedTask`` to avoid that.
     """
 
     name = "dataset"
@@ -53,18 +53,18 @@ class DatasetTask(Task):
 
         Args:
             train: training rows, at least one: anything that ``read_dataset`` takes, or a mixture.
-            exam: rows that fitness is measured on, at least one.
+            exam: rows that measure fitness, at least one.
             test: rows for the final number; may be empty.
             reward_fn: ``(completion, answer, question) -> float`` or ``(prompts, completions, **columns) -> list``.
             conversation_template: messages with placeholders such as ``{question}``; by default the question alone, as
-                the user. A last message of the assistant is a prefill. Not for rows that are conversations.
-            purpose: which columns are read where rows have several forms: ``sft`` prefers ``completion`` to ``answer``,
+                the user. A final assistant message is a prefill. Not for rows that are conversations.
+            purpose: which columns are read if rows have several forms: ``sft`` prefers ``completion`` to ``answer``,
                 ``preference`` reads ``chosen`` and ``rejected``.
             seed: decides the order of training.
 
         Raises:
-            EnvError: an empty dataset, a missing column, a row that does not have the form of its dataset.
-            ConfigError: a malformed template, or one without a placeholder of a column.
+            EnvError: an empty dataset, a missing column, a malformed row.
+            ConfigError: a malformed template, or one without a placeholder for a column.
         """
         given: dict[Split, Any] = {"train": train, "exam": exam, "test": test}
         read = {split: _read(split, source) for split, source in given.items()}
@@ -83,12 +83,12 @@ class DatasetTask(Task):
     def _use(self, sides: Mapping[Split, Rows]) -> None:
         self._sides = sides
         self._order = TrainingOrder(sides["train"].sizes, sides["train"].weights, self.seed)
-        # The sources of a mixture have epochs of their own.
+        # Each source of a mixture has its own epochs.
         self.train_size = len(sides["train"]) if len(sides["train"].parts) == 1 else None
         self.exam_prompts, self.test_prompts = len(sides["exam"]), len(sides["test"])
 
     def row(self, split: Split, index: int) -> Row:
-        """Return a row with all its columns; training positions run on over the epochs."""
+        """Return a row with all its columns; training positions continue across epochs."""
         self.check_index(split, index)
         row: Row = self._sides[split][self._order(index) if split == "train" else index]
         sample = self._form.read(row)
@@ -115,11 +115,11 @@ class DatasetTask(Task):
         return self.rewards([completion], [row])[0]
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Call the reward function for all completions; one on which it fails has no grade and is counted."""
+        """Call the reward function for all completions; one on which it fails gets no grade and is counted."""
         return grade(self._grader, completions, rows)
 
     def prepare(self) -> None:
-        """Set the grader up."""
+        """Set up the grader."""
         setup(self._grader)
 
     def close(self) -> None:
@@ -134,11 +134,11 @@ class DatasetTask(Task):
 
 
 class CuratedTask(DatasetTask):
-    """A dataset, or a mixture of several, divided into training, exam and test without leakage.
+    """A dataset, or a mixture of several, split into training, exam and test without leakage.
 
-    Rows that do not fit are left out, and everything is counted in ``counts``; see ``curation.curate``. Before ``fit``
-    prompts are compared as conversations; ``fit`` compares and measures them as the tokens that the model gets.
-    ``Population`` and ``ReasoningGym.from_task`` call it.
+    Rows that do not fit are left out, and everything is counted in ``counts``; see ``curation.curate``. Prompts are
+    compared as conversations until ``fit``, which compares and measures them as the model's tokens. ``Population`` and
+    ``ReasoningGym.from_task`` call ``fit``.
     """
 
     @checked
@@ -158,7 +158,7 @@ class CuratedTask(DatasetTask):
         shrink_panels: bool = False,
         seed: Seed = 42,
     ) -> None:
-        """Read and divide the rows.
+        """Read and split the rows.
 
         Args:
             dataset: anything that ``read_dataset`` takes, or a mixture.
@@ -166,13 +166,13 @@ class CuratedTask(DatasetTask):
             test: rows for the test; None takes them from ``dataset``.
             exam_prompts: size of the exam, 1 or more.
             test_prompts: size of the test, 0 or more.
-            columns: names that rows shall have, with those they have in the datasets; as in ``read_dataset``.
+            columns: new column names, mapped to those in the datasets; as in ``read_dataset``.
             grader: as ``reward_fn`` of ``DatasetTask``; by default 1 for exactly the answer, else 0.
             conversation_template: as in ``DatasetTask``.
             purpose: as in ``DatasetTask``.
-            bad_rows: ``raise``, or ``drop`` rows that lack their form.
-            shrink_panels: where there are too few rows for the panels, make them smaller, with a warning, in place of
-                raising an EnvError; at least half of the training dataset's own prompts are left to training.
+            bad_rows: ``raise``, or ``drop`` malformed rows.
+            shrink_panels: if there are too few rows for the panels, make them smaller with a warning instead of raising
+                EnvError; at least half of the training dataset's prompts are left for training.
             seed: decides the order of training, and nothing else.
 
         Raises:
@@ -194,7 +194,7 @@ class CuratedTask(DatasetTask):
         self._curate(Ruler())
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
-        """Divide the rows by what the model gets to see, and leave out prompts of more than ``max_tokens`` tokens."""
+        """Split the rows by the tokens that the model sees; leave out prompts of more than ``max_tokens`` tokens."""
         self._curate(Ruler(tokenizer, max_tokens))
 
     def _curate(self, ruler: Ruler) -> None:
@@ -217,21 +217,21 @@ class CuratedTask(DatasetTask):
 
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:
-    """Replace ``{column}`` by the row's value; braces that name no column stay, and so do braces inside values."""
+    """Replace ``{column}`` by the row's value; braces that name no column stay, as do braces inside values."""
     return PLACEHOLDER.sub(lambda found: str(row[found[1]]) if found[1] in row else found[0], text)
 
 
 def needs_answer(grader: Grader) -> Needs:
-    """Say whether a grader asks for an ``answer``, and whether it expects text."""
+    """Return whether a grader needs an ``answer``, and whether as text."""
     try:
         parameters = inspect.signature(grader).parameters.values()
-    except (TypeError, ValueError):  # written in C; calling it tells
+    except (TypeError, ValueError):  # written in C; whether it works shows when it is called
         return "no"
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in required:
         if parameter.name == "answer":
             return "text" if parameter.annotation in (str, "str") else "any"
-    # Three arguments of other names are a completion, an answer and a question.
+    # Three arguments with other names are a completion, an answer and a question.
     return "any" if len(required) == 3 and all(p.name not in ("completions", "prompts") for p in required) else "no"
 
 
@@ -242,7 +242,7 @@ def _read(split: Split, source: Any) -> Rows:
 
 
 def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
-    """Return the form of all rows; raises EnvError where datasets have different ones."""
+    """Return the form of all rows; raises EnvError if datasets have different ones."""
     parts = [part for rows in sides for part in rows.parts]
     forms = [
         replace(form_of(part.columns, purpose, part.name, needs=needs), grades_text=needs == "text") for part in parts
@@ -250,8 +250,8 @@ def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
     for part, form in zip(parts, forms):
         if form != forms[0]:
             raise EnvError(
-                f"expected datasets of one form, found {forms[0].told()} in {parts[0].name} and {form.told()} in "
-                f"{part.name}; rename columns so that they agree"
+                f"expected datasets with the same form, found {forms[0].told()} in {parts[0].name} and {form.told()} "
+                f"in {part.name}; rename columns so that they agree"
             )
     return forms[0]
 
@@ -263,9 +263,7 @@ def _checked_template(template: Template | None, rows: Rows, form: Form) -> Temp
     except RowFaultError:
         conversational = False
     if conversational and template:
-        raise ConfigError(
-            f"{rows.name} holds conversations, which are used as they are; leave conversation_template out"
-        )
+        raise ConfigError(f"{rows.name} holds conversations, which are used as they are; remove conversation_template")
     for message in template or PLAIN:
         whole = isinstance(message, Mapping) and {"role", "content"} <= set(message)
         if not whole or not isinstance(message["content"], str):

@@ -1,4 +1,4 @@
-"""Where the episodes of a run come from: an environment, its seeds, and how it is talked to."""
+"""Where the episodes of a run come from: an environment, its seeds, and its chat format."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,22 +21,22 @@ from agilerl.streams import stream
 
 _SPLITS: tuple[Split, ...] = ("train", "exam", "test")
 _TRIED = 8
-"""Episodes of a split that are begun before training, to see how long prompts are."""
+"""Episodes of a split begun before training, to measure prompt lengths."""
 
 
 class EpisodeTask:
     """A multi-turn environment as something to train on: endless training seeds, fixed exam and test seeds.
 
-    Seeds of the three splits never coincide: they have the remainders 0, 1 and 2 modulo 3, so an environment should
-    draw from a generator made of the seed and do no arithmetic on it. Whether different seeds are different episodes is
-    up to the environment: one with few episodes shows the same ones in training and in the exam.
+    Seeds of the three splits never coincide: they have the remainders 0, 1 and 2 modulo 3. So an environment should
+    seed a generator and do no arithmetic on the seed. Whether different seeds give different episodes is up to the
+    environment: one with few episodes shows the same ones in training and in the exam.
     """
 
     grader = "return"
-    """What the metrics call the reward: the sum over the turns of an episode."""
+    """The name of the reward in the metrics: the sum over the turns of an episode."""
     multi_turn: ClassVar[bool] = True
     counts: Mapping[str, int] = MappingProxyType({})
-    """Of rows that were left out: there are none."""
+    """Counts of rows left out: always empty."""
 
     @checked
     def __init__(
@@ -54,24 +54,24 @@ class EpisodeTask:
         enable_sliding_window: bool = False,
         step_timeout: Positive | None = 60.0,
     ) -> None:
-        """Make one environment, to see that it can be made.
+        """Make one environment, to check that this works.
 
         Args:
             env_factory: returns a new environment: a TextEnv, or anything that ``as_text_env`` turns into one.
             env_config: keyword arguments of ``env_factory``.
-            name: what to call it in logs; by default the name of the environment's class.
-            max_turns: most actions of an episode, at most the environment's own limit; None is that limit.
-            exam_episodes: episodes that fitness is measured on, 1 or more.
-            test_episodes: episodes of the final number, 0 or more.
+            name: its name in logs; by default the environment's class name.
+            max_turns: most actions of an episode, at most the environment's limit; None is that limit.
+            exam_episodes: episodes that measure fitness, 1 or more.
+            test_episodes: episodes of the final test, 0 or more.
             seed: decides all seeds of episodes.
-            apply_chat_template: False writes observations as they are, each on lines of its own.
-            strict_chat_template_boundary: refuse a chat template that rewrites earlier turns (that cuts out thinking,
-                say); False follows it, with a training row of its own for each turn after a rewritten one.
-            enable_sliding_window: where the context is full, forget the oldest turns instead of cutting the episode.
+            apply_chat_template: if False, observations are written as they are, each on separate lines.
+            strict_chat_template_boundary: refuse a chat template that rewrites earlier turns (e.g. removes thinking);
+                False accepts it, with a separate training row for each turn after a rewritten one.
+            enable_sliding_window: if the context is full, drop the oldest turns instead of cutting the episode.
             step_timeout: seconds for one call of an environment; None waits forever.
 
         Raises:
-            ConfigError: a setting out of range, or no environment that can be used.
+            ConfigError: a setting out of range, or an unusable environment.
         """
         if enable_sliding_window and not strict_chat_template_boundary:
             raise ConfigError(
@@ -98,7 +98,7 @@ class EpisodeTask:
         return self.exam_prompts if split == "exam" else self.test_prompts
 
     def episode_seed(self, split: Split, index: int) -> int:
-        """Return the seed of an episode: below 2**31, and another one in each split."""
+        """Return the seed of an episode: below 2**31, different in each split."""
         if split not in _SPLITS:
             raise EnvError(f"expected the split train, exam or test, found {split!r}")
         if index < 0 or (split != "train" and index >= self.panel_size(split)):
@@ -107,13 +107,13 @@ class EpisodeTask:
         return draw * len(_SPLITS) + _SPLITS.index(split)
 
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
-        """Return the episode at a place; where its prompt is too long, the episode has no grade."""
+        """Return the episode at a place; if its prompt is too long, the episode gets no grade."""
         return Place({"seed": self.episode_seed(split, index)})
 
     def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
-        """Return how long the first prompts of the first few episodes are, and the replies to an empty action.
+        """Return the lengths of the first few episodes' first prompts, and of the replies to an empty action.
 
-        Raises EnvError for an environment that cannot even do that.
+        Raises EnvError for an environment that fails at this.
         """
         chat, first, replies = self.chat(tokenizer), [], []
         nothing = Completion([tokenizer.eos_token_id], None, "stop")
@@ -131,16 +131,16 @@ class EpisodeTask:
         return Lengths(first, max(replies, default=0), self.max_turns)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
-        """Learn how the environment is talked to with this tokenizer; raises as ``chat``."""
+        """Set up the chat format for this tokenizer; raises as ``chat`` does."""
         self._chat = None
         self.chat(tokenizer)
 
     def chat(self, tokenizer: Any) -> ChatFormat:
-        """Return how the environment is talked to with this tokenizer; what was learned of it last is remembered.
+        """Return the environment's chat format for this tokenizer; the last one is cached.
 
         Raises:
-            ConfigError: a chat template that the environment cannot be used with: one without a system role where it
-                has a system prompt, one without tools where it has tools, or one that rewrites earlier turns.
+            ConfigError: a chat template that does not suit the environment: it has no system role although there is a
+                system prompt, does not show tools although there are tools, or rewrites earlier turns.
         """
         if self._chat is not None and self._chat.tokenizer is tokenizer:
             return self._chat
@@ -150,15 +150,15 @@ class EpisodeTask:
         self.give_back(env)
         if chat.rewrites_history and self.strict and self.max_turns > 1:
             raise ConfigError(
-                "the tokenizer's chat template changes earlier turns of the assistant once later ones follow, so a "
-                "transcript cannot just grow; follow it with strict_chat_template_boundary=False (one training row for "
-                "each turn after a change), or write turns without it: apply_chat_template=False"
+                "the tokenizer's chat template changes earlier turns of the assistant when later ones follow, so a "
+                "transcript is not append-only; allow this with strict_chat_template_boundary=False (one training row "
+                "for each turn after a change), or write turns without it: apply_chat_template=False"
             )
         self._chat = chat
         return chat
 
     def episode(self, chat: ChatFormat, context_length: int | None, reserve: int) -> Episode:
-        """Return an episode that has not begun, in an environment of its own until it is given back."""
+        """Return an episode that has not begun; its environment is reserved until it is given back."""
         env = self.take()
         env.bind(chat.tokenizer)
         limits = EpisodeLimits(
@@ -171,15 +171,15 @@ class EpisodeTask:
         return Episode(env, chat, limits)
 
     def take(self) -> TextEnv:
-        """Return an environment that nobody uses, a new one if there is none."""
+        """Return an idle environment, or a new one."""
         return self._idle.pop() if self._idle else self._made()
 
     def give_back(self, env: TextEnv) -> None:
-        """Keep an environment for the next episode."""
+        """Return an environment to the pool for the next episode."""
         self._idle.append(env)
 
     def close(self) -> None:
-        """Close the environments that nobody uses."""
+        """Close the idle environments."""
         while self._idle:
             with contained():
                 self._idle.pop().close()
@@ -187,8 +187,8 @@ class EpisodeTask:
     def _made(self) -> TextEnv:
         if not callable(self.env_factory):
             raise ConfigError(
-                f"expected a class or function that makes an environment, found {self.env_factory!r}; for one by name "
-                "give partial(make_env, name), with make_env from agilerl.envs.adapters"
+                f"expected a class or function that makes an environment, found {self.env_factory!r}; for an "
+                "environment by name pass partial(make_env, name), with make_env from agilerl.envs.adapters"
             )
         try:
             with contained():
@@ -201,5 +201,5 @@ class EpisodeTask:
                 f"{name} could not make an environment of {self.env_config or 'no settings'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        # Environments that are not gymnasium's may not say how long they last.
+        # Environments from outside gymnasium may not declare max_turns.
         return as_text_env(made, None if isinstance(made, gymnasium.Env) else self._wanted_turns)

@@ -1,4 +1,4 @@
-"""One episode at the level of tokens: what the model sees and says, as ids that only grow at the end."""
+"""One episode at the level of tokens: what the model sees and generates, as append-only ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,19 +18,19 @@ class EpisodeLimits:
     """What an episode may use."""
 
     context_length: int | None
-    """Most tokens of prompt and completion together; None: no limit."""
+    """Most tokens of prompt and completion together; None for no limit."""
     max_turns: int | None = None
-    """Most actions; None: the environment's own limit."""
+    """Most actions; None for the environment's limit."""
     reserve: int = 1
-    """Tokens that a prompt leaves for the completion, or else the episode is cut."""
+    """Tokens that must be left for the completion; otherwise the episode is truncated."""
     sliding_window: bool = False
-    """Where a prompt would not fit, forget the oldest turns instead of cutting the episode."""
+    """If a prompt does not fit, drop the oldest turns instead of truncating the episode."""
     forks: bool = False
-    """Follow a chat template that rewrites earlier turns, by a row of its own for what comes after."""
+    """Accept a chat template that rewrites earlier turns; a new training row begins after each rewrite."""
 
     @property
     def prompt_length(self) -> int | None:
-        """Most tokens of a prompt; None: no limit."""
+        """Most tokens of a prompt; None for no limit."""
         return None if self.context_length is None else self.context_length - self.reserve
 
 
@@ -41,9 +41,9 @@ class _Row:
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
-    """Turn of each token, -1 where the environment wrote it."""
+    """Turn of each token, -1 if the environment wrote it."""
     logprobs: list[float] | None = field(default_factory=list)
-    """None once a completion came without."""
+    """None once a completion came without log-probs."""
 
     @property
     def ids(self) -> list[int]:
@@ -60,14 +60,14 @@ class _Row:
     def _append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None) -> None:
         self.token_ids += ids
         self.turn_ids += [turn] * len(ids)
-        # One unknown log-prob leaves the row without: a number in its place would be learned with.
+        # One unknown log-prob discards all of the row's: a made-up number would enter the loss.
         self.logprobs = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
 
 
 class Episode:
-    """An environment, its conversation so far, and the training rows that it becomes.
+    """An environment, its conversation so far, and the training rows made of it.
 
-    ``begin`` and ``act`` call the environment; between them :attr:`prompt_ids` is what the next completion continues.
+    ``begin`` and ``act`` call the environment; between them :attr:`prompt_ids` is the prompt of the next completion.
     Generated tokens are kept as they were sampled and never rendered or tokenised again.
     """
 
@@ -79,7 +79,7 @@ class Episode:
         self.info: dict[str, Any] = {}
         self._rows: list[_Row] = []
         self._turns: list[list[int]] = []
-        """Of each turn: its completion and what the environment wrote after it."""
+        """For each turn, its completion and what the environment wrote after it."""
         self._messages: list[dict[str, Any]] = []
         self._opening: list[dict[str, Any]] = []
         self._log: list[str] = []
@@ -90,17 +90,17 @@ class Episode:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Tokens that the next completion continues."""
+        """Tokens of the next completion's prompt."""
         return self._rows[-1].ids
 
     @property
     def error(self) -> str | None:
-        """What went wrong in the environment."""
+        """What went wrong in the environment, or None."""
         return self._error
 
     @property
     def outcome(self) -> EpisodeOutcome:
-        """How the episode went so far."""
+        """How the episode has gone so far."""
         success = self.info.get("success")
         return EpisodeOutcome(
             turns=len(self._turns),
@@ -113,7 +113,7 @@ class Episode:
         """Reset the environment and render the first prompt.
 
         Raises:
-            EnvError: a prompt that is empty or over the budget, or an observation that is no text.
+            EnvError: a prompt that is empty or over the budget, or an observation that is not text.
             ConfigError: a chat template that refuses the messages.
         """
         self.seed = seed
@@ -128,11 +128,11 @@ class Episode:
         self._rows = [_Row(self.chat.prompt(self._opening, max_tokens=self.limits.prompt_length))]
 
     def act(self, completion: Completion, text: str) -> float:
-        """Take one completion, given as tokens and as their text, to the environment; returns its reward.
+        """Pass one completion, as tokens and as text, to the environment; return its reward.
 
         Raises:
-            EnvError: the environment broke the protocol: a step that is no five-tuple, a reward that is no finite
-                number, an observation that is no text.
+            EnvError: the environment broke the protocol: the step is not a five-tuple, the reward is not a finite
+                number, or the observation is not text.
         """
         turn = len(self.rewards)
         self._rows[-1].say(completion, turn)
@@ -156,17 +156,17 @@ class Episode:
         return reward
 
     def fail(self, error: str) -> None:
-        """End the episode without a grade because of what went wrong in the environment."""
+        """End the episode without a grade because the environment failed."""
         self._error, self.done = error, True
 
     def stop(self, reason: Truncation) -> None:
-        """Cut the episode from outside."""
+        """Truncate the episode from outside."""
         self._cut(reason)
 
     def trajectories(self, group: int, number: int) -> list[Trajectory]:
-        """Return the training rows: one, or several where the context was rewritten on the way.
+        """Return the training rows: one, or several if the context was rewritten.
 
-        Each row has the rewards of all turns; NaN where the environment failed.
+        Each row has the rewards of all turns; NaN if the environment failed.
         """
         outcome = self.outcome
         rewards = self.rewards or [float("nan")]
@@ -214,7 +214,7 @@ class Episode:
             self._rows.append(_Row(prompt))
 
     def _window(self, budget: int) -> list[int]:
-        """Return the first prompt and as many of the latest turns as the budget holds, at least one."""
+        """Return the first prompt and as many of the latest turns as fit the budget, at least one."""
         first = self._rows[0].prompt_ids
         kept: list[int] = []
         for turn in reversed(self._turns):
@@ -235,12 +235,12 @@ def _observed(observation: Observation) -> list[dict[str, Any]]:
 
 
 def _name(env: TextEnv) -> str:
-    """Return the class of an environment as its author knows it: of what an adapter wraps."""
+    """Return the class name that the environment's author knows, without adapters."""
     return type(getattr(env.unwrapped, "inner", env.unwrapped)).__name__
 
 
 def _checked(result: Any, env: TextEnv) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-    """Return what a step gave, with a float as the reward; raises EnvError where it is no five-tuple."""
+    """Return a step's result with a float reward; raises EnvError if it is not a five-tuple."""
     name = _name(env)
     if not isinstance(result, tuple) or len(result) != 5:
         found = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
@@ -254,5 +254,5 @@ def _checked(result: Any, env: TextEnv) -> tuple[Observation, float, bool, bool,
     except RewardError as error:
         raise EnvError(str(error).replace(" or None", "").partition("; return None")[0]) from None
     if score is None:
-        raise EnvError(f"the reward of {name}.step must be a finite number, found None; a turn without reward has 0.0")
+        raise EnvError(f"the reward of {name}.step must be a finite number, found None; return 0.0 for no reward")
     return observation, score, bool(terminated), bool(truncated), dict(info or {})

@@ -1,4 +1,4 @@
-"""Examples to learn from: conversations as token ids with a mask of what is learned, tasks and environments of them."""
+"""Examples to learn from: conversations as token ids with a loss mask, and their tasks and environments."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 
 LossOn = Literal["completion", "assistant"]
-"""What a conversation teaches: its last answer, or every message of the assistant."""
+"""What a conversation teaches: its last answer, or every assistant message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Example:
     """One tokenised conversation."""
 
     ids: list[int]
-    """Its tokens, up to the last one that is learned."""
+    """Its tokens, up to the last learned one."""
     learned: list[bool]
     """True on the tokens whose log-probs enter a loss; same length, never True on the first token."""
     text: str = ""
@@ -43,10 +43,10 @@ class Example:
 def render_completion(
     tokenizer: Any, prompt: Sequence[Mapping[str, str]], response: str, max_tokens: int | None = None
 ) -> Example:
-    """Return a prompt and its response, of which the response is learned, the end token included.
+    """Return a prompt and its response; the response is learned, including the end token.
 
-    The prompt's tokens are those of ``render_prompt``, so training sees what sampling will see; a last message of the
-    assistant is a prefill, which the response continues. Raises as ``render_conversation``.
+    The prompt's tokens are those of ``render_prompt``, so training sees what sampling will see; a final assistant
+    message is a prefill, which the response continues. Raises as ``render_conversation`` does.
     """
     if not getattr(tokenizer, "chat_template", None):
         _check_text(tokenizer, response)
@@ -62,16 +62,15 @@ def render_completion(
 def render_conversation(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
 ) -> Example:
-    """Return a conversation of which every message of the assistant is learned, its end token included.
+    """Return a conversation in which every assistant message is learned, including its end token.
 
-    Pieces are tokenised one by one as they would come in an episode, and never again as a part of something longer:
-    where a token lies is known, not guessed. For this the template must only append: the text of a conversation must
-    begin with the text of its first messages.
+    Pieces are tokenised one by one, as they would arrive in an episode, so token positions are known, not guessed. This
+    requires an append-only template: the text of a conversation must begin with the text of its first messages.
 
     Raises:
-        ConfigError: the template does not only append, refuses the messages, or is missing.
-        EnvError: no message of the assistant, a first or no last one, a text with an end token inside, or more than
-            ``max_tokens`` tokens.
+        ConfigError: the template is missing, is not append-only, or refuses the messages.
+        EnvError: there is no assistant message, the first message is one, the last is not, a text contains an end
+            token, or there are more than ``max_tokens`` tokens.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
@@ -100,14 +99,14 @@ def _render(
         if not before.startswith(text) or not after.startswith(before):
             raise ConfigError(
                 f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
-                "earlier text when a message follows, so it cannot be told which tokens are the assistant's; learn "
+                "earlier text when a message follows, so the assistant's tokens cannot be identified; learn "
                 "completions only, with single answers (loss_on='completion'), or use a template that only appends"
             )
         new = _tokens(tokenizer, before[len(text) :])
         answer = _tokens(tokenizer, after[len(before) :])
         said = messages[place]["content"][len(prefill) :].strip()
         if not after[len(before) :].strip().removeprefix(said):
-            answer.append(int(tokenizer.eos_token_id))  # the template does not end a message; the model must
+            answer.append(int(tokenizer.eos_token_id))  # the template does not end messages, so the model must
         end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
         ids += new + answer
         learned += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
@@ -124,7 +123,7 @@ def _check_text(tokenizer: Any, text: str) -> None:
     if tokenizer.eos_token and tokenizer.eos_token in text:
         raise EnvError(
             f"expected an answer without the end token, found {tokenizer.eos_token!r} in {text[:80]!r}; the tokenizer "
-            "adds it, take it out"
+            "adds it, so remove it"
         )
 
 
@@ -132,13 +131,13 @@ def _fitted(example: Example, max_tokens: int | None) -> Example:
     if max_tokens is not None and len(example.ids) > max_tokens:
         raise PromptTooLongError(
             f"expected an example of at most {max_tokens} tokens, found {len(example.ids)}; raise max_context_length "
-            f"(or max_model_len), or leave such rows out: {example.text[:80]!r}"
+            f"(or max_model_len), or remove such rows: {example.text[:80]!r}"
         )
     return example
 
 
 def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]) -> list[Trajectory]:
-    """Return the examples of one row in the form that is collated and learned from; they have no rewards."""
+    """Return the examples of one row as trajectories to collate and learn from; they have no rewards."""
     made = []
     for example in examples:
         start = example.learned.index(True)
@@ -159,10 +158,10 @@ def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]
 
 
 class DataTask(TaskWrapper):
-    """A task that answers itself: another task's training rows as examples, its exam and test as they are."""
+    """Another task's training rows as examples to imitate; its exam and test stay as they are."""
 
     kind: ClassVar[Literal["sft", "preference"]]
-    """What its examples are: demonstrations, or pairs."""
+    """Whether its examples are demonstrations or pairs."""
 
     @checked
     def __init__(self, task: AnyTask) -> None:
@@ -171,18 +170,18 @@ class DataTask(TaskWrapper):
 
     @abstractmethod
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
-        """Return the examples of a training row, those that belong together side by side.
+        """Return the examples of a training row; those that belong together are adjacent.
 
-        Raises EnvError where the row has no answer, or one that is too long.
+        Raises EnvError if the row has no answer or the example is too long.
         """
 
     def answer(self, row: Mapping[str, Any]) -> str:
-        """Return the right answer of a row; raises EnvError where there is none."""
+        """Return the right answer of a row; raises EnvError if there is none."""
         answer = self.task.demonstration(row)
         if answer is None:
             raise EnvError(
                 f"{self.name} has no answer to learn for the question {str(row.get('question'))[:80]!r}; such tasks "
-                "can only be trained on their rewards (env_type: reasoning)"
+                "can only be trained by reward (env_type: reasoning)"
             )
         return answer
 
@@ -190,9 +189,9 @@ class DataTask(TaskWrapper):
 def examples_at(
     task: Task | EpisodeTask, position: int, tokenizer: Any, context_length: int
 ) -> tuple[list[Trajectory], Place]:
-    """Return what the training row at a position teaches; where it is too long, what its stand-in does.
+    """Return the examples of the training row at a position, or of its stand-in if it is too long.
 
-    Raises ConfigError for a task that has no examples, EnvError where the stand-ins are too long as well.
+    Raises ConfigError for a task that has no examples, EnvError if all stand-ins are too long as well.
     """
     if not isinstance(task, DataTask):
         raise ConfigError(f"{task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
@@ -201,12 +200,12 @@ def examples_at(
 
 
 class DataGym(ABC):
-    """Batches of examples for ``agent.learn``; a subclass says what a row's examples are.
+    """Batches of examples for ``agent.learn``; a subclass defines a row's examples.
 
     The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
 
-    The order depends on ``seed`` and on the number of batches drawn alone, a new one each epoch. Inside ``eval_mode()``
-    the rows are those of the test dataset, from its first on.
+    The order depends only on ``seed`` and the number of batches drawn, a new one each epoch. Inside ``eval_mode()`` the
+    rows are those of the test dataset, starting at its first.
     """
 
     @checked
@@ -240,14 +239,14 @@ class DataGym(ABC):
 
     @abstractmethod
     def form(self, rows: Rows) -> Form:
-        """Return which columns are read; raises EnvError where one is missing."""
+        """Return which columns are read; raises EnvError if one is missing."""
 
     @abstractmethod
     def examples(self, sample: Sample) -> list[Example]:
-        """Return the examples of a row, those that belong together side by side."""
+        """Return the examples of a row, those that belong together are adjacent."""
 
     def __len__(self) -> int:
-        """Return the number of rows of the split in use."""
+        """Return the number of rows of the current split."""
         return len(self._rows[self._split])
 
     @property
@@ -256,18 +255,18 @@ class DataGym(ABC):
         return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // len(self._rows["train"])
 
     def reset(self, reset_dataloaders: bool = False) -> RolloutBatch:
-        """Draw the next batch; with ``reset_dataloaders`` the first one of the split again."""
+        """Draw the next batch; with ``reset_dataloaders`` start the split again."""
         if reset_dataloaders:
             self._drawn[self._split] = 0
         return self._next()
 
     def step(self, completion_ids: Any = None) -> RolloutBatch:
-        """Draw the next batch; nothing is graded, so completions are not looked at."""
+        """Draw the next batch; nothing is graded, so completions are ignored."""
         return self._next()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset inside; training continues afterwards where it was."""
+        """Use the test dataset inside; training continues afterwards where it left off."""
         kept, self._split = self._split, "test"
         self._drawn["test"] = 0
         try:
@@ -281,7 +280,7 @@ class DataGym(ABC):
 
     @checked
     def from_state(self, state: Mapping[str, int]) -> None:
-        """Go back to a saved position."""
+        """Return to a saved position."""
         self._split, self._drawn["train"] = "train", saved_batches(state)
 
     def _next(self) -> RolloutBatch:
@@ -290,7 +289,7 @@ class DataGym(ABC):
             first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
             places = [self._order(place) for place in range(first, first + self.data_batch_size_per_gpu)]
         else:
-            # A last batch may be short: no row counts twice in one pass.
+            # The last batch may be short, because no row counts twice in one pass.
             first = self._drawn["test"] % -(-size // whole) * whole
             places = list(range(first, min(first + whole, size)))[self._rank :: self._world]
         self._drawn[self._split] += 1

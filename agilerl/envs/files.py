@@ -1,7 +1,7 @@
 """Files of rows: JSON lines, JSON, CSV and Parquet.
 
-Text files are read here and not by ``datasets``, which turns texts that look like dates into dates, gives a CSV row
-that is too long other columns, and does not say in which line a file is torn.
+Text files are read here and not by ``datasets``, which turns date-like texts into dates, shifts the columns of a CSV
+row that is too long, and does not say which line is damaged.
 """
 
 import csv
@@ -26,18 +26,18 @@ class Table:
     """Rows as they were read."""
 
     rows: Any
-    """A sequence of dicts, or a Hugging Face ``Dataset``."""
+    """Sequence of dicts, or a Hugging Face ``Dataset``."""
     columns: list[str]
-    """Names of the columns of any of the rows."""
+    """Names of all columns that occur in any row."""
     lines: Sequence[int] = ()
-    """The line that each row begins in, counted from 1, for text files."""
+    """For text files, the line where each row begins, counted from 1."""
 
 
 def read_file(path: Path) -> Table:
-    """Read a file by its ending.
+    """Read a file in the format of its suffix.
 
     Raises:
-        EnvError: no such file, an unknown ending, no UTF-8 text, a torn line, two columns of one name.
+        EnvError: no such file, an unknown suffix, text that is not UTF-8, a damaged line, or a duplicate column.
     """
     kind = path.suffix.lower()
     try:
@@ -51,17 +51,17 @@ def read_file(path: Path) -> Table:
     except OSError as error:
         raise EnvError(f"{shown(str(path))} cannot be read: {error.strerror or error}") from error
     except MemoryError as error:
-        raise EnvError(f"{path.name} does not fit into the memory; take fewer rows") from error
+        raise EnvError(f"{path.name} does not fit into memory; use fewer rows") from error
 
 
 def _check_size(path: Path) -> None:
-    """Raise EnvError for what is no plain file, and for one whose rows would not fit into the memory."""
+    """Raise EnvError for anything but a plain file, and for one whose rows would not fit into memory."""
     memory = memory_bytes()
     try:
-        # The bytes, the text, and the rows as Python objects exist together for a moment.
+        # The bytes, the text, and the rows as Python objects briefly exist together.
         check_file(path, None if memory is None else memory // 8, error=EnvError)
     except EnvError as error:
-        raise EnvError(f"{error} (rows are held in memory; take a part of them)") from None
+        raise EnvError(f"{error} (rows are held in memory; use fewer of them)") from None
 
 
 def _json_lines(path: Path) -> Table:
@@ -90,8 +90,8 @@ def _json(text: str, path: Path, where: str, line: int = 1) -> Any:
     except json.JSONDecodeError as error:
         found = error.doc[error.pos : error.pos + 40].strip() or "the end"
         raise EnvError(
-            f"line {line + error.lineno - 1} of {path.name} is no whole JSON value: {error.msg} at character "
-            f"{error.colno}, found {shown(found)}; is the file torn?"
+            f"line {line + error.lineno - 1} of {path.name} is not a complete JSON value: {error.msg} at character "
+            f"{error.colno}, found {shown(found)}; is the file damaged?"
         ) from error
     except (ValueError, RecursionError) as error:
         raise EnvError(f"{where} cannot be read as JSON: {error}") from error
@@ -102,7 +102,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise EnvError(f"{where} has the column {shown(twice)} twice; take one out")
+        raise EnvError(f"{where} has the column {shown(twice)} twice; remove one")
     return made
 
 
@@ -125,7 +125,7 @@ def _csv(path: Path, delimiter: str = ",") -> Table:
                 if values and len(values) != len(header):
                     raise EnvError(
                         f"line {start} of {path.name}: expected {len(header)} values, one for each of {header}, found "
-                        f"{len(values)}; put texts that hold a {'comma' if delimiter == ',' else 'tab'} in quotes"
+                        f"{len(values)}; quote texts that contain a {'comma' if delimiter == ',' else 'tab'}"
                     )
                 if values:
                     rows.append(dict(zip(header, values)))
@@ -138,7 +138,7 @@ def _csv(path: Path, delimiter: str = ",") -> Table:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Let a CSV value have more than the 128 KiB that the reader allows by default; the limit is the process's."""
+    """Allow CSV values beyond the default of 128 KiB; the limit is process-wide."""
     limit = csv.field_size_limit(sys.maxsize)
     try:
         yield
@@ -153,14 +153,14 @@ def _parquet(path: Path) -> Table:
     showing = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also logs what it raises
     try:
         with tempfile.TemporaryDirectory() as cache:
             read = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
             dataset = without_decoding(read)
     except EnvError:
         raise
-    except Exception as error:  # whatever a damaged file makes foreign code raise, the user gets its reason
+    except Exception as error:  # a damaged file may raise anything; report its reason
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason[:300]}") from error
     finally:
@@ -171,15 +171,15 @@ def _parquet(path: Path) -> Table:
 
 
 def without_decoding(dataset: Any) -> Any:
-    """Return a dataset whose images, sounds and the like stay bytes and paths.
+    """Return a dataset whose images, audio and the like stay bytes and paths.
 
-    Decoding one opens the path, or asks the address, that a row names. Raises EnvError for those inside of others.
+    Decoding would open the path or URL that a row names. Raises EnvError for nested ones.
     """
     for column, feature in dict(dataset.features).items():
         if getattr(feature, "decode", None) is True:
             dataset = dataset.cast_column(column, replace(feature, decode=False))
         elif "decode=True" in repr(feature):
-            raise EnvError(f"the column {shown(column)} holds lists of images or sounds; leave it out of the file")
+            raise EnvError(f"the column {shown(column)} holds lists of images or audio; remove it from the file")
     return dataset
 
 
@@ -206,24 +206,24 @@ try:
 except MemoryError:
     sys.exit(3)
 """
-"""Reads a Parquet file with less memory than it may fill: a few kilobytes of it can stand for terabytes."""
+"""Reads a Parquet file under a memory limit, because a few kilobytes can expand to terabytes."""
 
 
 def _check_unfolded(path: Path) -> None:
-    """Raise EnvError for a file whose rows are more than the memory holds, or that crashes what reads it.
+    """Raise EnvError for a file whose rows do not fit into memory, or that crashes its reader.
 
-    It is read once by a process with limits; other damage is left to the reading that follows.
+    A process with limits reads it once; other damage is reported by the actual read.
     """
     limit = (memory_bytes() or _UNKNOWN) // 3
     try:
         command = [sys.executable, "-I", "-c", _UNFOLD, str(path.absolute()), str(limit)]
         ended = subprocess.run(command, capture_output=True, timeout=600, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
-        raise EnvError(f"{path.name} took more than ten minutes to read; take fewer rows") from error
+        raise EnvError(f"{path.name} took more than ten minutes to read; use fewer rows") from error
     if ended.returncode == 3 or ended.returncode < 0:
         raise EnvError(
-            f"{path.name} unfolds to more than {limit >> 20:,} MiB of rows, which are held in memory, or is made to "
-            "crash what reads it; take a part of it"
+            f"{path.name} expands to more than {limit >> 20:,} MiB of rows, which are held in memory, or is built to "
+            "crash its reader; use fewer rows"
         )
 
 
@@ -238,7 +238,7 @@ def _text(path: Path) -> str:
         line = error.object.count(b"\n", 0, error.start) + 1
         byte = error.object[error.start]
         raise EnvError(
-            f"line {line} of {path.name} is no UTF-8 text (byte {byte:#04x}); save the file as UTF-8"
+            f"line {line} of {path.name} is not UTF-8 text (byte {byte:#04x}); save the file as UTF-8"
         ) from error
 
 
@@ -254,4 +254,4 @@ FORMATS: dict[str, Callable[[Path], Table]] = {
     ".tsv": lambda path: _csv(path, "\t"),
     ".parquet": _parquet,
 }
-"""How a file is read, by its ending."""
+"""Readers by file suffix."""

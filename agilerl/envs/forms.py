@@ -1,4 +1,4 @@
-"""The forms that rows come in: which columns hold the prompt, the response and a worse one; text or messages."""
+"""The forms that rows come in: the columns of the prompt, the response and the rejected one, as text or messages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,21 @@ from agilerl.envs.core import Message
 from agilerl.errors import EnvError
 
 Purpose = Literal["reasoning", "sft", "preference"]
-"""What rows are read for: prompts that are answered and graded, demonstrations, or pairs."""
+"""What rows are read for: prompts to answer and grade, demonstrations, or pairs."""
 
 Needs = Literal["no", "any", "text"]
-"""Whether every row must have a response: no; yes, of any type (it is for a grader); yes, as text."""
+"""Whether every row must have a response: no; yes, of any type (for a grader); yes, as text."""
 
 Fault = Literal["missing", "not_text", "empty", "alike"]
-"""What can be wrong with a row: a value is missing or None, no text, empty; both answers of a pair are the same."""
+"""What can be wrong with a row: a value is missing or None, not text, or empty, or both answers of a pair are equal."""
 
 
 HALF = re.compile("[\ud800-\udfff]")
-"""What JSON can write and no tokenizer reads."""
+"""Lone surrogates: JSON can contain them, but no tokenizer reads them."""
 
 
 class RowFaultError(EnvError):
-    """A row that does not have the form of its dataset."""
+    """A malformed row: it does not have the form of its dataset."""
 
     def __init__(self, kind: Fault, sentence: str) -> None:
         super().__init__(sentence)
@@ -33,22 +33,22 @@ class RowFaultError(EnvError):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a row says, whatever form it has."""
+    """The content of a row, independent of its form."""
 
     prompt: str | list[Message]
     """A text, or a conversation."""
     response: str | None = None
-    """The answer to learn or to compare with; None where the row has none."""
+    """The answer to learn or to compare with; None if the row has none."""
     rejected: str | None = None
     """A worse answer."""
 
     @property
     def question(self) -> str:
-        """The prompt as a text: that of a conversation is its last message."""
+        """The prompt as text; for a conversation, its last message."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
     def texts(self) -> list[str]:
-        """Return every text of the row that a model gets to see."""
+        """Return every text of the row that a model sees."""
         prompt = [self.prompt] if isinstance(self.prompt, str) else [m["content"] for m in self.prompt]
         return [*prompt, *(text for text in (self.response, self.rejected) if text is not None)]
 
@@ -60,13 +60,13 @@ class Form:
     prompt: str | None
     """Column of the prompt; ``messages`` holds prompt and response; None: what ``chosen`` and ``rejected`` share."""
     response: str | None = None
-    """Column of the response, a text or one message of the assistant."""
+    """Column of the response, text or one assistant message."""
     needs: Needs = "text"
     """Whether a row without a response is a fault."""
     pairs: bool = False
     """Whether ``chosen`` and ``rejected`` are read."""
     grades_text: bool = False
-    """Whether the column ``answer``, where a row has one, must be text, because a grader takes it for text."""
+    """Whether the column ``answer``, if a row has one, must be text, because a grader expects text."""
 
     def told(self) -> str:
         """Return the columns that are read, for messages."""
@@ -74,7 +74,7 @@ class Form:
         return " and ".join(dict.fromkeys(column for column in columns if column is not None))
 
     def read(self, row: Mapping[str, Any]) -> Sample:
-        """Return what a row says; raises RowFaultError where it does not have this form."""
+        """Return a row's content; raises RowFaultError if it does not have this form."""
         if self.grades_text and not isinstance(answer := row.get("answer"), str | None):
             raise RowFaultError("not_text", f"expected text in the column answer, found {shown(answer)}")
         sample = self._read(row)
@@ -113,12 +113,12 @@ def form_of(
     Args:
         columns: what the rows have.
         purpose: what they are read for.
-        name: what messages call the dataset.
-        response: column that ``sft`` takes the response from, before all others.
+        name: the dataset's name in messages.
+        response: preferred response column of ``sft``.
         needs: whether ``reasoning`` needs an answer to grade with.
 
     Raises:
-        EnvError: a column is missing; the sentence names the nearest one.
+        EnvError: a column is missing; the message names the nearest one.
     """
     if purpose == "preference":
         return _form_of_pairs(columns, name)
@@ -160,7 +160,7 @@ def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvErr
 
 
 def as_messages(value: Any, role: str, where: str) -> list[Message]:
-    """Return a column as messages: a text is one message of ``role``. Raises EnvError for anything else."""
+    """Return a column as messages; text becomes one message of ``role``. Raises EnvError for anything else."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     sound = isinstance(value, Sequence) and len(value) > 0
@@ -172,7 +172,7 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Return a value that is a text or a conversation, neither of them empty."""
+    """Return a value that is a non-empty text or conversation."""
     value = row.get(column)
     if value is None:
         found = "None" if column in row else "no such column"
@@ -200,7 +200,7 @@ def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
 
 
 def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str:
-    """Return a response; as a conversation it may repeat the prompt."""
+    """Return a response; if it is a conversation, it may repeat the prompt."""
     value = _value(row, column)
     if not isinstance(value, str) and len(value) > 1 and value[:-1] == as_messages(prompt, "user", "the prompt"):
         value = value[-1:]
@@ -220,7 +220,7 @@ def _pair(row: Mapping[str, Any], prompt: str | list[Message]) -> Sample:
 
 
 def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
-    """Divide a whole conversation into the prompt and the assistant's last message."""
+    """Split a whole conversation into the prompt and the assistant's last message."""
     where, value = "the column messages", _value(row, "messages")
     if isinstance(value, str):
         raise RowFaultError("not_text", f"expected a list of {{'role', 'content'}} in {where}, found {value!r:.100}")
@@ -236,7 +236,7 @@ def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
 
 
 def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
-    """Return what chosen and rejected have in common, and their answers."""
+    """Return the shared prompt of chosen and rejected, and their answers."""
     chosen, rejected = (_value(row, column) for column in ("chosen", "rejected"))
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _shared_text(chosen, rejected)
@@ -244,7 +244,7 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], list[st
     if len(ends[0]) < 2 or ends[0][:-1] != ends[1][:-1]:
         raise RowFaultError(
             "missing",
-            "expected conversations that differ in their last message only in chosen and rejected, found others; give "
+            "expected conversations in chosen and rejected to differ only in their last message; otherwise add "
             "the column prompt",
         )
     if ends[0] == ends[1]:
@@ -257,7 +257,7 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], list[st
 
 
 def _shared_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
-    """Divide two texts after the last whole word that they share; no character is lost."""
+    """Split two texts after the last whole word that they share; no character is lost."""
     if chosen == rejected:
         raise RowFaultError("alike", f"expected chosen and rejected to differ, found {shown(chosen)} twice")
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
@@ -266,7 +266,7 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
     prompt = chosen[:shared].rstrip()
     if not prompt:
         raise RowFaultError(
-            "missing", "expected the column prompt beside texts in chosen and rejected that share no beginning; add it"
+            "missing", "expected a column prompt, because the texts in chosen and rejected share no beginning; add it"
         )
     answers = [text[len(prompt) :] for text in (chosen, rejected)]
     if not all(answer.strip() for answer in answers):

@@ -1,4 +1,4 @@
-"""The one place that touches the global random generators, for foreign code that draws from them."""
+"""The one place that touches the global random generators, for third-party code that draws from them."""
 
 import random
 import threading
@@ -14,8 +14,8 @@ _LOCK = threading.RLock()
 def sealed(seed: int) -> Iterator[None]:
     """Run code that uses Python's or numpy's global generator: seeded inside, left as they were outside.
 
-    Without this what such code does would not be reproducible, and calling it would disturb the random numbers of
-    whoever called us. Only one thread at a time is inside.
+    Otherwise such code would not be reproducible, and would disturb the caller's random numbers. Only one thread at a
+    time is inside.
     """
     with _LOCK:
         python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002

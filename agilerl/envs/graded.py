@@ -1,4 +1,4 @@
-"""A task with other graders than its own."""
+"""A task with custom graders."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from agilerl.rewards.grades import Grades, grade
 
 
 class TaskGrader(BaseGrader):
-    """A task's own reward as a grader, to combine with others."""
+    """A task's built-in reward as a grader, to combine with others."""
 
     @checked
     def __init__(self, task: AnyTask) -> None:
-        """Take the task; the grader has the name of its reward."""
+        """Take the task; the grader takes the name of its reward."""
         self.task, self.name = task, task.grader
 
     def __call__(self, completion: str, **row: Any) -> float | None:
@@ -38,13 +38,13 @@ class TaskGrader(BaseGrader):
 class GradedTask(TaskWrapper):
     """The questions of a task, graded by ``grader`` in training and by ``fitness_grader`` in exams and tests.
 
-    Without a ``fitness_grader`` exams are graded as training is. With one, selection compares agents by a measure that
-    stays what it is, whatever training rewards.
+    Without a ``fitness_grader``, exams are graded as in training. With one, selection compares agents by a measure that
+    does not change, whatever training rewards.
     """
 
     @checked
     def __init__(self, task: AnyTask, grader: Grader, fitness_grader: Grader | None = None) -> None:
-        """Take a task and its graders; ``TaskGrader(task)`` is the task's own.
+        """Take a task and its graders; ``TaskGrader(task)`` is the task's built-in one.
 
         Raises:
             ConfigError: a grader that cannot be called.
@@ -58,23 +58,23 @@ class GradedTask(TaskWrapper):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weights of the parts of the reward of training, by name; empty where it is not a ``CombinedGrader``."""
+        """Weights of the training reward's parts, by name; empty unless it is a ``CombinedGrader``."""
         return self._grader.weights if isinstance(self._grader, CombinedGrader) else {}
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return what the grader of training says."""
+        """Return the training grader's reward."""
         return self.grade([completion], [row]).rewards[0]
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the grades of training."""
+        """Return the training grades."""
         return grade(self._grader, completions, rows)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the grades of exams."""
+        """Return the exam grades."""
         return grade(self._grader if self.fitness_grader is None else self.fitness_grader, completions, rows)
 
     def prepare(self) -> None:
-        """Prepare the task and set the graders up."""
+        """Prepare the task and set up the graders."""
         super().prepare()
         setup(self._grader)
         setup(self.fitness_grader)
@@ -87,7 +87,7 @@ class GradedTask(TaskWrapper):
 
 
 def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the weights of all parts of a task's reward, ``own`` in place of the task's; None where ``own`` is empty.
+    """Return the weights of all reward parts, ``own`` overriding the task's; None if ``own`` is empty.
 
     Raises:
         ConfigError: ``own`` names a part that the reward does not have.
@@ -97,7 +97,7 @@ def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str,
     weights = task.weights if isinstance(task, GradedTask) else {}
     if not weights:
         raise ConfigError(
-            f"reward_weights={dict(own)}: the reward of {task.name} is not made of parts; give it some: "
+            f"reward_weights={dict(own)}: the reward of {task.name} has no parts; combine graders: "
             "GradedTask(task, CombinedGrader([...]), fitness_grader=...)"
         )
     for name in own:
@@ -107,10 +107,10 @@ def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str,
 
 
 def check_evolving_weights(task: Task | EpisodeTask, genes: Iterable[str]) -> None:
-    """Raise ConfigError where weights of the reward evolve, and what selects among them is the reward itself."""
+    """Raise ConfigError if reward weights evolve and selection uses that same reward."""
     evolving = [name for name in genes if name.startswith("reward_weights.")]
     if evolving and not (isinstance(task, GradedTask) and task.fitness_grader is not None):
         raise ConfigError(
-            f"{', '.join(evolving)} evolves, so the task needs a fitness grader that stays what it is: without one, "
+            f"{', '.join(evolving)} evolves, so the task needs a fitness grader that does not change: without one, "
             "agents win by weighting what is easy; use GradedTask(task, grader, fitness_grader=TaskGrader(task))"
         )

@@ -1,6 +1,6 @@
-"""Which questions are kept for exam and test, and in which order the others are trained on.
+"""Which questions are held out for exam and test, and the training order of the others.
 
-The order is a pure function of the seed and the position, the split one of the question alone.
+The order is a pure function of the seed and the position, the split depends on the question alone.
 """
 
 import warnings
@@ -15,25 +15,25 @@ from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
 HELD_OUT_EVERY = 5
-"""One question in so many is kept for exams and tests."""
+"""One in this many questions is held out for exams and tests."""
 LEAST = 2
-"""Questions of a panel below which its mean says nothing, and has no standard error."""
+"""Fewest questions of a panel; below, its mean is meaningless and has no standard error."""
 BLOCK = 1000
-"""Positions of a mixture in which every source has exactly its share."""
+"""Number of positions in which every source of a mixture has exactly its share."""
 
 
 class TrainingOrder:
-    """Positions to rows of one source, or of several that are mixed by weight.
+    """Maps positions to rows of one source, or of several mixed by weight.
 
-    A source is walked through in epochs, a new permutation each. In a mixture every block of ``BLOCK`` positions holds
-    each source as often as its weight says, in a shuffled order; a source that is used up begins its next epoch while
-    the others go on. Nothing is remembered but the permutation of an epoch, so any position can be asked for at once.
+    A source is walked through in epochs, a new permutation each. In a mixture, every block of ``BLOCK`` positions holds
+    each source as often as its weight says, in a shuffled order; an exhausted source begins its next epoch while the
+    others continue. Only an epoch's permutation is remembered, so any position can be looked up directly.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
         """Take the number of rows (1 or more) and the weight (above 0) of each source.
 
-        Raises ConfigError where a weight is too small for one row in a block.
+        Raises ConfigError if a weight is too small for one row in a block.
         """
         self.sizes, self.seed = tuple(sizes), seed
         self._starts = (0, *accumulate(self.sizes))
@@ -41,25 +41,25 @@ class TrainingOrder:
         if 0 in self._shares:
             raise ConfigError(
                 f"expected weights that give every dataset at least 1 of {BLOCK} rows, found {tuple(weights)}; raise "
-                "the smallest, or leave it out"
+                "the smallest, or remove it"
             )
         self._epochs: dict[int, tuple[int, Sequence[int]]] = {}
         self._block: tuple[int, Sequence[tuple[int, int]]] = (-1, ())
 
     def __call__(self, position: int) -> int:
-        """Return the row at a training position, counted over all sources one after the other."""
+        """Return the row at a training position, counted over all sources in sequence."""
         source, number = self.source(position)
         epoch, place = divmod(number, self.sizes[source])
         known = self._epochs.get(source)
         if known is None or known[0] != epoch:
-            # A single source has the key that it always had, so that its order does not depend on mixtures.
+            # A single source keeps the key from before mixtures existed, so that its order is unchanged.
             key = (epoch,) if len(self.sizes) == 1 else (epoch, source)
             order = stream(self.seed, "dataset/order", *key).permutation(self.sizes[source]).tolist()
             self._epochs[source] = known = (epoch, order)
         return self._starts[source] + known[1][place]
 
     def source(self, position: int) -> tuple[int, int]:
-        """Return which source a position is taken from, and how many earlier positions were taken from it."""
+        """Return the source of a position, and how many earlier positions have that source."""
         if len(self.sizes) == 1:
             return 0, position
         block, place = divmod(position, BLOCK)
@@ -88,18 +88,18 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
 
 @checked
 def is_held_out(question: str) -> bool:
-    """Say whether ``question`` belongs to the fifth of all questions that nothing may be trained on.
+    """Return whether ``question`` belongs to the fifth of all questions that are never trained on.
 
     A question is held out when ``crc32(question as UTF-8) % 5 == 0``. The rule needs no list and no seed, so the
-    embedded base model, the training draws and the exams agree on it without knowing of each other.
+    embedded base model, the training draws and the exams agree on it independently.
     """
     return zlib.crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
 def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
-    """Return the sizes of smaller panels that ``available`` questions fill, None where they would be too small.
+    """Return the sizes of smaller panels that ``available`` questions fill, or None if they would be too small.
 
-    Each gets half of the questions; what one does not need goes to the other.
+    Each gets half of the questions; if one needs fewer, the rest goes to the other.
     """
     exam_fits = min(exam, max(-(-available // 2), available - test))
     test_fits = min(test, available - exam_fits)
@@ -108,9 +108,9 @@ def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
 
 
 def warn_of_fewer(name: str, asked: tuple[int, int], found: tuple[int, int], distinct: str) -> None:
-    """Say that the panels are smaller than asked for."""
+    """Warn that the panels are smaller than requested."""
     warnings.warn(
-        f"{name} has only {distinct}: the exam has {found[0]} prompts and the test {found[1]}, in place of {asked[0]} "
-        f"and {asked[1]} (eval_prompts, test_prompts); fitness is the less exact for it",
+        f"{name} has only {distinct}: the exam has {found[0]} prompts and the test {found[1]} instead of {asked[0]} "
+        f"and {asked[1]} (eval_prompts, test_prompts); fitness is less exact",
         stacklevel=3,
     )

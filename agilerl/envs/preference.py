@@ -14,37 +14,37 @@ from agilerl.errors import EnvError
 from agilerl.streams import stream
 
 Mistake = Callable[[Row, np.random.Generator], str | None]
-"""``mistake(row, draws)`` returns a plausible wrong answer to a row, or None where it knows none."""
+"""``mistake(row, draws)`` returns a plausible wrong answer to a row, or None."""
 
 BLOCK = 256
-"""A wrong answer is taken from a row of the same block of training positions."""
+"""Wrong answers come from rows in the same block of this many training positions."""
 TRIES, MOST_TRIES = 16, 256
 
 
 class PreferenceTask(DataTask):
-    """A task's questions with their right answer as ``chosen`` and a careless one as ``rejected``.
+    """A task's questions with the right answer as ``chosen`` and a wrong one as ``rejected``.
 
-    A row that has a ``rejected`` column keeps it; else ``mistake`` makes one; else it is another row's answer. It never
-    is the right answer, nor one that earns as much.
+    A row that has a ``rejected`` column keeps it; else ``mistake`` makes one; else it is another row's answer. It is
+    never the right answer, nor one that earns as much.
     """
 
     kind: ClassVar[Literal["sft", "preference"]] = "preference"
 
     @checked
     def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
-        """Take a task; ``seed`` decides the careless answers."""
+        """Take a task; ``seed`` decides the wrong answers."""
         super().__init__(task)
         self.mistake, self.seed = mistake, seed
 
     def row(self, split: Split, index: int) -> Row:
-        """Return the task's row, in training with ``rejected``."""
+        """Return the task's row; in training it has ``rejected``."""
         row = super().row(split, index)
         if split == "train" and self.task.counterexample(row) is None:
             row = {**row, "rejected": self._rejected(row, index)}
         return row
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
-        """Return the question with its right and with its careless answer."""
+        """Return the question with its right and with its wrong answer."""
         prompt, answers = self.messages(row), (self.answer(row), str(self.task.counterexample(row)))
         return [render_completion(tokenizer, prompt, answer, max_tokens) for answer in answers]
 
@@ -75,9 +75,9 @@ class PreferenceTask(DataTask):
 class PreferenceGym(DataGym):
     """Batches of pairs for ``agent.learn(env.reset())``: two rows each, the chosen completion first.
 
-    A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one message of the assistant).
-    Without ``prompt`` both are whole: conversations that differ in their last message only, or texts, which are divided
-    after the last whole word that they share.
+    A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one assistant message).
+    Without ``prompt``, ``chosen`` and ``rejected`` are whole: conversations that differ only in their last message, or
+    texts, which are split after the last whole word that they share.
     """
 
     def form(self, rows: Rows) -> Form:

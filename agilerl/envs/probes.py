@@ -1,7 +1,7 @@
-"""Probe environments: the smallest problems whose best return is known, to see whether learning works at all.
+"""Probe environments: the smallest problems with a known best return, to check that learning works at all.
 
-Questions and answers are digits. The spaces are tiny and shared by training, exam and test on purpose: a probe asks
-whether an algorithm learns, not whether a model generalises.
+Questions and answers are digits. Training, exam and test share the tiny spaces on purpose: a probe tests whether an
+algorithm learns, not whether a model generalises.
 """
 
 from abc import abstractmethod
@@ -46,7 +46,7 @@ class _DigitProbe(Task):
 
 
 class ConstantTarget(_DigitProbe):
-    """One digit in; the answer is ``target`` always. Solved by shifting probability mass, without reading."""
+    """One digit in; the answer is always ``target``. Solved by shifting probability mass, without reading."""
 
     name = "probe:constant"
 
@@ -82,10 +82,10 @@ class MultiInputConditional(_DigitProbe):
 
 
 class GridNavigation(TextEnv):
-    """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal when time is up.
+    """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal at the end.
 
     Observations are two digits: position and goal, each 1 to ``size``. The only reward comes with the last turn, so
-    earlier turns learn by credit alone. Another action than 1, 2, 3 stays where it is (``info["valid"]`` is False).
+    earlier turns learn by credit alone. Any other action stays (``info["valid"]`` is False).
     ``max_turns`` is at least ``size - 1``, so every goal can be reached and the best mean return is 1.0.
     """
 
@@ -97,7 +97,7 @@ class GridNavigation(TextEnv):
         self.max_turns = size - 1 if max_turns is None else max_turns
         if self.max_turns < size - 1:
             raise ConfigError(
-                f"expected max_turns of at least {size - 1}, so that every goal can be reached, found {max_turns}"
+                f"expected max_turns to be at least {size - 1}, so that every goal can be reached, found {max_turns}"
             )
         self.observation_space = Text(2, min_length=2, charset="123456789"[:size])
         self.action_space = Text(1, charset="123")
@@ -109,7 +109,7 @@ class GridNavigation(TextEnv):
         self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
-        gymnasium.Env.reset(self, seed=seed or 0)  # gymnasium's check_env looks at its generator; nothing draws there
+        gymnasium.Env.reset(self, seed=seed or 0)  # gymnasium's check_env inspects its generator; it is not used
         cells = stream(seed or 0, "grid_navigation").choice(self.size, size=2, replace=False)
         self._position, self._goal = int(cells[0]) + 1, int(cells[1]) + 1
         self._turn, self._running = 0, True

@@ -14,12 +14,12 @@ from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
 
 CHUNK = 1000
-"""Problems of one reasoning_gym dataset object; some build a table of their size, so it cannot simply be huge."""
+"""Problems of one reasoning_gym dataset object; some build a table of this size, so it must not be huge."""
 KEPT_DATASETS = 4
 MOST_ATTEMPTS = 512
 """Redraws of one training problem before giving up."""
 PATIENCE = 2000
-"""Draws without a new panel question (or 20 per question found, if that is more) until a task counts as exhausted."""
+"""Draws without a new panel question (or 20 per question found, if that is more) before a task counts as exhausted."""
 
 
 class ReasoningGymTask(Task):
@@ -27,14 +27,14 @@ class ReasoningGymTask(Task):
 
     Training problem ``position`` depends on ``(seed, position)`` alone. Exam and test are fixed panels of distinct
     questions that training never shows; by default all their questions come from the reserved fifth of all questions
-    (``agilerl.envs.order.is_held_out``) and all training questions from the rest. So no seed of any run trains on any
-    exam, and a base model that was trained under the same rule has not seen one either. The panels are drawn on first
-    use (``prepare`` draws them at once): five draws are made for each panel question, which takes minutes for the few
-    generators that need 0.1 s or more a problem (knight_swap, sokoban, futoshiki). One dataset breaks the purity: 5 in
-    1000 of codeio's problems are programs that read the clock, an address or the system's entropy.
+    (``agilerl.envs.order.is_held_out``) and all training questions from the rest. So no run with any seed trains on an
+    exam, and a base model trained under the same rule has not seen one either. The panels are drawn on first use
+    (``prepare`` draws them at once) with five draws per panel question, which takes minutes for the few generators that
+    need 0.1 s or more per problem (knight_swap, sokoban, futoshiki). One dataset is not deterministic: 5 in 1000 of
+    codeio's problems are programs that read the clock, an address or the system's entropy.
 
-    With a curriculum the level of a training problem is a function of its position too. Exam and test are questions of
-    the last level from the start, so that every exam of a run measures the same; what is held out stays out of all
+    With a curriculum, the level of a training problem also depends on its position alone. Exam and test are questions
+    of the last level from the start, so that every exam of a run measures the same; held-out questions stay out of all
     levels. ``levels`` has the parameters of each, and rows have a column ``level``.
     """
 
@@ -52,25 +52,24 @@ class ReasoningGymTask(Task):
         curriculum: Curriculum | None = None,
         shrink_panels: bool = False,
     ) -> None:
-        """Check everything and draw one problem.
+        """Check all settings and draw one problem.
 
         Args:
             name: name of a dataset, with or without the prefix ``reasoning_gym:``; ``composite`` mixes several.
             params: its parameters; for ``composite`` ``{"datasets": [{"name", "weight", "config"}, ...]}``.
-            seed: 0 or more; another seed gives other problems, and other panels.
+            seed: 0 or more; determines the problems and the panels.
             exam_prompts: size of the exam, 1 or more.
             test_prompts: size of the test, 0 or more.
-            reward: ``exact``: 1.0 where the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
+            reward: ``exact``: 1.0 if the dataset's score is exactly 1.0, else 0.0; ``score``: the score itself.
             holdout: ``reserved``: as above; ``any``, for tasks with few distinct questions: panels of any questions,
-                which training then avoids one by one, so that it depends on the panel sizes too.
-            shrink_panels: where the task has too few distinct questions for the panels, make them smaller, with a
-                warning, in place of raising an EnvError; of all its questions (``any``) at least half are left to
-                training.
-            curriculum: levels of training; its parameters are those that ``params`` do not set.
+                which training then avoids one by one, so training depends on the panel sizes too.
+            shrink_panels: if the task has too few distinct questions for the panels, make them smaller with a warning
+                instead of raising EnvError; with ``any``, at least half of all questions are left for training.
+            curriculum: levels of training; it changes only parameters that ``params`` does not set.
 
         Raises:
             ConfigError: an unknown task, parameter or setting, a value out of range, or a curriculum that the dataset
-                has not, or refuses itself at one of its levels.
+                does not have or that it refuses at one of its levels.
             EnvError: the dataset cannot produce a problem with these parameters.
         """
         self.name = name.removeprefix("reasoning_gym:")
@@ -86,7 +85,7 @@ class ReasoningGymTask(Task):
         self._panel_draws = self._draws_since_new = 0
         self.curriculum = curriculum
         self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
-        # Some scorers read the parameters (decimal_arithmetic its precision): each level has its own.
+        # Some scorers read the parameters (decimal_arithmetic its precision), so each level has its own scorer.
         datasets = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
         self._scorers = Scorers(self.name, self.levels, datasets)
         self._draw("panel", 0, self._last)
@@ -102,7 +101,7 @@ class ReasoningGymTask(Task):
         if split == "train":
             row, level = self._train_row(index), self._level(index)
         else:
-            if self.shrink_panels:  # where the test begins is known when all questions are
+            if self.shrink_panels:  # the exam's size, and so the test's start, depends on all questions
                 self._fill_panels()
                 self.check_index(split, index)
             place = index if split == "exam" else self.exam_prompts + index
@@ -115,30 +114,30 @@ class ReasoningGymTask(Task):
         return None if self.curriculum is None else self._level(position)
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Score the completion: what stands between the last answer tags, or the whole of it, stripped.
+        """Score the completion: the text between the last answer tags, or all of it, stripped.
 
-        The exact reward compares with ``==``: spell_backward's own score has a rounding bug that gives 6, 7, 9 and 10
-        letters with trailing junk 0.9999999999999999. An answer that the scorer cannot read (it raises), that would run
-        as a program inside it, or that takes more than 5 s of processor time or 2 GiB is wrong: 0.0. Scorers that
-        evaluate answers run in a process without privileges (``agilerl.envs.scorers``), started when it is needed.
+        The exact reward compares with ``==``, so spell_backward's rounding bug (6, 7, 9 or 10 letters with trailing
+        junk score 0.9999999999999999) earns nothing. An answer is wrong (0.0) if the scorer cannot read it (it raises),
+        if it would run as a program inside the scorer, or if it takes more than 5 s of processor time or 2 GiB. Scorers
+        that evaluate answers run in an unprivileged process (``agilerl.envs.scorers``), started on demand.
 
         Raises:
-            RewardError: the scorer cannot even read the problem's own answer, or its process cannot be started.
+            RewardError: the scorer cannot read even the problem's correct answer, or its process cannot start.
         """
         level = 0 if self.curriculum is None else row.get("level", self._last)
         score = self._scorers.score(extract_answer(completion), row, level)
         return score if self.reward_kind == "score" else float(score == 1.0)
 
     def close(self) -> None:
-        """Let go of the process of the scorers, if one was needed; it is started again when it is."""
+        """Release the scorers' process, if any; it is restarted on demand."""
         self._scorers.close()
 
     def prepare(self) -> None:
         """Draw both panels, and the first problem of each level of a curriculum.
 
         Raises:
-            EnvError: the task has too few distinct questions (the message says how many were found), or a level that
-                has no problem.
+            EnvError: the task has too few distinct questions (the message says how many were found), or a level has no
+                problem.
         """
         self._fill_panels()
         if self.curriculum is not None:
@@ -186,7 +185,7 @@ class ReasoningGymTask(Task):
         self._fill_panel(self.exam_prompts + self.test_prompts)
 
     def _fill_panel(self, count: int) -> None:
-        """Extend the panel to ``count`` rows. Rows are found in one fixed order, so asking late changes nothing."""
+        """Extend the panel to ``count`` rows. The order of rows is fixed, whenever this is called."""
         failures = 0
         while len(self._panel) < count:
             if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
@@ -210,7 +209,7 @@ class ReasoningGymTask(Task):
             self._draws_since_new = 0
 
     def _shrink(self) -> bool:
-        """Make the panels as small as the questions that were found; say whether that is allowed, and of any use."""
+        """Shrink the panels to the questions found; return whether that is allowed and helps."""
         asked, kept = (self.exam_prompts, self.test_prompts), len(self._panel)
         found = fewer(*asked, kept if self.holdout == "reserved" else kept // 2) if self.shrink_panels else None
         if found is None:
@@ -237,7 +236,7 @@ class ReasoningGymTask(Task):
         try:
             return draw(dataset, index, name=self.name, params=params, seed=dataset.seed + index)
         except Exception as error:
-            # A dataset that failed may have changed itself (word_ladder shrinks): never use it again.
+            # A failed dataset may have changed its state (word_ladder shrinks), so it is never used again.
             self._datasets.pop((purpose, chunk, level), None)
             where = f"with {params}{self._of_level(level)}"
             raise EnvError(f"reasoning_gym's {self.name} produced no problem {where}: {error!r}") from error

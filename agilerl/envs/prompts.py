@@ -1,4 +1,4 @@
-"""Messages to token ids and back: how tasks and environments call a chat template, and where a completion ends."""
+"""Messages to token ids and back: chat templates for tasks and environments, and where a completion ends."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 _GENERATION_CONFIG = "generation_config.json"
 _LARGEST_CONFIG = 1 << 20
-"""Bytes of a generation configuration beyond which it is not read."""
+"""Largest generation configuration to read, in bytes."""
 
 Accelerator = Annotated[
     Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
@@ -22,11 +22,11 @@ Accelerator = Annotated[
 
 
 class PromptTooLongError(EnvError):
-    """A prompt, or an example, has more tokens than fit."""
+    """A prompt or an example has too many tokens."""
 
 
 def saved_batches(state: Mapping[str, Any]) -> int:
-    """Return the number of batches that ``state()`` of an environment holds; raises ConfigError where it has none."""
+    """Return the number of batches in an environment's ``state()``; raises ConfigError if it is missing."""
     if "batches" not in state:
         raise ConfigError(f"from_state(state=...): expected what state() returned, with batches, found {dict(state)!r}")
     return cast(int, taken(Whole, state["batches"], "from_state", "batches"))
@@ -39,7 +39,7 @@ def check_tokenizer(tokenizer: Any) -> None:
             cure = "tokenizer.pad_token = tokenizer.eos_token" if what == "pad" else 'tokenizer.eos_token = "..."'
             raise ConfigError(
                 f"expected a tokenizer with a {what} token, found none in {type(tokenizer).__name__} "
-                f"{getattr(tokenizer, 'name_or_path', '')!r}; set one, for instance {cure}"
+                f"{getattr(tokenizer, 'name_or_path', '')!r}; set one, e.g. {cure}"
             )
 
 
@@ -54,16 +54,16 @@ def render_prompt(
 ) -> list[int]:
     """Return the token ids of a conversation up to where the model continues it.
 
-    The chat template is applied with its generation prompt. A last message of the assistant is a prefill: the prompt
-    ends with its text, and the model continues it. A tokenizer without a chat template gets the contents joined by
-    newlines, with the special tokens that it adds by itself.
+    The chat template is applied with its generation prompt. A final assistant message is a prefill: the prompt ends
+    with its text, and the model continues it. Without a chat template, the contents are joined by newlines, with the
+    special tokens that the tokenizer adds by default.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         messages: ``{"role", "content"}`` each, at least one.
         max_tokens: most tokens that the prompt may have.
         tools: JSON schemas of functions, which the template describes to the model.
-        use_template: False treats the tokenizer as one without a chat template.
+        use_template: if False, ignore the tokenizer's chat template.
 
     Raises:
         ConfigError: no pad token, a malformed message, or a template that refuses the messages (for instance a system
@@ -74,7 +74,7 @@ def render_prompt(
     messages = [_checked(message) for message in messages]
     prefill = bool(messages) and messages[-1]["role"] == "assistant"
     if prefill and not messages[-1]["content"]:
-        messages, prefill = messages[:-1], False  # an empty prefill is what the generation prompt does
+        messages, prefill = messages[:-1], False  # an empty prefill equals the generation prompt
     if not messages:
         raise EnvError("expected at least one message with content in a prompt, found none")
     if use_template and getattr(tokenizer, "chat_template", None):
@@ -88,16 +88,16 @@ def render_prompt(
     if max_tokens is not None and len(ids) > max_tokens:
         raise PromptTooLongError(
             f"expected a prompt of at most {max_tokens} tokens, found {len(ids)}; raise max_context_length (or "
-            f"max_model_len), or leave such prompts out: {messages[-1]['content'][:80]!r}"
+            f"max_model_len), or remove such prompts: {messages[-1]['content'][:80]!r}"
         )
     return ids
 
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a completion: the tokenizer's end token and those of the model that it came with.
+    """Return the tokens that end a completion: the end tokens of the tokenizer and of its model.
 
-    A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they stand
-    in the generation configuration beside the tokenizer's files.
+    A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they are
+    listed in the generation configuration next to the tokenizer's files.
     """
     own = getattr(tokenizer, "eos_token_id", None)
     beside = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
@@ -105,21 +105,21 @@ def end_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
-    """Return how many of the ids that follow a prompt are its completion, the end token included.
+    """Return how many of the ids after a prompt are its completion, end token included.
 
-    ``known`` is the number of tokens that an action mask marks or that have log-probs; it decides, because ids alone
-    cannot tell a pad token that was sampled from padding. Without it a completion goes up to its first token of
-    ``ends``, or else up to the padding at its end; a pad token in front of other tokens has been sampled.
+    ``known``, the number of tokens marked by an action mask or with log-probs, decides, because ids alone cannot
+    distinguish a sampled pad token from padding. Without it, a completion ends at its first token of ``ends``, or else
+    before the trailing padding; a pad token followed by other tokens was sampled.
 
     Raises:
-        EnvError: fewer ids than ``known``, or something other than padding behind them.
+        EnvError: fewer ids than ``known``, or something other than padding after them.
     """
     if known is not None:
         behind = set(ids[known:])
         if known > len(ids) or not behind <= {pad, *ends}:
             raise EnvError(
-                f"expected {known} sampled tokens, as there are log-probs or places in the action mask, and padding "
-                f"behind them, found {len(ids)} tokens after the prompt"
+                f"expected {known} sampled tokens (as many as log-probs or marked places in the action mask) and then "
+                f"padding, found {len(ids)} tokens after the prompt"
             )
         return known
     first = next((place for place, token in enumerate(ids) if token in ends), None)
@@ -132,8 +132,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
 def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]]) -> list[str]:
     """Return the text of generated ids, each up to its first end token or its padding, without special tokens.
 
-    Every grader and environment reads completions as this function decodes them. A pad token that was sampled within a
-    completion is left out of its text, as special tokens are, and does not end it.
+    Every grader and environment reads completions as this function decodes them. A pad token sampled within a
+    completion is omitted from its text, as special tokens are, and does not end it.
     """
     ends = end_token_ids(tokenizer)
     texts = []
@@ -151,7 +151,7 @@ def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]
 
 @lru_cache(maxsize=64)
 def _ends_beside(name: str) -> frozenset[int]:
-    """Return the end tokens of the generation configuration in a folder, or of a hub name that is in the cache."""
+    """Return the end tokens of the generation configuration in a folder, or of a cached hub name."""
     if not name:
         return frozenset()
     path = Path(name) / _GENERATION_CONFIG
@@ -160,7 +160,7 @@ def _ends_beside(name: str) -> frozenset[int]:
 
         try:
             found = try_to_load_from_cache(name, _GENERATION_CONFIG)
-        except ValueError:  # not a name that the hub could have
+        except ValueError:  # not a valid hub name
             return frozenset()
         if not isinstance(found, str):
             return frozenset()
@@ -193,8 +193,8 @@ def render_text(
 ) -> str:
     """Return a conversation as the chat template writes it, up to where the model continues it.
 
-    ``prompts=False`` leaves the start of the model's message out. With ``continues`` the last message stays open: it
-    is what the model continues.
+    ``prompts=False`` omits the start of the model's message. With ``continues`` the last message stays open for the
+    model to continue.
 
     Raises:
         ConfigError: a malformed message, or a template that refuses the messages.
@@ -204,18 +204,18 @@ def render_text(
 
 
 def _check_system_role(tokenizer: Any) -> None:
-    """Raise ConfigError where the chat template leaves out what the system says."""
+    """Raise ConfigError if the chat template drops the system message."""
     mark = "agilerl:the-system-speaks"
     conversation = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
     if mark not in str(_apply_template(tokenizer, conversation, True, False, tokenize=False)):
         raise ConfigError(
-            "the tokenizer's chat template leaves out system messages, so the model would never see this one; move its "
+            "the tokenizer's chat template drops system messages, so the model would never see this one; move its "
             "text into the user message"
         )
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that continues another one: nothing is added in front or behind."""
+    """Return the tokens of a text that continues another one; no special tokens are added."""
     return _ids(tokenizer(text, add_special_tokens=False))
 
 
@@ -239,7 +239,7 @@ def _apply_template(
         )
     except TemplateBrokenError as error:
         raise ConfigError(
-            f"the tokenizer's chat template cannot be used: {error}; take it from its first source"
+            f"the tokenizer's chat template cannot be used: {error}; get it from its original source"
         ) from error
     except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
         roles = [message["role"] for message in messages]

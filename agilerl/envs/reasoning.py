@@ -1,4 +1,4 @@
-"""ReasoningGym: a single-turn task stepped through in batches, as AgileRL documents it."""
+"""ReasoningGym: a single-turn task stepped through in batches, with AgileRL's documented interface."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ Prompt = dict[str, Any]
 class ReasoningGym:
     """Batches of prompts out, completions in, rewards back.
 
-    The order of prompts depends on ``seed`` and on the number of batches drawn alone. Inside ``eval_mode()`` the
-    prompts are those of the test dataset, from its first row on each time, so that every agent sits the same exam.
+    The order of prompts depends only on ``seed`` and the number of batches drawn. Inside ``eval_mode()`` the prompts
+    are those of the test dataset, always from its first row, so that every agent takes the same exam.
     """
 
     @checked
@@ -49,16 +49,16 @@ class ReasoningGym:
             tokenizer: Hugging Face tokenizer with a pad token.
             reward_fn: ``(completion, answer, question) -> float``; None means no grade, NaN in the rewards.
             conversation_template: list of ``{"role", "content"}`` with ``{question}`` (and ``{answer}``, or any
-                column); a last message of the assistant is a prefill, which is not part of the completion. None puts
-                the prompt alone; rows that are conversations need it to be None.
+                column); a final assistant message is a prefill, which is not part of the completion. None is the prompt
+                alone, and is required for rows that are conversations.
             data_batch_size_per_gpu: prompts per batch of this process, 1 or more.
-            accelerator: ``accelerate.Accelerator``; each of its processes gets its own share of every batch.
-            return_raw_completions: accepted because callers pass it; prompts carry their text in any case.
+            accelerator: ``accelerate.Accelerator``; each process gets its share of every batch.
+            return_raw_completions: accepted for compatibility; prompts always carry their text.
             max_context_length: most tokens of a prompt.
             seed: decides the order of training prompts.
 
         Raises:
-            EnvError: a dataset that is empty or lacks a column, or a row that has not its form.
+            EnvError: a dataset that is empty or lacks a column, or a malformed row.
             ConfigError: a malformed template, a tokenizer without pad token, a batch size below 1.
         """
         task = DatasetTask(
@@ -78,9 +78,9 @@ class ReasoningGym:
         accelerator: Accelerator | None = None,
         max_context_length: Count | None = None,
     ) -> Self:
-        """Make an environment of any task; ``eval_mode()`` uses its exam panel.
+        """Make an environment from any task; ``eval_mode()`` uses its exam panel.
 
-        A task on data is fitted first: prompts of more than ``max_context_length`` tokens are left out.
+        A dataset task is fitted first, which leaves out prompts of more than ``max_context_length`` tokens.
         """
         task.fit(tokenizer, max_context_length)
         env = cls.__new__(cls)
@@ -99,7 +99,7 @@ class ReasoningGym:
         self._prompts: list[Prompt] = []
 
     def __len__(self) -> int:
-        """Return the number of prompts of the split in use; 0 for an endless stream."""
+        """Return the number of prompts of the current split; 0 for an endless stream."""
         return (self.task.train_size or 0) if self._split == "train" else self.task.exam_prompts
 
     @property
@@ -109,7 +109,7 @@ class ReasoningGym:
         return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // size if size else 0
 
     def reset(self, reset_dataloaders: bool = False) -> list[Prompt]:
-        """Draw the next batch of prompts; with ``reset_dataloaders`` the first one of the split again."""
+        """Draw the next batch of prompts; with ``reset_dataloaders`` start the split again."""
         if reset_dataloaders:
             self._drawn[self._split] = 0
         return self._next()
@@ -120,10 +120,10 @@ class ReasoningGym:
 
         Args:
             completion_ids: for each of the B prompts a [G, P + L] tensor of ids that begins with the prompt; a
-                completion ends at its first end token, or where nothing but padding follows.
+                completion ends at its first end token or before trailing padding.
 
         Returns:
-            The next prompts, and float32 rewards [B, G] on the CPU, NaN where a completion has no grade.
+            The next prompts, and float32 rewards [B, G] on the CPU, NaN if a completion has no grade.
 
         Raises:
             EnvError: called before ``reset``, or ids that do not fit the prompts.
@@ -142,7 +142,7 @@ class ReasoningGym:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset (a task's exam) inside; training continues afterwards where it was."""
+        """Use the test dataset (a task's exam) inside; training continues afterwards where it left off."""
         kept = self._split, self._prompts
         self._split, self._prompts, self._drawn["exam"] = "exam", [], 0
         try:
@@ -156,7 +156,7 @@ class ReasoningGym:
 
     @checked
     def from_state(self, state: Mapping[str, int]) -> list[Prompt]:
-        """Go back to a saved position; return the prompts that were current there."""
+        """Return to a saved position, and return its current prompts."""
         self._split, self._prompts, self._drawn["train"] = "train", [], saved_batches(state)
         if self._drawn["train"]:
             self._drawn["train"] -= 1
@@ -169,7 +169,7 @@ class ReasoningGym:
             first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
             places: Sequence[int] = range(first, first + self.data_batch_size_per_gpu)
         else:
-            # A panel's last batch may be short: no row counts twice in one pass.
+            # A panel's last batch may be short, because no row counts twice in one pass.
             size = self.task.exam_prompts
             first = self._drawn["exam"] % -(-size // whole) * whole
             places = range(first, min(first + whole, size))[self._rank :: self._world]
@@ -208,5 +208,5 @@ class ReasoningGym:
             if start.shape[1] < len(expected) or not bool((start == expected).all()):
                 raise EnvError(
                     f"expected the ids of prompt {place} to begin with its {len(expected)} prompt tokens, found "
-                    "others; pass whole sequences (prompt and completion, padded on the right)"
+                    "others; pass whole sequences (prompt and completion, right-padded)"
                 )

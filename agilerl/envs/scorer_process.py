@@ -1,4 +1,4 @@
-"""What runs in the process of the scorers: the scorers themselves, imported before the process loses its files."""
+"""What runs in the scorers' process; imported before the process loses access to files."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _BUILT: dict[str, Any] = {}
 
 
 def score_alone(completion: str, dataset: str, params: Any, entry: Any) -> float:
-    """Score an answer with the scorer of a dataset, whose parameters and row are encoded."""
+    """Score an answer with a dataset's scorer; parameters and row are encoded."""
     key = f"{dataset} {params!r}"
     if key not in _BUILT:
         _BUILT[key] = build_dataset(dataset, _decoded(params), seed=0, size=1)
@@ -20,7 +20,7 @@ def score_alone(completion: str, dataset: str, params: Any, entry: Any) -> float
 
 
 def draw_alone(completion: str, dataset: str, params: Any) -> float:
-    """Return 1.0 if a dataset makes its first problems, or refuses to; 0.0 if memory does not hold them."""
+    """Return 1.0 if a dataset makes its first problems or refuses to; 0.0 if they do not fit into memory."""
     try:
         with quiet():
             made = build_dataset(dataset, _decoded(params), seed=0, size=2)
@@ -28,13 +28,13 @@ def draw_alone(completion: str, dataset: str, params: Any) -> float:
                 made[place]
     except MemoryError:
         return 0.0
-    except Exception:  # whatever it is, the process that trains will say so
+    except Exception:  # the training process reports any other error
         return 1.0
     return 1.0
 
 
 def _decoded(value: Any) -> Any:
-    """Return what ``agilerl.envs.scorers`` has encoded."""
+    """Decode what ``agilerl.envs.scorers`` encoded."""
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()

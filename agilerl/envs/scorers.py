@@ -1,7 +1,7 @@
-"""Score answers with reasoning_gym's own scorers, in a process without privileges where one does more than compare.
+"""Score answers with reasoning_gym's scorers; those that do more than compare run in an unprivileged process.
 
-Some scorers evaluate the answer, some take as much time or memory as the answer asks for. Only those that were read and
-found to do neither (``IN_THIS_PROCESS``) run here; all others, also those of versions to come, run in a worker.
+Some scorers evaluate the answer, and some take as much time or memory as the answer asks for. Only those reviewed and
+found to do neither (``IN_THIS_PROCESS``) run here; all others, including those of future versions, run in a worker.
 """
 
 import os
@@ -30,24 +30,24 @@ IN_THIS_PROCESS = frozenset(
     "spell_backward string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals "
     "tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles".split()
 )
-"""Datasets whose scorers compare, count and convert, in time that grows little faster than the answer is long."""
+"""Datasets whose scorers compare, count and convert, in roughly linear time in the answer's length."""
 
 CPU_SECONDS = 5.0
-"""Processor time for one answer; the slowest right ones (integrals, which are simplified) take 0.5."""
+"""Processor time for one answer; the slowest correct ones (integrals) take 0.5."""
 PATIENCE = 60.0
-"""Seconds for one answer on a machine that is busy with other things."""
+"""Seconds for one answer on a busy machine."""
 MEMORY = 2 * 2**30
 
 _LOCK = threading.RLock()
 _SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
-"""The worker of this process, by its id: all tasks share one, which ends with the last of them."""
+"""This process's worker, by process id; all tasks share it, and it ends with the last of them."""
 
 
 def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError where parameters ask for problems that take for ever, or more memory than a problem may.
+    """Raise ConfigError if parameters ask for problems that take too much time or memory.
 
-    Numbers near the defaults are taken as they are. Where one is far above, the first problems are made in a worker
-    first, which has the limits of a scorer, so that a manifest of a stranger cannot hang or exhaust this process.
+    Numbers near the defaults are accepted. If one is far above, the first problems are made in a worker with the limits
+    of a scorer, so that an untrusted manifest cannot hang or exhaust this process.
     """
     if not any(_is_large(value, defaults.get(key)) for key, value in params.items()):
         return
@@ -66,13 +66,13 @@ def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, A
         large = {key: value for key, value in params.items() if _is_large(value, defaults.get(key))}
         shown = ", ".join(f"{key}={value!r}" for key, value in large.items())
         raise ConfigError(
-            f"reasoning_gym's {name} makes no problem with {shown} within {CPU_SECONDS:g} s of processor time and "
-            f"{MEMORY >> 30} GiB; lower that"
+            f"reasoning_gym's {name} cannot make a problem with {shown} within {CPU_SECONDS:g} s of processor time and "
+            f"{MEMORY >> 30} GiB; lower the value"
         )
 
 
 def _is_large(value: Any, default: Any) -> bool:
-    """Return whether a parameter holds a number that is far above its default."""
+    """Return whether a parameter contains a number far above its default."""
     if isinstance(value, Mapping):
         return any(_is_large(part, None) for part in value.values())
     if isinstance(value, list | tuple):
@@ -85,7 +85,7 @@ def _is_large(value: Any, default: Any) -> bool:
 
 
 def _forget_the_lock() -> None:
-    """Make a new lock after a fork: another thread may have held the old one, and is not here to let go."""
+    """Make a new lock after a fork: a thread that held the old one does not exist here to release it."""
     global _LOCK
     _LOCK = threading.RLock()
 
@@ -96,8 +96,8 @@ os.register_at_fork(after_in_child=_forget_the_lock)
 class Scorers:
     """The scorers of a task, one for each level of its curriculum.
 
-    The worker is started when it is first needed, which takes two to five seconds, and again where an answer has run
-    out of time (5 s of processor time) or memory (2 GiB), or has brought the worker down: such an answer is worth 0.0.
+    The worker is started on demand, which takes two to five seconds, and restarted after an answer that ran out of time
+    (5 s of processor time) or memory (2 GiB) or crashed it; such an answer is worth 0.0.
     """
 
     def __init__(self, name: str, levels: Sequence[Mapping[str, Any]], datasets: Sequence[Any]) -> None:
@@ -106,12 +106,12 @@ class Scorers:
         self._worker: IsolatedGrader | None = None
 
     def score(self, answer: str, row: Mapping[str, Any], level: int) -> float:
-        """Return what an answer is worth by the scorer of a level, from 0 to 1.
+        """Return the score of an answer at a level, from 0 to 1.
 
         An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0.
 
         Raises:
-            RewardError: the scorer cannot even read the problem's own answer, or the worker cannot be started.
+            RewardError: the scorer cannot read even the problem's correct answer, or the worker cannot start.
         """
         if answer != row["answer"]:
             verdict = readable(str(row["metadata"]["source_dataset"]), answer)
@@ -120,12 +120,12 @@ class Scorers:
             answer = answer if verdict else UNREADABLE
         try:
             return self._ask(answer, row, level)
-        except Exception as error:  # whatever a foreign scorer raises
+        except Exception as error:  # a third-party scorer may raise anything
             self._blame(row, level, error)
             return 0.0
 
     def close(self) -> None:
-        """Let go of the worker, which ends if no other task uses it."""
+        """Release the worker, which ends if no other task uses it."""
         self._worker = None
 
     def _ask(self, answer: str, row: Mapping[str, Any], level: int) -> float:
@@ -133,7 +133,7 @@ class Scorers:
         if self.name == "composite":
             dataset = dataset.datasets.get(source, dataset)
         if source in IN_THIS_PROCESS or not type(dataset).__module__.startswith("reasoning_gym."):
-            with quiet():  # a dataset that the user has registered here is code that they run
+            with quiet():  # a dataset registered by the user is code that they trust
                 return float(dataset.score_answer(answer, row))
         params = self.levels[level]
         if self.name == "composite":
@@ -149,7 +149,7 @@ class Scorers:
         return score
 
     def _shared(self) -> IsolatedGrader:
-        """Return this process's worker; a process that was forked from one that had a worker gets its own."""
+        """Return this process's worker; a forked process gets its own."""
         own = os.getpid()
         if self._worker is None or _SHARED.get(own) is not self._worker:
             worker = _SHARED.get(own)
@@ -166,19 +166,19 @@ class Scorers:
         return self._worker
 
     def _blame(self, row: Mapping[str, Any], level: int, error: Exception) -> None:
-        """Raise unless the problem's own answer can be scored, that is, unless the completion is at fault."""
+        """Raise unless the problem's correct answer can be scored, i.e. unless the completion is at fault."""
         answer = UNREADABLE if row["answer"] is None else row["answer"]
         try:
             self._ask(answer, row, level)
         except Exception as again:
             if row["answer"] is None and not isinstance(again, RewardError):
-                return  # this dataset has no answer that its scorer must be able to read
-            said = f"the scorer of {self.name} fails on its own answer {answer!r}: {again!r}"
+                return  # this dataset has no answer to test the scorer with
+            said = f"the scorer of {self.name} fails on the problem's correct answer {answer!r}: {again!r}"
             raise RewardError(f"{said}; on the completion's it failed with {error!r}") from again
 
 
 def _encoded(value: Any) -> Any:
-    """Return a value as JSON from which the worker makes it again, tuples and keys that are no text included."""
+    """Return a value as JSON that the worker can decode, including tuples and non-text keys."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

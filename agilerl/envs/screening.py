@@ -1,9 +1,9 @@
-"""Keep completions from being run as programs: the second wall, in front of the process without privileges.
+"""Keep completions from being run as programs: a second barrier in front of the unprivileged process.
 
 Nine reasoning_gym scorers pass the model's answer to ``eval``, directly or through ``sympy.parse_expr``, which rewrites
-it first (``lambda``, factorials, repeated decimals), gives it Python's builtins, and evaluates texts inside it again:
-``__import__('os').system(...)`` would run, and ``9**9**9**9`` would never end. An answer is read as a syntax tree
-first, and only what a right answer can consist of is let through.
+it first (``lambda``, factorials, repeated decimals), gives it Python's builtins, and evaluates nested strings again:
+``__import__('os').system(...)`` would run, and ``9**9**9**9`` would never end. So an answer is first parsed to a
+syntax tree, and only the constructs of a correct answer are let through.
 """
 
 import ast
@@ -28,13 +28,13 @@ LONGEST = 4000
 LARGEST_EXPONENT = 64
 NOT_ARITHMETIC = re.compile(r"[\[{!eE]")
 NOT_ALGEBRA = re.compile(r"[\[{!\\:]|[\d.][eE][+-]?\d")
-"""Brackets, factorials and more of sympy's own syntax, continued lines, and numbers such as 1e999999999."""
+"""Brackets, factorials and other sympy syntax, line continuations, and numbers such as 1e999999999."""
 
 
 def readable(task: str, answer: str) -> bool | None:
-    """Say whether the scorer of reasoning_gym's dataset ``task`` can read ``answer``; None where it must not try.
+    """Return whether the scorer of reasoning_gym's ``task`` can read ``answer``; None if it must not try.
 
-    False is for what is no expression of Python's, which parse_expr might all the same make one of: it is scored as
+    False is for what is not a Python expression, although parse_expr might make one of it; it is scored as
     ``UNREADABLE`` is.
     """
     if is_harmless(task, answer):
@@ -48,7 +48,7 @@ def readable(task: str, answer: str) -> bool | None:
 
 
 def is_harmless(task: str, answer: str) -> bool:
-    """Say whether ``answer`` may be handed to the scorer of reasoning_gym's dataset ``task``."""
+    """Return whether ``answer`` may be passed to the scorer of reasoning_gym's ``task``."""
     if task in PYTHON_LISTS:
         return _consists_of(answer, LITERALS, (str, int, float))
     if task in ARITHMETIC:
@@ -61,7 +61,7 @@ def is_harmless(task: str, answer: str) -> bool:
 
 
 def _trees(answer: str) -> list[ast.Expression]:
-    """Return an answer as Python reads it, as it is and without white space around it; none where it reads nothing."""
+    """Parse an answer as Python, both unchanged and stripped; empty if it does not parse."""
     trees = []
     for text in dict.fromkeys((answer, answer.lstrip(), answer.strip())):
         try:
@@ -74,10 +74,10 @@ def _trees(answer: str) -> list[ast.Expression]:
 
 
 def _consists_of(answer: str, allowed: tuple[type[ast.AST], ...], values: tuple[type, ...]) -> bool:
-    """Whether Python reads nothing in ``answer`` but these nodes, with constants of these types.
+    """Return whether ``answer`` consists only of these nodes, with constants of these types.
 
-    What it does not read at all ``eval`` does not run, and the scorer may compare it as the text that it is; but
-    ``parse_expr`` may, after rewriting it.
+    ``eval`` does not run what does not parse, and the scorer may compare it as text; but ``parse_expr`` may run it
+    after rewriting it.
     """
     if len(answer) > LONGEST:
         return False
@@ -91,9 +91,9 @@ def _consists_of(answer: str, allowed: tuple[type[ast.AST], ...], values: tuple[
 
 
 def _is_small(node: ast.AST, values: tuple[type, ...]) -> bool:
-    """Refuse calls of anything but mathematical functions, constants of other types, and powers that explode.
+    """Refuse calls of non-mathematical functions, constants of other types, and huge powers.
 
-    Texts in a formula are no right answer, and sympy evaluates them: ``sin('exit()')``.
+    Strings in a formula are never right, and sympy evaluates them: ``sin('exit()')``.
     """
     if isinstance(node, ast.Constant):
         return isinstance(node.value, values) and not isinstance(node.value, bool)

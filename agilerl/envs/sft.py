@@ -19,7 +19,7 @@ class SFTTask(DataTask):
 
     @checked
     def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
-        """Take a task; ``loss_on="assistant"`` also learns the assistant's earlier messages of its conversations."""
+        """Take a task; ``loss_on="assistant"`` also learns earlier assistant messages."""
         super().__init__(task)
         self.loss_on = _checked(loss_on)
 
@@ -33,7 +33,7 @@ class SFTGym(DataGym):
     """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
 
     A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
-    ``question``) and a response (text, or one message of the assistant) in ``response_column``, ``completion``,
+    ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
     ``answer`` or ``chosen``.
     """
 
@@ -57,16 +57,16 @@ class SFTGym(DataGym):
             train_dataset: anything that ``read_dataset`` takes, or a mixture.
             test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
             tokenizer: Hugging Face tokenizer with a pad token.
-            response_column: column with the response to ``prompt``, looked for first.
-            loss_on: ``completion``: the last answer is learned; ``assistant``: every message of the assistant, which
-                needs a chat template that only appends.
+            response_column: preferred column of the response to ``prompt``.
+            loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
+                needs an append-only chat template.
             data_batch_size_per_gpu: rows per batch of this process, 1 or more.
-            accelerator: ``accelerate.Accelerator``; each of its processes gets its own share of every batch.
+            accelerator: ``accelerate.Accelerator``; each process gets its share of every batch.
             max_context_length: most tokens of prompt and response together.
             seed: decides the order of training.
 
         Raises:
-            EnvError: a dataset that is empty or lacks a column, or a row that has not its form.
+            EnvError: a dataset that is empty or lacks a column, or a malformed row.
             ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
         """
         self.response_column, self.loss_on = response_column, _checked(loss_on)

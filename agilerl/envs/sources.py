@@ -1,4 +1,4 @@
-"""Rows from where people keep them: files, the hub, datasets in memory; one after the other, or mixed by weight."""
+"""Rows from files, the hub and datasets in memory; in sequence, or mixed by weight."""
 
 import os
 from bisect import bisect_right
@@ -21,11 +21,11 @@ class Part:
     """The rows of one source, or some of them."""
 
     name: str
-    """What messages call the source."""
+    """The source's name in messages."""
     table: Table
     """Its rows as they were read."""
     renamed: Mapping[str, str]
-    """Column names of the source that rows do not keep, with the names they have instead."""
+    """Renamed columns: from the source's names to those in the rows."""
     weight: float = 1.0
     """Its share of a mixture, relative to the other parts."""
     places: Sequence[int] | None = None
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def columns(self) -> list[str]:
-        """Names of all columns, as rows have them."""
+        """Names of all columns, after renaming."""
         return [self.renamed.get(column, column) for column in self.table.columns]
 
     def row(self, index: int) -> Row:
@@ -45,13 +45,13 @@ class Part:
         return {self.renamed.get(column, column): value for column, value in found.items()}
 
     def at(self, index: int) -> str:
-        """Say where a row stands in its source."""
+        """Describe where a row is in its source."""
         place = index if self.places is None else self.places[index]
         return f"line {self.table.lines[place]}" if self.table.lines else f"row {place}"
 
 
 class Rows(Sequence[Row]):
-    """Rows of one source, or of several that are mixed; what every task and environment on data reads."""
+    """Rows of one source, or of several that are mixed; what every dataset task and environment reads."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
@@ -72,12 +72,12 @@ class Rows(Sequence[Row]):
 
     @property
     def name(self) -> str:
-        """What messages call the rows."""
+        """The rows' name in messages."""
         return " and ".join(part.name for part in self.parts)
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of any of the rows."""
+        """Names of all columns that occur in any row."""
         return list(dict.fromkeys(column for part in self.parts for column in part.columns))
 
     @property
@@ -91,7 +91,7 @@ class Rows(Sequence[Row]):
         return [part.weight for part in self.parts]
 
     def where(self, index: int) -> str:
-        """Say which row this is, in the words of its source: the line of a text file, else the row counted from 0."""
+        """Describe where a row is from: the line in a text file, else its number counted from 0."""
         part, place = self._find(index)
         return f"{part.at(place)} of {part.name}"
 
@@ -100,7 +100,7 @@ class Rows(Sequence[Row]):
         return bisect_right(self._starts, index) - 1
 
     def select(self, kept: Iterable[int]) -> "Rows":
-        """Return some of the rows, in their own order; parts keep their weights."""
+        """Return some of the rows in their original order; parts keep their weights."""
         places: list[list[int]] = [[] for _ in self.parts]
         for index in sorted(kept):
             number = self.part_of(index)
@@ -122,20 +122,20 @@ def read_dataset(
     config: str | None = None,
     name: str = "the dataset",
 ) -> Rows:
-    """Read rows from wherever they are; all columns stay, and reach the graders.
+    """Read rows from any source; all columns stay, and reach the graders.
 
     Args:
         source: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), the name of a dataset on the hub, a
-            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, or ``Rows``. The values of a CSV file are
-            text, as they are written.
-        columns: names that rows shall have, with the names they have in the source: ``{"question": "problem"}``.
+            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, or ``Rows``. The values of a CSV file
+            stay text.
+        columns: new column names, mapped to those in the source: ``{"question": "problem"}``.
         split: which split of a dataset of the hub, or of a ``DatasetDict``.
-        config: which configuration of a dataset of the hub, where it has several.
-        name: what messages call rows in memory.
+        config: which configuration of a dataset of the hub, if it has several.
+        name: the name in messages of rows in memory.
 
     Raises:
-        EnvError: nothing there, an unknown format, a torn or empty file, text that is not UTF-8, a column that does
-            not exist or two of one name, a hub that does not answer.
+        EnvError: nothing there, an unknown format, a damaged or empty file, text that is not UTF-8, a missing or
+            duplicate column, or a hub that does not answer.
     """
     if isinstance(source, Rows):
         parts = source.parts
@@ -151,10 +151,10 @@ def read_dataset(
 def mix(sources: Sequence[Any]) -> Rows:
     """Mix sources (anything that ``read_dataset`` takes) by weight.
 
-    Training shows of every 1000 rows exactly as many of each source as its weight says.
+    Every 1000 training rows hold exactly as many of each source as its weight says.
 
     Raises:
-        EnvError: no source, a weight that is no positive number, a source that is a mixture, or as ``read_dataset``.
+        EnvError: no source, a weight that is not positive, a source that is a mixture, or as ``read_dataset``.
     """
     if not sources:
         raise EnvError("expected at least one (dataset, weight) to mix, found none")
@@ -187,7 +187,7 @@ def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str,
     except TypeError as error:
         raise EnvError(
             f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found "
-            f"{described(source)}; a streamed dataset has no length, load it without streaming"
+            f"{described(source)}; load streamed datasets without streaming, since they have no length"
         ) from error
     if isinstance(source, Sequence):
         for number, row in enumerate(source):
@@ -218,21 +218,21 @@ def _load_from_hub(name: str, split: str, config: str | None) -> Any:
         return without_decoding(builder.as_dataset(split=split, in_memory=small))
     except EnvError:
         raise
-    except Exception as error:  # whatever a foreign download raises, the user gets its reason in a sentence
+    except Exception as error:  # a download may raise anything; report its reason
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         cure = "check its name, split and configuration" if reachable else "the hub cannot be reached from here"
         raise EnvError(
-            f"there is no file {shown(name)}, and the dataset of that name cannot be loaded from the hub: "
-            f"{reason[:300]}; {cure}, or give a file ({', '.join(FORMATS)})"
+            f"there is no file {shown(name)}, and no dataset of that name can be loaded from the hub: "
+            f"{reason[:300]}; {cure}, or pass a file ({', '.join(FORMATS)})"
         ) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _check_files(builder: Any, name: str) -> None:
-    """Raise EnvError for a dataset of the hub that reads other files than its repository's.
+    """Raise EnvError for a hub dataset that reads files outside its repository.
 
-    Its README may name any address and any path of this machine; ``datasets`` would read that and call it rows.
+    Its README may name any URL or local path, which ``datasets`` would read as rows.
     """
     base = os.path.abspath(builder.base_path) if os.path.isdir(builder.base_path or "") else None
     starts = [f"hf://datasets/{repository}@" for repository in (name, builder.repo_id) if repository]
@@ -243,18 +243,18 @@ def _check_files(builder: Any, name: str) -> None:
             place = place if "://" in place else os.path.realpath(place)
             if ".." in place.split("/") or not place.startswith(tuple(starts)):
                 raise EnvError(
-                    f"the dataset {shown(name)} of the hub names a file outside of its repository, {shown(file)}; "
-                    "take another dataset"
+                    f"the hub dataset {shown(name)} names a file outside its repository, {shown(file)}; use another "
+                    "dataset"
                 )
 
 
 def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
-    """Rename columns; raises EnvError for one that does not exist and for two of one name."""
+    """Rename columns; raises EnvError for missing and duplicate columns."""
     known = part.columns
     for own, theirs in columns.items():
         if theirs not in known:
             raise EnvError(
-                f"expected the column {shown(theirs)} in {part.name}, to be called {own}; {nearest(theirs, known)}"
+                f"expected the column {shown(theirs)} in {part.name} to rename to {own}; {nearest(theirs, known)}"
             )
     new = {theirs: own for own, theirs in columns.items()}
     if len(new) < len(columns):
@@ -264,7 +264,5 @@ def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
     for column in after:
         if after.count(column) > 1:
             both = [before for before, name in zip(known, after) if name == column]
-            raise EnvError(
-                f"{' and '.join(both)} of {part.name} would both be the column {column}; rename one of them in columns"
-            )
+            raise EnvError(f"{' and '.join(both)} of {part.name} would both be the column {column}; rename one of them")
     return replace(part, renamed={raw: new.get(name, name) for raw, name in zip(part.table.columns, known)})

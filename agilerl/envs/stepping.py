@@ -1,4 +1,4 @@
-"""Call many environments at once, and wait for none of them forever."""
+"""Call many environments at once, with a timeout."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,16 +9,16 @@ from agilerl.custom_code import left, torch_restored
 
 _WORKERS = 8
 _POLL = 0.05
-"""Seconds between two looks at the clock while calls are running."""
+"""Polling interval in seconds while calls are running."""
 
 
 def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> list[Exception | None]:
-    """Make all calls and return what each raised, None where it returned.
+    """Make all calls and return what each raised, or None.
 
     Args:
         calls: functions without arguments that do not share state.
-        timeout: seconds for each call, from its own start; None makes them one after the other, in this thread. A call
-            that takes longer counts as a TimeoutError: its thread is left behind and whatever it does later is lost.
+        timeout: seconds for each call, from its own start; None calls them in sequence in this thread. A call that
+            takes longer counts as a TimeoutError: its thread is abandoned and its later results are lost.
     """
     with torch_restored():
         if timeout is None:
@@ -34,13 +34,13 @@ def _caught(call: Callable[[], object]) -> Exception | None:
         call()
     except Exception as error:
         return error
-    except SystemExit as error:  # an environment does not end the process
+    except SystemExit as error:  # an environment must not end the process
         return left(error)
     return None
 
 
 class _Batch:
-    """Calls, the threads that work on them, and what has come of each."""
+    """Calls, the threads that run them, and their results."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self.calls = calls
@@ -51,7 +51,7 @@ class _Batch:
         self.done: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
 
     def start_worker(self) -> None:
-        # A daemon: a call that never returns must not keep the process from ending.
+        # A daemon, because a call that never returns must not keep the process from ending.
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
@@ -74,5 +74,5 @@ class _Batch:
                 for number, start in list(self.started.items()):
                     if number not in found and now - start > timeout:
                         found[number] = TimeoutError(f"no answer within {timeout:g} seconds")
-                        self.start_worker()  # in place of the one that hangs
+                        self.start_worker()  # replaces the one that hangs
         return [found[number] for number in range(len(self.calls))]

@@ -1,4 +1,4 @@
-"""Multi-turn environments at the level of tokens, stepped by hand: the two classes that AgileRL documents."""
+"""Multi-turn environments at the level of tokens, stepped by hand: the two classes documented by AgileRL."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,8 +22,8 @@ from agilerl.errors import AgileRLError, ConfigError, EnvError
 class TokenObservationWrapper:
     """One environment whose observations are prompts and whose actions are token ids.
 
-    What was generated stays as it was sampled; environment tokens are masked out of training. ``Population`` plays
-    whole populations in one batch and needs no wrapper; this one is for loops that step by themselves.
+    Generated tokens stay as sampled; environment tokens are masked out of training. ``Population`` plays whole
+    populations in one batch and needs no wrapper; this one is for custom loops.
     """
 
     @checked
@@ -47,17 +47,17 @@ class TokenObservationWrapper:
             env: a TextEnv, or anything that ``as_text_env`` turns into one.
             tokenizer: Hugging Face tokenizer with a pad token.
             max_turns: most actions of an episode, 1 or more.
-            pad_id: token that fills completions up; by default the tokenizer's.
-            apply_chat_template: False writes observations as they are.
-            max_model_len: most tokens of prompt and completion together; None: no limit.
-            max_output_tokens: tokens that a prompt leaves for the completion.
-            enable_sliding_window: where the context is full, forget the oldest turns instead of cutting the episode.
+            pad_id: padding token; by default the tokenizer's.
+            apply_chat_template: if False, observations are written as they are.
+            max_model_len: most tokens of prompt and completion together; None for no limit.
+            max_output_tokens: tokens reserved for the completion.
+            enable_sliding_window: if the context is full, drop the oldest turns instead of truncating the episode.
             strict_chat_template_boundary: refuse a chat template that rewrites earlier turns.
-            eos_token_ids: tokens that end a completion; by default the tokenizer's, and those of the generation
-                configuration beside its files.
+            eos_token_ids: tokens that end a completion; by default those of the tokenizer and of the generation
+                configuration next to its files.
 
         Raises:
-            ConfigError: a setting out of range, or a chat template that the environment cannot be used with.
+            ConfigError: a setting out of range, or a chat template that does not suit the environment.
         """
         self._task = EpisodeTask(
             lambda: env,
@@ -80,10 +80,10 @@ class TokenObservationWrapper:
 
     @checked
     def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:
-        """Begin the episode of a seed, by default another one each time; return the first prompt and info.
+        """Begin the episode of ``seed`` (by default a new one each time); return the first prompt and info.
 
         Raises:
-            EnvError: a prompt that is empty or over the budget, or an observation that is no text.
+            EnvError: a prompt that is empty or over the budget, or an observation that is not text.
         """
         self._check_open()
         if self._episode is not None:
@@ -101,13 +101,12 @@ class TokenObservationWrapper:
         """Take a completion ``[1, P + L]``, prompt included; return the next prompt (empty at the end) and the rest.
 
         ``sampling_logps`` [n] are the log-probs of the sampled tokens, and ``action_mask`` [1, P + L - 1] marks them;
-        ``get_action`` returns both. Either tells how long the completion is; without them it goes up to its first end
-        token, or else up to the padding behind it. Without ``sampling_logps`` the episode has none, and an update
-        computes the log-probs that it needs.
+        ``get_action`` returns both. Either gives the completion's length; without them it ends at its first end token,
+        or else before the trailing padding. Without ``sampling_logps`` the update computes the log-probs that it needs.
 
         Raises:
-            EnvError: no episode is running, ids that do not begin with the prompt, log-probs or a mask that do not fit
-                them, or a broken environment.
+            EnvError: no episode is running, ids that do not begin with the prompt, log-probs or a mask that do not
+                match the ids, or a broken environment.
         """
         episode = self._running()
         prompt, ids = episode.prompt_ids, one_row(completion_ids, "step(completion_ids=...)")
@@ -128,26 +127,26 @@ class TokenObservationWrapper:
         """Return the episode so far: ids ``[1, T]``, action mask and turn ids ``[1, T-1]``, turn rewards ``[1, K]``.
 
         Raises:
-            EnvError: nothing has been played, or the context was rewritten on the way, so that there are several rows:
-                take :meth:`trajectories` then.
+            EnvError: nothing has been played, or the context was rewritten, which gives several rows: use
+                :meth:`trajectories` then.
         """
         rows = self.trajectories()
         if len(rows) != 1:
             raise EnvError(
-                f"expected an episode of one training row, found {len(rows)}; take env.trajectories() and collate them"
+                f"expected an episode of one training row, found {len(rows)}; use env.trajectories() and collate them"
             )
         batch = collate(rows, self.pad_id)
         length = int(batch.lengths[0])
         return batch.ids[:, :length], batch.action_mask[:, : length - 1], batch.turn_ids[:, : length - 1], batch.rewards
 
     def trajectories(self, group: int = 0, number: int = 0) -> list[Trajectory]:
-        """Return the training rows of the episode so far, of a group and with a number of its own there."""
+        """Return the training rows of the episode so far, with a group and a number within it."""
         if self._episode is None:
             raise EnvError("expected reset() first: no episode has begun")
         return self._episode.trajectories(group, number)
 
     def close(self) -> None:
-        """Close the environment; ``reset`` and ``step`` raise EnvError from here on. A second call does nothing."""
+        """Close the environment; ``reset`` and ``step`` raise EnvError afterwards. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -157,7 +156,7 @@ class TokenObservationWrapper:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EnvError("this environment was closed; wrap another one")
+            raise EnvError("this environment was closed; wrap a new one")
 
     def _running(self) -> Episode:
         self._check_open()
@@ -184,16 +183,16 @@ class TokenObservationWrapper:
 
 
 def _marked(action_mask: Tensor | None, prompt: int, length: int) -> int | None:
-    """Return how many tokens a mask ``[1, length - 1]`` marks behind a prompt; None without a mask."""
+    """Return how many tokens a mask ``[1, length - 1]`` marks after a prompt; None without a mask."""
     if action_mask is None:
         return None
     mask = torch.as_tensor(action_mask).reshape(-1).bool()
     count = int(mask.sum())
-    # Position t speaks of token t + 1, so the first token after the prompt has the position of the prompt's last one.
+    # Position t is about token t + 1, so the first token after the prompt has the position of the prompt's last one.
     if len(mask) != length - 1 or not bool(mask[prompt - 1 : prompt - 1 + count].all()):
         raise EnvError(
-            f"expected an action mask of {length - 1} places that marks the tokens behind the {prompt} of the prompt, "
-            f"without gaps, found {len(mask)} places of which {count} are marked; give the one of get_action"
+            f"expected an action mask of {length - 1} places that marks the tokens after the {prompt} prompt tokens, "
+            f"without gaps, found {len(mask)} places of which {count} are marked; pass the mask from get_action"
         )
     return count
 
@@ -201,8 +200,8 @@ def _marked(action_mask: Tensor | None, prompt: int, length: int) -> int | None:
 @cache  # once a process
 def _warn_of_padding() -> None:
     warnings.warn(
-        "the pad token also ends completions, so without log-probs or an action mask a completion that was cut by its "
-        "length cannot be told from one that ended; it counts as ended. Give step(..., sampling_logps) or "
+        "the pad token also ends completions, so without log-probs or an action mask a completion truncated by its "
+        "length looks like one that ended, and counts as ended. Pass step(..., sampling_logps) or "
         "step(..., action_mask=...)",
         stacklevel=2,
     )
@@ -229,9 +228,9 @@ class SyncMultiTurnVecEnv:
             self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
         except AgileRLError:
             raise
-        except Exception as error:  # whatever a factory raises, the user gets its reason
+        except Exception as error:  # a factory may raise anything; report its reason
             raise ConfigError(
-                f"env_factory could not make an environment of {dict(env_config or {}) or 'no settings'}: "
+                f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
         if not all(isinstance(env, TokenObservationWrapper) for env in self.envs):
@@ -243,7 +242,7 @@ class SyncMultiTurnVecEnv:
 
     @checked
     def reset(self, seed: Whole | None = None) -> list[Prompt]:
-        """Begin all episodes; those of a group share the seed ``seed + b``. By default new seeds each time."""
+        """Begin all episodes; group ``b`` shares the seed ``seed + b``. The default is new seeds each time."""
         if seed is None:
             seed, self._drawn = self._drawn, self._drawn + self.batch_size
         self._prompts = [env.reset(seed + place // self.group_size)[0] for place, env in enumerate(self.envs)]
@@ -258,9 +257,9 @@ class SyncMultiTurnVecEnv:
     ) -> list[Prompt] | None:
         """Take one completion ``[1, P + L]`` for each running episode, in order; return the next prompts.
 
-        ``sampling_logps`` and ``action_masks`` are those of ``get_action``; what they are for is told in
-        :meth:`TokenObservationWrapper.step`. None when all episodes are over. Raises EnvError when the number of
-        completions, log-probs or masks differs.
+        ``sampling_logps`` and ``action_masks`` are those of ``get_action``; see :meth:`TokenObservationWrapper.step`.
+        Returns None when all episodes are over. Raises EnvError if the number of completions, log-probs or masks
+        differs.
         """
         going = [place for place, prompt in enumerate(self._prompts) if prompt]
         given = {"completions": completion_ids, "log-probs": sampling_logps, "action masks": action_masks}
@@ -276,10 +275,9 @@ class SyncMultiTurnVecEnv:
     def get_trajectories(
         self,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], int, list[Tensor | None] | None]:
-        """Return, episode by episode, ids, action masks, turn ids and turn rewards; the turns; the sampled log-probs.
+        """Return lists by episode of ids, action masks, turn ids, turn rewards; the number of turns; sampled log-probs.
 
-        The log-probs of an episode are None if one of its steps was given none, and so is the whole list if no episode
-        has any.
+        An episode's log-probs are None if any of its steps had none; the whole list is None if no episode has any.
         """
         data = [env.get_episode_data() for env in self.envs]
         rows = [row for env in self.envs for row in env.trajectories()]
@@ -292,7 +290,7 @@ class SyncMultiTurnVecEnv:
         return ids, masks, turn_ids, rewards, sum(r.shape[1] for r in rewards), logps if known else None
 
     def batch(self) -> RolloutBatch:
-        """Return all episodes as one batch, which ``agent.learn`` takes; groups are those of one seed."""
+        """Return all episodes as one batch, which ``agent.learn`` takes; a group shares one seed."""
         rows = [
             row
             for place, env in enumerate(self.envs)

@@ -1,4 +1,4 @@
-"""The one place that talks to reasoning_gym: build a dataset, and keep its side effects to itself."""
+"""The one place that talks to reasoning_gym: builds datasets and contains their side effects."""
 
 import io
 import keyword
@@ -26,12 +26,12 @@ GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 WORD_READERS = frozenset({"spell_backward"})
 """Datasets that read and filter a hundred thousand words whatever seed and size are: done once for their parameters."""
 MOST_BYTES = 64 * 2**20
-"""Of such a file."""
+"""Largest file that a parameter may name."""
 EVALUATED = frozenset(
     {"basic_arithmetic", "countdown", "intermediate_integration", "polynomial_equations"}
     | {"polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""Datasets that evaluate formulas which they made of their parameters, or hand the names in them to sympy."""
+"""Datasets that evaluate formulas made from their parameters, or pass names in them to sympy."""
 NAME_OR_OPERATOR = re.compile(r"[A-Za-z]\w{0,31}|[-+*/%&|^~<>=]{1,3}", re.ASCII)
 
 
@@ -55,7 +55,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     checked = {}
     for key, value in params.items():
         if key in MANAGED:
-            raise ConfigError(f"the parameter {key!r} of {name} is set by the run itself; take it out")
+            raise ConfigError(f"the parameter {key!r} of {name} is set by the run; remove it")
         if key not in known:
             raise ConfigError(
                 f"{name} has no parameter {key!r}; {nearest(key, [k for k in known if k not in MANAGED])}"
@@ -79,7 +79,7 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
     """Build a reasoning_gym dataset of ``size`` problems from checked parameters.
 
     Raises:
-        ConfigError: reasoning_gym refuses the parameters; the message carries its reason.
+        ConfigError: reasoning_gym refuses the parameters; the message has its reason.
     """
     library, arguments = _library(), dict(params)
     if name == "composite":
@@ -94,7 +94,7 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
             return library.create_dataset(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
-        reason = str(error) or f"a check of its own failed ({type(error).__name__})"
+        reason = str(error) or f"an internal check failed ({type(error).__name__})"
         raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
 
 
@@ -135,9 +135,9 @@ _QUIET = threading.RLock()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what foreign code prints and warns about (a few generators and scorers do); one thread at a time.
+    """Silence what third-party code prints and warns about; one thread at a time.
 
-    Standard output and the warning filters are the process's: two threads that put them back would mix them up.
+    Standard output and the warning filters are process-wide, so two threads that restore them would interfere.
     """
     with _QUIET, warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -147,7 +147,7 @@ def quiet() -> Iterator[None]:
 def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return problem ``index`` of a dataset that ``build_dataset`` made; ``seed`` feeds those that need sealing."""
     names = {spec["name"] for spec in params["datasets"]} if name == "composite" else {name}
-    # Sealing takes 0.3 ms, ten times what most problems take, so only those that need it pay for it.
+    # Sealing takes 0.3 ms, ten times the cost of most problems, so only those that need it pay.
     with nullcontext() if names.isdisjoint(GLOBAL_GENERATOR_USERS) else sealed(seed), quiet():
         row: dict[str, Any] = dataset[index]
     return row
@@ -185,23 +185,23 @@ def _checked_value(what: str, field: Field[Any], value: Any) -> Any:
 
 
 def _check_plain(what: str, value: Any) -> None:
-    """Raise ConfigError for texts that are more than a name or an operator: they would be evaluated."""
+    """Raise ConfigError for anything beyond a name or an operator, since it would be evaluated."""
     for text in [value] if isinstance(value, str) else value if isinstance(value, Iterable) else ():
         if isinstance(text, str) and (NAME_OR_OPERATOR.fullmatch(text) is None or keyword.iskeyword(text)):
-            raise ConfigError(f"expected names such as x, or operators, for the {what}, found {shown(text)}")
+            raise ConfigError(f"expected a name such as x or an operator for the {what}, found {shown(text)}")
 
 
 def _file(what: str, name: str) -> str:
-    """Return the name of a file as reasoning_gym, which looks in its own folder, finds it.
+    """Return a file name that reasoning_gym, which looks in its package folder, can find.
 
-    Raises ConfigError for what is not a plain file of a sensible size.
+    Raises ConfigError for anything but a plain file of reasonable size.
     """
     if is_packaged(name):
         return name
     path = Path(name).absolute()
     if not path.is_file():
         raise ConfigError(
-            f"expected a file, or the name of one that reasoning_gym brings along, for the {what}, found {shown(name)}"
+            f"expected a file, or the name of one packaged with reasoning_gym, for the {what}, found {shown(name)}"
         )
     if path.stat().st_size > MOST_BYTES:
         raise ConfigError(f"expected at most {MOST_BYTES:,} bytes for the {what}, found {path.stat().st_size:,}")
@@ -217,7 +217,7 @@ def _check_specs(specs: Any) -> list[dict[str, Any]]:
     checked = []
     for spec in specs:
         if not isinstance(spec, Mapping) or "name" not in spec:
-            raise ConfigError(f"each dataset of a composite is {{name, weight, config}} with a name, found {spec!r}")
+            raise ConfigError(f"expected {{name, weight, config}} for each dataset of a composite, found {spec!r}")
         for key in spec:
             if key not in SPEC_KEYS:
                 raise ConfigError(f"a dataset of a composite has no {key!r}; {nearest(str(key), SPEC_KEYS)}")

@@ -170,10 +170,10 @@ class Unsaid(Server):
 def test_what_cannot_be_found_out_is_said():
     with pytest.raises(ConfigError, match=r"expected max_turns.* of Server"):
         as_text_env(Server())
-    with pytest.raises(ConfigError, match=r"one field of text in TwoTexts, found message, reason; give OpenEnv\("):
+    with pytest.raises(ConfigError, match=r"TwoTexts, found message, reason; .*OpenEnv\("):
         as_text_env(Two(), max_turns=4)
     with pytest.raises(ConfigError, match=r"expected Unsaid\.step to be annotated"):
         as_text_env(Unsaid(), max_turns=4)
-    with pytest.raises(EnvError, match=r"one field of text in the observation of openenv, found none among .*number"):
+    with pytest.raises(EnvError, match=r"observation.*, found none among .*number"):
         as_text_env(NoText(), max_turns=4).reset(seed=0)
     assert OpenEnv(Unsaid(), 4, action=lambda text: Guess(message=text)).reset(seed=0)[0] == "1-9"

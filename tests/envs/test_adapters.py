@@ -294,7 +294,7 @@ def test_limits_of_textarena():
     with pytest.raises(ConfigError, match=r"max_turns.* of FrozenLakeEnv"):
         foreign("textarena:FrozenLake-v0")
     assert foreign("textarena:FrozenLake-v0", max_turns=5).max_turns == 5
-    with pytest.raises(ConfigError, match="one player, but TicTacToeEnv says"):
+    with pytest.raises(ConfigError, match="TicTacToeEnv"):
         foreign("textarena:TicTacToe-v0", max_turns=9).reset(seed=0)
 
 

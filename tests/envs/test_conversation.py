@@ -110,7 +110,7 @@ def test_a_template_that_leaves_the_system_out_is_refused() -> None:
     deaf = make_tokenizer(
         TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
     )
-    with pytest.raises(ConfigError, match="leaves out system messages"):
+    with pytest.raises(ConfigError, match="system messages"):
         ChatFormat(deaf).prompt([{"role": "system", "content": "s"}, *OPENING])
     assert ChatFormat(deaf).prompt(OPENING)
 

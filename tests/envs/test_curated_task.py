@@ -201,7 +201,7 @@ def test_the_length_is_that_of_the_templated_prompt(tokenizer) -> None:
 
 
 def test_panels_shrink_to_the_rows_that_there_are() -> None:
-    with pytest.warns(UserWarning, match=r"40 rows.* in place of 128 and 400"):
+    with pytest.warns(UserWarning, match=r"40 rows.* 128 and 400"):
         task = made(exam_prompts=128, test_prompts=400, shrink_panels=True)
     found = {split: {row["question"] for row in rows} for split, rows in sides(task).items()}
     assert (task.exam_prompts, task.test_prompts) == (len(found["exam"]), len(found["test"])) == (10, 10)
@@ -241,11 +241,11 @@ def test_hardly_any_row_is_refused() -> None:
 
 
 def test_nothing_left_is_told(tokenizer) -> None:
-    with pytest.raises(EnvError, match="rows that can be used in the train dataset, found none; too long 40, read 40"):
+    with pytest.raises(EnvError, match="the train dataset, found none; too long 40, read 40"):
         made(fit=tokenizer, most=3)
     with pytest.raises(EnvError, match=r"expected 37 different prompts for the exam in .*, found 34; ask for fewer"):
         made(exam_prompts=37)
-    with pytest.raises(EnvError, match=r"rows to train on in the train dataset, found none beside the exam \(34\)"):
+    with pytest.raises(EnvError, match=r"the train dataset, found none .* exam \(34\)"):
         made(exam_prompts=34)
 
 
@@ -265,7 +265,7 @@ def test_bad_settings(options: dict, message: str) -> None:
 
 
 def test_datasets_of_different_forms_are_refused() -> None:
-    with pytest.raises(EnvError, match=r"one form, found question and answer in the train .* and prompt and answer in"):
+    with pytest.raises(EnvError, match=r"found question and answer in the train .* and prompt and answer in"):
         made(ROWS, exam=[{"prompt": "1", "answer": "2"}])
     with pytest.raises(EnvError, match="rename columns so that they agree"):
         made(mix([(ROWS, 1), ([{"prompt": "1", "answer": "2"}], 1)]))
@@ -319,7 +319,7 @@ def test_conversations_are_put_as_they_are(tokenizer) -> None:
     assert task.messages(row) == row["messages"][:1]
     assert (row["question"], row["answer"]) == (row["messages"][0]["content"], row["messages"][1]["content"])
     assert task.reward(row["answer"], row) == 1.0
-    with pytest.raises(ConfigError, match=r"holds conversations, .* leave conversation_template out"):
+    with pytest.raises(ConfigError, match=r"holds conversations, .* conversation_template"):
         made(TALK, conversation_template=[{"role": "user", "content": "{question}"}])
 
 

@@ -93,7 +93,7 @@ FAULTS = [
     (changed(reset=lambda self, **_: ("7", None)), "info", "info of reset to be a dict, found a NoneType"),
     (changed(system_prompt=["x"]), "system-prompt", "text or None, found a list of 1"),
     (changed(observation_space=None), "no-space", "expected an observation_space"),
-    (changed(observation_space=Text(1, charset="a")), "outside-space", "observation of reset in Text"),
+    (changed(observation_space=Text(1, charset="a")), "outside-space", "observation of reset .*Text"),
     (changed(step=step_with(observation="seven")), "outside-space", "observation of step .* found 'seven'"),
     (changed(step=lambda self, action: ("1", 0.0, False)), "step-shape", "found a tuple of 3"),
     (changed(step=fails), "step-raises", "failed in turn 1: KeyError"),
@@ -107,12 +107,12 @@ FAULTS = [
     (changed(step=step_with(info=[])), "info", "info of step to be a dict"),
     (changed(step=step_with(terminated=False)), "never-ends", "after at most max_turns = 3 actions"),
     (changed(observe=lambda self: str(random.randint(0, 10**6))), "not-pure", "seed 0 differs when it is played again"),
-    (changed(reset=forgets_to_begin), "not-pure", "set all state in reset"),
+    (changed(reset=forgets_to_begin), "not-pure", "function of seed and actions"),
     (Counter, "not-pure", "played in a new instance: turn 0 gave"),
     (changed(observe=lambda self: "1"), "same-episodes", "seeds 0 to 7 gave the same episode"),
     (changed(step=no_digits), "odd-action", r"step\(''\) failed: ValueError"),
     (changed(max_turns=1, step=sleeps), "slow", r"a step takes 0\.1 s"),
-    (changed(close=fails), "close-raises", "a second time"),
+    (changed(close=fails), "close-raises", "close.*KeyError"),
 ]
 
 

@@ -116,16 +116,16 @@ def test_columns_are_renamed_and_all_others_stay() -> None:
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 BROKEN = {
-    "torn.jsonl": (b'{"a": "1"}\n{"a": "2"}\n{"a": "3', "line 3 of torn.jsonl is no whole JSON value.*torn"),
-    "torn.json": (b'[{"a": "1"},\n{"a": "2"', "line 2 of torn.json is no whole JSON value"),
+    "torn.jsonl": (b'{"a": "1"}\n{"a": "2"}\n{"a": "3', "line 3 of torn.jsonl is not .*JSON"),
+    "torn.json": (b'[{"a": "1"},\n{"a": "2"', "line 2 of torn.json is not .*JSON"),
     "twice.jsonl": (b'{"a": "1"}\n{"a": "1", "a": "2"}', "line 2 of twice.jsonl has the column 'a' twice"),
     "twice.json": (b'[{"a": "1", "a": "2"}]', "an object of twice.json has the column 'a' twice"),
     "number.jsonl": (b'{"a": "1"}\n5', "line 2 of number.jsonl: expected an object .*, found 5"),
     "numbers.json": (b"[5]", "row 0 of numbers.json: expected an object .*, found 5"),
     "huge.jsonl": (b'{"a": ' + b"1" * 5000 + b"}", "line 1 of huge.jsonl cannot be read as JSON"),
     "deep.jsonl": (b"[" * 200_000, "deep.jsonl"),
-    "latin.jsonl": (b'{"a": "1"}\n{"a": "\xe9"}', r"line 2 of latin.jsonl is no UTF-8 text \(byte 0xe9\)"),
-    "latin.csv": (b"a,b\n1,2\n1,\xff\n", r"line 3 of latin.csv is no UTF-8 text \(byte 0xff\)"),
+    "latin.jsonl": (b'{"a": "1"}\n{"a": "\xe9"}', r"line 2 of latin.jsonl is not UTF-8 text \(byte 0xe9\)"),
+    "latin.csv": (b"a,b\n1,2\n1,\xff\n", r"line 3 of latin.csv is not UTF-8 text \(byte 0xff\)"),
     "empty.jsonl": (b"\n", "at least one row in empty.jsonl, found none"),
     "empty.json": (b"[]", "at least one row in empty.json, found none"),
     "empty.csv": (b"", "at least one row in empty.csv, found none"),
@@ -133,9 +133,9 @@ BROKEN = {
     "twice.csv": (b"a,b,a\n1,2,3\n", "twice.csv has the column 'a' twice; rename"),
     "long.csv": (
         b'a,b\n1,"x\ny"\n1,2,3\n',
-        "line 4 of long.csv: expected 2 values.*found 3; put texts that hold a comma",
+        "line 4 of long.csv: expected 2 values.*found 3; .*comma",
     ),
-    "short.tsv": (b"a\tb\n1\n", "line 2 of short.tsv: expected 2 values.*found 1; put texts that hold a tab"),
+    "short.tsv": (b"a\tb\n1\n", "line 2 of short.tsv: expected 2 values.*found 1; .*tab"),
     "open.csv": (b'a,b\n1,"2\n', "line 2 of open.csv cannot be read as CSV"),
     "junk.parquet": (b"PAR1 and then nothing", "junk.parquet cannot be read as Parquet"),
     "rows.txt": (b"hello", "rows.txt: expected a file that ends with .jsonl, .*, found '.txt'"),
@@ -162,7 +162,7 @@ def test_no_file_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": "qestion"}, "expected the column 'qestion' in the dataset, .*; did you mean 'question'?"),
+        ({"prompt": "qestion"}, "expected the column 'qestion' in the dataset.*; did you mean 'question'?"),
         ({"answer": "question"}, "question and answer of the dataset would both be the column answer"),
         ({"a": "question", "b": "question"}, "columns gives the column question of the dataset two names"),
     ],
@@ -177,10 +177,10 @@ def test_column_maps_that_do_not_fit(columns: dict[str, str], message: str) -> N
     [
         ([], "at least one row in the dataset, found none"),
         ([{"a": "1"}, 5], "expected dicts as rows of the dataset, found 5 in row 1"),
-        (5, "found 5; a streamed dataset has no length"),
+        (5, "found 5; .*stream"),
         (
             IterableDataset.from_generator(lambda: iter(ROWS)),
-            "IterableDataset; a streamed dataset has no length",
+            "IterableDataset; .*stream",
         ),
         ({"test": ROWS}, r"expected the split train in the dataset, found \['test'\]"),
         ({1, 2}, "expected a Hugging Face Dataset or a sequence of dicts, found set"),
@@ -195,7 +195,7 @@ def test_what_is_no_dataset(source: object, message: str) -> None:
 
 
 def test_a_hub_that_does_not_answer() -> None:
-    with pytest.raises(EnvError, match=r"no file 'org/name', and the dataset .* the hub cannot be reached from here"):
+    with pytest.raises(EnvError, match=r"no file 'org/name'.* the hub cannot be reached"):
         read_dataset("org/name")
 
 
@@ -230,7 +230,7 @@ def test_a_dataset_of_the_hub_names_no_file_but_its_own(
     assert "my secret" not in str(caught.value)
     assert not list((tmp_path / "cache").glob("**/*.arrow"))
     if "://" not in place:
-        assert "outside of its repository" in str(caught.value)
+        assert "outside its repository" in str(caught.value)
 
 
 # -- mixtures ----------------------------------------------------------------------------------------------------------

@@ -150,11 +150,11 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong():
 def test_a_scorer_that_cannot_read_its_own_answer_is_at_fault():
     task = ReasoningGymTask("prime_factorization")
     rows = [{**task.row("train", i), "answer": "seven"} for i in range(2)]
-    with pytest.raises(RewardError, match="fails on its own answer 'seven'"):
+    with pytest.raises(RewardError, match=r"prime_factorization fails on .*'seven'"):
         task.reward("7", rows[0])
     good = task.row("train", 5)
     assert score_completions(task, [rows[0], good], ["7", good["answer"]]) == [None, 1.0]
-    with pytest.raises(RewardError, match="fails on its own answer"):
+    with pytest.raises(RewardError, match="fails on the problem's correct answer"):
         score_completions(task, rows, ["7", "7"])
 
 
@@ -198,15 +198,15 @@ def test_the_question_is_what_the_user_says():
         ),
         ("gcd", {"params": {"max_value": True}}, "expected int for the parameter 'max_value'"),
         ("gcd", {"params": {"max_value": -1}}, "gcd does not accept max_value=-1: max_value must be > min_value"),
-        ("gcd", {"params": {"seed": 3}}, "'seed' of gcd is set by the run itself"),
-        ("gcd", {"params": {"size": 3}}, "'size' of gcd is set by the run itself"),
+        ("gcd", {"params": {"seed": 3}}, "'seed' of gcd is set by the run"),
+        ("gcd", {"params": {"size": 3}}, "'size' of gcd is set by the run"),
         ("gcd", {"seed": -1}, "0 or more.* for seed, found -1"),
         ("gcd", {"exam_prompts": 0}, "1 or more for exam_prompts, found 0"),
         ("gcd", {"test_prompts": 2.5}, "0 or more for test_prompts, found 2.5"),
         ("gcd", {"reward": "dense"}, "'exact', 'score' for reward"),
         ("gcd", {"holdout": "none"}, "'reserved', 'any' for holdout"),
         ("composite", {}, "composite expects params.datasets to be a list"),
-        ("composite", {"params": {"datasets": [{"weight": 1}]}}, "with a name, found"),
+        ("composite", {"params": {"datasets": [{"weight": 1}]}}, "of a composite, found .*weight"),
         ("composite", {"params": {"datasets": [{"name": "gdc"}]}}, "did you mean 'gcd'"),
         ("composite", {"params": {"datasets": [{"name": "gcd", "wieght": 1}]}}, "no 'wieght'; did you mean 'weight'"),
         ("composite", {"params": {"datasets": [{"name": "gcd", "weight": 0}]}}, "positive number, found 0"),
@@ -240,7 +240,7 @@ TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 def test_panels_shrink_to_the_questions_that_there_are(holdout):
     asked = {"exam_prompts": 128, "test_prompts": 400, "holdout": holdout, "shrink_panels": True}
     task = ReasoningGymTask("chain_sum", TINY, **asked)
-    with pytest.warns(UserWarning, match="distinct questions.*in place of 128 and 400"):
+    with pytest.warns(UserWarning, match="distinct questions.* 128 and 400"):
         task.prepare()
     panels = {
         split: [task.row(split, i)["question"] for i in range(task.panel_size(split))] for split in ("exam", "test")

@@ -80,7 +80,7 @@ def test_templates_that_rewrite_are_refused_unless_they_are_followed() -> None:
     prompt, _ = env.reset(0)
     prompt = env.step(complete(tokenizer, prompt, "<think>x</think>a"))[0]
     env.step(complete(tokenizer, prompt, "b"))
-    with pytest.raises(EnvError, match=r"take env\.trajectories"):
+    with pytest.raises(EnvError, match=r"env\.trajectories"):
         env.get_episode_data()
     assert len(env.trajectories()) == 2
 

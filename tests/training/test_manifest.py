@@ -287,7 +287,7 @@ def test_what_is_no_override(override: str) -> None:
         (["environment.task=reasoning_gym:gcd", "environment.params.max_valeu=5"], "did you mean 'max_value'"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=abc"], "expected int for the parameter"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=-5"], "max_value must be > min_value"),
-        (["environment.params.size=5"], "is set by the run itself"),
+        (["environment.params.size=5"], "is set by the run"),
         (["environment.task=reasoning_gym:composite"], "expects params.datasets to be a list"),
         (
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gcd, weight: -1}]}"],

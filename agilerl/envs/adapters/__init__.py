@@ -1,4 +1,4 @@
-"""Environments written for something else, as TextEnvs: each kind in one file, its package imported only there."""
+"""Adapters from other libraries' environments to TextEnv: one file per kind, which alone imports that library."""
 
 from agilerl.envs.adapters.base import Adapter, AnyText
 from agilerl.envs.adapters.kinds import as_text_env, make_env

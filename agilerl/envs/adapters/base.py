@@ -1,4 +1,4 @@
-"""What all adapters share: counting turns, seeds that count on, spaces that hold any text."""
+"""What all adapters share: turn counting, consecutive seeds, spaces that hold any text."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from agilerl.streams import stream
 
 
 class AnyText(Space[str]):
-    """Every string; for environments that do not say what they send or take.
+    """Every string; for environments that do not declare their spaces.
 
-    Samples are one to three small whole numbers, put into ``form`` at "{}".
+    Samples are one to three small integers, inserted into ``form`` at "{}".
     """
 
     def __init__(self, form: str = "{}") -> None:
@@ -32,7 +32,7 @@ class AnyText(Space[str]):
         return isinstance(x, str)
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Return numbers, half of the time up to 4 and else up to 20, in the form of this space."""
+        """Return numbers, up to 4 half of the time and up to 20 otherwise, in this space's form."""
         limit, count = (5, 21)[int(self.np_random.integers(2))], int(self.np_random.integers(1, 4))
         numbers = self.np_random.integers(limit, size=count)
         return self.form.replace("{}", " ".join(map(str, numbers)))
@@ -42,22 +42,22 @@ class AnyText(Space[str]):
 
 
 class Adapter(TextEnv):
-    """A foreign environment ``inner`` as a TextEnv. Ends its episodes after ``max_turns`` (``truncated``) if need be.
+    """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
-    Without a seed ``reset`` begins the episode after the last one, 0 at first.
+    Without a seed, ``reset`` uses the last seed plus one, starting at 0.
     """
 
     def __init__(self, inner: Any, max_turns: int | None) -> None:
         """Wrap ``inner``.
 
         Raises:
-            ConfigError: neither ``inner`` nor the argument says how many turns there are at most.
+            ConfigError: neither ``inner`` nor the argument limits the number of turns.
         """
         declared = getattr(inner, "max_turns", None) if max_turns is None else max_turns
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise ConfigError(
-                f"expected max_turns, the most actions of one episode, of {type(inner).__name__} as a whole number of "
-                f"1 or more, found {declared!r}; set it in the environment or give as_text_env(..., max_turns=...)"
+                f"expected max_turns (the most actions in one episode) of {type(inner).__name__} to be a whole number "
+                f"of 1 or more, found {declared!r}; set it in the environment or pass as_text_env(..., max_turns=...)"
             )
         self.inner, self.max_turns = inner, declared
         self.system_prompt = getattr(inner, "system_prompt", None)
@@ -68,16 +68,16 @@ class Adapter(TextEnv):
 
     @abstractmethod
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Begin the inner episode of ``seed``; return the first observation and info."""
+        """Begin the inner episode with ``seed``; return the first observation and info."""
 
     @abstractmethod
     def act(self, action: str) -> StepResult:
-        """Give an action to the inner environment."""
+        """Pass an action to the inner environment."""
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode. ``options`` are not passed on."""
         if self._closed:
-            raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make another one")
+            raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make a new one")
         self._seed = self._seed + 1 if seed is None else seed
         self._turn, self._running = 0, True
         return self.begin(self._seed)
@@ -95,14 +95,14 @@ class Adapter(TextEnv):
         self._turn += 1
         result = self.act(action)
         if not isinstance(result, tuple) or len(result) != 5:
-            return result  # whoever reads it says what is wrong; nothing is mended here
+            return result  # malformed results are reported by the caller, not repaired here
         observation, reward, terminated, truncated, info = result
         truncated = truncated or (self._turn >= self.max_turns and not terminated)
         self._running = not (terminated or truncated)
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
-        """Close the inner environment, if it can be closed; ``reset`` raises EnvError from here on."""
+        """Close the inner environment if it has ``close``; ``reset`` raises EnvError afterwards."""
         if self._closed:
             return
         self._running, self._closed = False, True
@@ -115,11 +115,11 @@ class Adapter(TextEnv):
 
 
 class SealedAdapter(Adapter):
-    """An adapter of an environment that draws from the global generators.
+    """An adapter for an environment that draws from the global random generators.
 
-    Each call of it finds them seeded by the episode's seed and the turn, and leaves them as they were, so episodes are
-    pure functions of seed and actions and nobody else's draws change. Such environments run one at a time, whatever
-    the number of threads.
+    Each call finds them seeded by the episode's seed and the turn and restores them afterwards, so episodes are pure
+    functions of seed and actions, and no other code's draws change. Such environments run one at a time, whatever the
+    number of threads.
     """
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -128,7 +128,7 @@ class SealedAdapter(Adapter):
             return super().reset(seed=seed, options=options)
 
     def step(self, action: str) -> StepResult:
-        """Take a turn; errors as of any adapter."""
+        """Take a turn; raises as any adapter does."""
         draws = stream(max(self._seed, 0), "sealed_adapter", self._turn)
         with sealed(int(draws.integers(2**32))):
             return super().step(action)

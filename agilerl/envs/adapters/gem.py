@@ -9,10 +9,10 @@ from agilerl.errors import ConfigError
 
 
 class GemEnv(SealedAdapter):
-    """A GEM environment, without its observation wrappers: the history is the transcript's business.
+    """A GEM environment, without its observation wrappers: the transcript already holds the history.
 
-    What GEM puts into ``info["suffix"]`` (the board, what to answer) is part of the observation. Rewards are GEM's own;
-    a malformed answer earns -0.1 in most of its games. Seeds are taken modulo 2 ** 32.
+    What GEM puts into ``info["suffix"]`` (the board, what to answer) is part of the observation. Rewards are those of
+    GEM; a malformed answer earns -0.1 in most of its games. Seeds are taken modulo 2 ** 32.
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
@@ -32,19 +32,19 @@ class GemEnv(SealedAdapter):
 
 
 _COMPARING = ("gem.envs.game_env", "gem.envs.qa_env")
-"""Modules of GEM whose environments compare what a completion says, and run none of it."""
+"""GEM modules whose environments only compare a completion's text and never run it."""
 _INSTEAD = {
     "gem.envs.reasoning_gym": "take environment.task=reasoning_gym:{rest}",
-    "gem.envs.math_env": "give its problems as a dataset, with the grader accuracy",
-    "gem.envs.code_env": "give its problems as a dataset, with the grader sandbox",
+    "gem.envs.math_env": "pass its problems as a dataset with the grader accuracy",
+    "gem.envs.code_env": "pass its problems as a dataset with the grader sandbox",
 }
 
 
 def make_gem(name: str, **settings: Any) -> TextEnv:
-    """Return the GEM environment registered as ``name``, "game:GuessTheNumber-v0-easy" say.
+    """Return the GEM environment registered as ``name``, e.g. "game:GuessTheNumber-v0-easy".
 
     Raises:
-        ConfigError: an environment of GEM that evaluates completions in this process (code, mathematics, its
+        ConfigError: a GEM environment that evaluates completions in this process (code, mathematics, its
             reasoning_gym, terminals).
     """
     import gem
@@ -58,10 +58,10 @@ def make_gem(name: str, **settings: Any) -> TextEnv:
             rest=name.partition(":")[2]
         )
         raise ConfigError(
-            f"gem:{name} evaluates completions in the process that trains, where they could run as code; {instead}; "
-            f"or, if that is meant, hand over the environment itself in Python: gem.make({name!r})"
+            f"gem:{name} evaluates completions in the training process, where they could run as code; {instead}; "
+            f"or, if that is intended, pass the environment itself in Python: gem.make({name!r})"
         )
-    with sealed(0):  # some constructors draw
+    with sealed(0):  # some constructors draw random numbers
         return GemEnv(gem.make(name, **settings))
 
 

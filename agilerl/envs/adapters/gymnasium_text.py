@@ -14,16 +14,15 @@ from agilerl.errors import ConfigError
 class GymnasiumText(Adapter):
     """A gymnasium environment with ``Text`` spaces, or a TextEnv in wrappers.
 
-    ``max_turns`` is the argument, or the environment's own, or ``max_episode_steps`` of its registration. Actions are
-    passed on as they are, also those that the action space does not contain: what they lead to is the rule of the
-    environment.
+    ``max_turns`` is the argument, or the environment's attribute, or ``max_episode_steps`` of its registration. Actions
+    are passed on unchanged, even those outside the action space: the environment decides what they lead to.
     """
 
     def __init__(self, inner: gymnasium.Env[Any, Any], max_turns: int | None = None) -> None:
         """Wrap ``inner``.
 
         Raises:
-            ConfigError: its spaces are not text, no limit of turns is known, or wrappers hide a way of acting that
+            ConfigError: its spaces are not text, no turn limit is known, or wrappers hide an ``act`` that
                 needs the sampled tokens.
         """
         core = inner.unwrapped
@@ -36,8 +35,8 @@ class GymnasiumText(Adapter):
             for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
                 if not isinstance(space, Text | AnyText):
                     raise ConfigError(
-                        f"expected a gymnasium environment of text, but the {what} space of {type(core).__name__} is "
-                        f"{space}; write a wrapper that turns it into gymnasium.spaces.Text"
+                        f"expected a gymnasium environment with text spaces, but the {what} space of "
+                        f"{type(core).__name__} is {space}; write a wrapper that turns it into gymnasium.spaces.Text"
                     )
         limit = inner.spec.max_episode_steps if inner.spec is not None else None
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
@@ -61,7 +60,7 @@ class GymnasiumText(Adapter):
 
 
 def without_checks(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """Take off the two wrappers that ``gymnasium.make`` puts round everything, which only look on."""
+    """Remove the two checking wrappers that ``gymnasium.make`` adds to everything."""
     while isinstance(env, OrderEnforcing | PassiveEnvChecker):
         env = env.env
     return env

@@ -26,16 +26,16 @@ _MAKERS: dict[str, tuple[str, Callable[..., TextEnv]]] = {
     "textarena": ("textarena", make_textarena),
     "openenv": ("openenv", make_openenv),
 }
-"""By prefix: the package's name on the index, and what makes one of its environments."""
+"""By prefix: the package's name on PyPI, and what makes one of its environments."""
 
 
 @checked
 def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
-    """Return ``env`` as a TextEnv: itself if it is one, else in the thin adapter for its kind.
+    """Return ``env`` as a TextEnv: itself if it is one, else in a thin adapter for its kind.
 
-    Kinds: gymnasium environments with ``Text`` spaces, also wrapped by ``gymnasium.make``; GEM environments; games of
-    textarena for one player; openenv environments and clients; and any object with ``max_turns``, ``reset(seed=...)``
-    and ``step(action)``. ``max_turns`` is for environments that do not say it themselves, and wins over what they say.
+    Kinds: gymnasium environments with ``Text`` spaces, also wrapped by ``gymnasium.make``; GEM environments;
+    single-player textarena games; openenv environments and clients; and any object with ``max_turns``,
+    ``reset(seed=...)`` and ``step(action)``. ``max_turns`` overrides the environment's own limit.
 
     Raises:
         ConfigError: it is none of these, its spaces are not text, or no ``max_turns`` is known.
@@ -57,11 +57,11 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
     """Return a new environment by name.
 
     ``agilerl/GuessTheNumber-v0`` (any id of gymnasium), ``gem:game:Mastermind-v0-easy``,
-    ``textarena:GuessTheNumber-v0``, ``openenv:http://127.0.0.1:8000``, or ``module:Class`` for your own, which imports
-    the module. ``settings`` are keyword arguments of what makes it.
+    ``textarena:GuessTheNumber-v0``, ``openenv:http://127.0.0.1:8000``, or ``module:Class`` for a custom one, whose
+    module is imported. ``settings`` are keyword arguments of its constructor.
 
     Raises:
-        ConfigError: nothing has that name, its package is not installed, or it refuses the settings.
+        ConfigError: the name is unknown, its package is not installed, or it refuses the settings.
     """
     prefix, _, rest = name.partition(":")
     try:
@@ -75,10 +75,10 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
     except ModuleNotFoundError as error:
         if prefix in _MAKERS and error.name == prefix:
             raise ConfigError(
-                f"{name} needs the package {_MAKERS[prefix][0]}; docs/environments.md says how to install it"
+                f"{name} needs the package {_MAKERS[prefix][0]}; see docs/environments.md for how to install it"
             ) from error
         raise ConfigError(f"{name} cannot be imported: {error}") from error
-    except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
+    except Exception as error:  # a third-party constructor may raise anything; report its reason
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
         raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}") from error
 

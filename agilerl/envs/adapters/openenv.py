@@ -16,10 +16,10 @@ _NOT_TEXT = ("done", "reward", "metadata")
 class OpenEnv(Adapter):
     """An openenv ``Environment``, or a client of one on a server.
 
-    ``action`` turns the text of a completion into the action. Without it: for an environment in this process the class
-    that its ``step`` is annotated with, by its only field of text; for a client ``{"message": text}``. ``observation``
-    turns what the environment returns into text; without it, its only field of text. ``done`` becomes ``terminated``;
-    no reward is 0.
+    ``action`` turns the text of a completion into the action. Without it, an environment in this process gets an
+    instance of the class that its ``step`` is annotated with, made from that class's only text field; a client gets
+    ``{"message": text}``. ``observation`` turns what the environment returns into text; by default its only text field.
+    ``done`` becomes ``terminated``; a missing reward is 0.
     """
 
     def __init__(
@@ -30,16 +30,16 @@ class OpenEnv(Adapter):
         action: Callable[[str], Any] | None = None,
         observation: Callable[[Any], str] | None = None,
     ) -> None:
-        """Wrap ``inner``; each TextEnv needs an environment or a client of its own.
+        """Wrap ``inner``; each TextEnv needs a separate environment or client.
 
         Raises:
-            ConfigError: no limit of turns is given, or the action's class cannot be found out.
+            ConfigError: no turn limit is given, or the action's class cannot be determined.
         """
         from openenv.core import EnvClient, Environment
 
         super().__init__(inner, max_turns)
         self._remote = not isinstance(inner, Environment)
-        # A client is asynchronous by itself; its synchronous face keeps the same connection.
+        # A client is asynchronous; its synchronous wrapper keeps the same connection.
         self.inner = inner.sync() if isinstance(inner, EnvClient) else inner
         self._action = action or (_message if self._remote else _action_of(inner))
         self._text = observation or _only_text
@@ -50,7 +50,7 @@ class OpenEnv(Adapter):
         return observation, info
 
     def act(self, action: str) -> StepResult:
-        """Return what the environment answers."""
+        """Return the environment's reply."""
         observation, reward, done, info = self._read(self.inner.step(self._action(action)))
         return observation, reward, done, False, info
 
@@ -60,7 +60,7 @@ class OpenEnv(Adapter):
 
 
 def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
-    """Return the environment that an openenv server offers at ``url``, "http://127.0.0.1:8000" say."""
+    """Return the environment that an openenv server offers at ``url``, e.g. "http://127.0.0.1:8000"."""
     from openenv.core import GenericEnvClient
 
     return OpenEnv(GenericEnvClient(base_url=url, **settings), max_turns)
@@ -71,19 +71,19 @@ def _message(text: str) -> dict[str, str]:
 
 
 def _action_of(env: Any) -> Callable[[str], Any]:
-    """Return what makes an action of an environment from text, by the annotation of its ``step``."""
+    """Return a function from text to an action, by the annotation of the environment's ``step``."""
     name = next(iter(inspect.signature(env.step).parameters))
     kind = get_type_hints(type(env).step).get(name)
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         raise ConfigError(
             f"expected {type(env).__name__}.step to be annotated with the class of its action, found {kind!r}; "
-            "give OpenEnv(..., action=lambda text: ...)"
+            "pass OpenEnv(..., action=lambda text: ...)"
         )
     fields = [field for field, about in kind.model_fields.items() if about.annotation is str]
     if len(fields) != 1:
         raise ConfigError(
-            f"expected one field of text in {kind.__name__}, found {', '.join(fields) or 'none'}; "
-            "give OpenEnv(..., action=lambda text: ...)"
+            f"expected one text field in {kind.__name__}, found {', '.join(fields) or 'none'}; "
+            "pass OpenEnv(..., action=lambda text: ...)"
         )
     return lambda text: kind(**{fields[0]: text})
 
@@ -95,7 +95,7 @@ def _only_text(observation: Any) -> str:
     texts = {k: v for k, v in values.items() if k not in _NOT_TEXT and isinstance(v, str)}
     if len(texts) != 1:
         raise EnvError(
-            f"expected one field of text in the observation of openenv, found {', '.join(texts) or 'none'} among "
-            f"{', '.join(values)}; give OpenEnv(..., observation=lambda observation: ...)"
+            f"expected one text field in the openenv observation, found {', '.join(texts) or 'none'} among "
+            f"{', '.join(values)}; pass OpenEnv(..., observation=lambda observation: ...)"
         )
     return next(iter(texts.values()))

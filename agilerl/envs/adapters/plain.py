@@ -9,17 +9,16 @@ from agilerl.errors import ConfigError
 
 
 class PlainEnv(Adapter):
-    """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)`` and, maybe, ``close``,
-    ``system_prompt`` and spaces.
+    """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)``; optional ``close``, ``system_prompt``, spaces.
 
-    ``reset`` returns (observation, info), ``step`` (observation, reward, terminated, truncated, info).
+    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info).
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``.
 
         Raises:
-            ConfigError: there is no ``reset(seed=...)`` or ``step(action)``, or no limit of turns.
+            ConfigError: ``reset(seed=...)``, ``step(action)`` or a turn limit is missing.
         """
         for method, call in (("reset", {"seed": 0}), ("step", None)):
             function = getattr(inner, method, None)
@@ -27,7 +26,7 @@ class PlainEnv(Adapter):
             if not callable(function):
                 raise ConfigError(
                     f"expected an environment with reset(seed=...) and step(action), but {type(inner).__name__} has no "
-                    f"{method}; give an environment, not {_described(inner)}"
+                    f"{method}; pass an environment, not {_described(inner)}"
                 )
             try:
                 inspect.signature(function).bind(*([""] if call is None else []), **(call or {}))

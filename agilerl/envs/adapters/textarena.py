@@ -9,18 +9,18 @@ from agilerl.errors import ConfigError
 
 
 class TextArenaEnv(SealedAdapter):
-    """A game of textarena for one player.
+    """A single-player textarena game.
 
-    Its observation wrappers repeat the whole history in each observation; here an observation is what the game has said
-    since the last action. Its action wrappers stay. A game pays when it is over; an invalid move ends most games when
-    it is the second in a row. ``info`` of the last step is textarena's own.
+    Its observation wrappers, which repeat the whole history each time, are dropped: an observation is what the game has
+    said since the last action. Its action wrappers stay. A game pays when it is over; most games end at the second
+    invalid move in a row. ``info`` of the last step is that of textarena.
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``.
 
         Raises:
-            ConfigError: the game is not for one player, or does not say how many turns it has.
+            ConfigError: the game is not for one player, or does not declare its number of turns.
         """
         from textarena import Wrapper
 
@@ -38,7 +38,7 @@ class TextArenaEnv(SealedAdapter):
             self.inner.reset(num_players=1, seed=seed)
         except AssertionError as error:
             raise ConfigError(
-                f"expected a game of textarena for one player, but {type(self._core).__name__} says: {error}"
+                f"expected a single-player textarena game, but {type(self._core).__name__} says: {error}"
             ) from error
         return self._heard(), {}
 
@@ -60,11 +60,11 @@ class TextArenaEnv(SealedAdapter):
 
 
 def make_textarena(name: str, max_turns: int | None = None, **settings: Any) -> TextEnv:
-    """Return the game registered as ``name``, "GuessTheNumber-v0" say; it learns of ``max_turns`` if it has a limit."""
+    """Return the game registered as ``name``, e.g. "GuessTheNumber-v0"; passes ``max_turns`` on if it has a limit."""
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
 
     if max_turns is not None and name in ENV_REGISTRY and "max_turns" in ENV_REGISTRY[name].kwargs:
         settings["max_turns"] = max_turns
-    with sealed(0):  # some constructors draw
+    with sealed(0):  # some constructors draw random numbers
         return TextArenaEnv(textarena.make(name, **settings), max_turns)

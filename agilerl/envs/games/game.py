@@ -1,4 +1,4 @@
-"""What the games share: counting turns, a generator of the episode's own, text spaces, numbers to compare with."""
+"""What the games share: turn counting, a generator per episode, text spaces, reference returns."""
 
 import re
 import string
@@ -19,25 +19,25 @@ PROSE = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 class Turn(NamedTuple):
-    """What one action of a game led to."""
+    """The result of one action."""
 
     observation: str
     valid: bool
-    """False for an action outside the rules, which costs its turn and changes nothing."""
+    """False for an illegal action, which costs its turn and changes nothing."""
     score: float | None = None
-    """Reward in [0, 1] with which the game ends here; None while it goes on."""
+    """Reward in [0, 1] if the game ends here; None while it continues."""
 
 
 class Game(TextEnv):
-    """A game of one player: its only reward comes with the last turn and lies in [0, 1].
+    """A single-player game; its only reward, in [0, 1], comes with the last turn.
 
-    An action outside the rules raises nothing: it costs its turn, changes nothing, and ``info["valid"]`` is False.
+    An illegal action raises nothing: it costs its turn, changes nothing, and ``info["valid"]`` is False.
     When ``max_turns`` actions are used up the game is over with reward 0 (``terminated``: the limit is a rule of the
     game). ``info`` of ``reset`` holds ``best_return`` and ``random_return``; of the last step also ``success``.
     """
 
     name: str
-    """Purpose of the random stream; a game of the same seed and settings is the same game."""
+    """Purpose of the random stream; the same seed and settings give the same game."""
     best_return: float
     """Mean return of perfect play over all seeds."""
     random_return: float
@@ -52,11 +52,11 @@ class Game(TextEnv):
 
     @abstractmethod
     def begin(self) -> str:
-        """Set the game up from ``draws()`` and return the first observation."""
+        """Set up the game from ``draws()`` and return the first observation."""
 
     @abstractmethod
     def play(self, action: str) -> Turn:
-        """Apply the rules to an action, whatever text it is."""
+        """Apply the rules to an action, which may be any text."""
 
     @abstractmethod
     def legal_actions(self) -> Sequence[str]:
@@ -64,10 +64,10 @@ class Game(TextEnv):
 
     @abstractmethod
     def best_action(self) -> str:
-        """Return an action of perfect play, from what the player has been told and no more."""
+        """Return an action of perfect play, using only what the player has been told."""
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin the game of ``seed``; without one the game after the last (0 at first). There are no options.
+        """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options.
 
         Raises:
             EnvError: the seed is not a whole number of 0 or more.
@@ -76,7 +76,7 @@ class Game(TextEnv):
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
             raise EnvError(f"expected a whole number of 0 or more as the seed of {type(self).__name__}, found {seed!r}")
         self._seed, self._turn, self._running = int(seed), 0, True
-        gymnasium.Env.reset(self, seed=self._seed)  # gymnasium's check_env looks at its generator; no game draws there
+        gymnasium.Env.reset(self, seed=self._seed)  # gymnasium's check_env inspects its generator; games do not use it
         return self.begin(), {"best_return": self.best_return, "random_return": self.random_return}
 
     def step(self, action: str) -> StepResult:
@@ -98,26 +98,26 @@ class Game(TextEnv):
         return turn.observation, score, over, False, info
 
     def draws(self, *key: int) -> np.random.Generator:
-        """Return the generator of this episode that belongs to ``key``."""
+        """Return this episode's generator for ``key``."""
         return stream(self._seed, self.name, *key)
 
     @property
     def turns_left(self) -> int:
-        """Actions that are left before the game is over."""
+        """Actions left before the game is over."""
         return self.max_turns - self._turn
 
 
 def last_number(action: str) -> str | None:
-    """Return the last run of digits 0 to 9 in a text, so that reasoning may come before the answer."""
+    """Return the last run of ASCII digits in a text, so that reasoning may precede the answer."""
     found = re.findall(r"[0-9]+", action)
     return found[-1] if found else None
 
 
 def whole(value: Any, name: str, low: int, high: int) -> int:
-    """Return a setting that must be a whole number from ``low`` to ``high``.
+    """Check that a setting is a whole number from ``low`` to ``high``, and return it.
 
     Raises:
-        ConfigError: it is another kind of thing, or out of range.
+        ConfigError: it is of another type, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"expected a whole number from {low} to {high} as {name}, found {value!r}")

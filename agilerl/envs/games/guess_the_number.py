@@ -1,4 +1,4 @@
-"""Guess the number: the smallest game in which what was said earlier decides what to say next."""
+"""Guess the number: the smallest game in which the next action depends on earlier turns."""
 
 from collections.abc import Sequence
 from typing import Literal, get_args
@@ -14,16 +14,16 @@ Style = Literal["range", "hint", "verbose"]
 
 
 class GuessTheNumber(Game):
-    """Find a number from 1 to ``max_number``; after each guess one learns whether it is higher or lower.
+    """Find a number from 1 to ``max_number``; each guess is answered by "higher" or "lower".
 
-    Reward 1 for the right guess, 0 if ``max_turns`` guesses were not enough. The number is uniform by seed. Without
-    ``max_turns`` there are just as many guesses as halving the range needs in the worst case: floor(log2 N) + 1, so
-    perfect play always wins and the best mean return is 1.0.
+    Reward 1 for the right guess, 0 if ``max_turns`` guesses were not enough. The number is uniform over seeds. By
+    default there are as many guesses as halving the range needs in the worst case, floor(log2 N) + 1, so perfect play
+    always wins and the best mean return is 1.0.
 
-    The guess is the last run of digits in the action. No digits, or a number outside 1 to ``max_number``: not valid.
-    First observation of the styles ``range`` and ``hint``: "1-9". Then ``range`` shows what is possible by all hints
-    so far, so that one observation says all there is to know; ``hint`` says "h" (the number is higher), "l" (lower)
-    or "?" (not valid), and the player must remember. A game that is over shows "=" (right) or "x" (no guess left).
+    The guess is the last run of digits in the action. It is not valid without digits, or outside 1 to ``max_number``.
+    First observation of the styles ``range`` and ``hint``: "1-9". Then ``range`` shows what all hints so far leave
+    possible, so one observation says all there is to know; ``hint`` says "h" (the number is higher), "l" (lower) or "?"
+    (not valid), and the player must remember. A finished game shows "=" (right) or "x" (no guess left).
     """
 
     name = "guess_the_number"
@@ -59,7 +59,7 @@ class GuessTheNumber(Game):
     def play(self, action: str) -> Turn:
         """Compare a guess with the number."""
         digits = (last_number(action) or "").lstrip("0")
-        # An endless run of digits is no number that Python would read; its length says enough.
+        # int() refuses very long runs of digits; their length alone shows that they are out of range.
         guess = int(digits) if digits and len(digits) <= len(str(self.max_number)) else 0
         if not 1 <= guess <= self.max_number:
             return Turn(self._told("?", "That is not a guess"), False)
@@ -72,7 +72,7 @@ class GuessTheNumber(Game):
         return Turn(self._told("l", f"It is lower than {guess}"), True)
 
     def legal_actions(self) -> Sequence[str]:
-        """Return all numbers: what the hints have ruled out may be guessed, at the cost of a turn."""
+        """Return all numbers: those ruled out by hints may still be guessed, at the cost of a turn."""
         return [str(number) for number in range(1, self.max_number + 1)]
 
     def best_action(self) -> str:

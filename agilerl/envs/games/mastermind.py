@@ -15,16 +15,17 @@ MOST_CODES = 1296
 
 
 class Mastermind(Game):
-    """Find a code of ``length`` digits from 1 to ``digits``; after each guess one learns how close it was.
+    """Find a code of ``length`` digits from 1 to ``digits``; each guess is answered by how close it was.
 
-    Reward 1 for the code, 0 if ``max_turns`` guesses were not enough. Codes are uniform by seed and may repeat a digit.
-    Observations are two digits: how many digits are right in the right place, and how many more are in the code at
-    another place ("10"). First comes the form of the code, "2x4": two digits, each from 1 to 4. "?" answers what is no
-    guess, "x" says that no guess is left, "=" that the code is found. ``verbose`` says the same in sentences.
+    Reward 1 for the code, 0 if ``max_turns`` guesses were not enough. Codes are uniform over seeds and may repeat a
+    digit. Observations are two digits: how many digits are right in the right place, and how many more are in the code
+    at another place ("10"). The first observation is the form of the code: "2x4" means two digits, each from 1 to 4.
+    "?" answers an invalid guess, "x" means that no guess is left, "=" that the code is found. ``verbose`` uses
+    sentences.
 
-    The guess is the digits of the action's last line, spaces and signs between them left out. Another number of
-    digits, or one outside 1 to ``digits``: not valid. Without ``max_turns`` there are as many guesses as minimax play
-    (Knuth, The Computer as Master Mind, 1976) needs for the hardest code, so the best mean return is 1.0; with fewer
+    The guess is the digits of the action's last line, ignoring spaces and signs between them. It is not valid with
+    another number of digits, or one outside 1 to ``digits``. By default there are as many guesses as minimax play
+    (Knuth, The Computer as Master Mind, 1976) needs for the hardest code, so the best mean return is 1.0; with fewer,
     ``best_return`` is that of minimax play. There are at most 1296 codes.
     """
 
@@ -36,7 +37,7 @@ class Mastermind(Game):
         self.digits = whole(digits, "digits", 2, 9)
         if digits**length > MOST_CODES:
             raise ConfigError(
-                f"expected at most {MOST_CODES} codes, found {digits} ** {length} = {digits**length}; take fewer digits"
+                f"expected at most {MOST_CODES} codes, found {digits} ** {length} = {digits**length}; use fewer digits"
             )
         self.verbose = verbose
         self._codes, self._pegs = _codes(length, digits), _pegs(length, digits)
@@ -79,7 +80,7 @@ class Mastermind(Game):
         return Turn(self._told(f"{answer:02d}", f"Right place: {answer // 10}. Another place: {answer % 10}."), True)
 
     def legal_actions(self) -> Sequence[str]:
-        """Return all codes, also those that the answers have ruled out."""
+        """Return all codes, including those that the answers have ruled out."""
         return self._codes
 
     def best_action(self) -> str:
@@ -100,7 +101,7 @@ def _codes(length: int, digits: int) -> tuple[str, ...]:
 
 @cache
 def _pegs(length: int, digits: int) -> np.ndarray:
-    """Return the answer to each guess (row) for each code: ten times the right places, plus the others."""
+    """Return the answer to each guess (row) for each code: ten times the right places, plus the misplaced."""
     codes = np.array([[int(digit) for digit in code] for code in _codes(length, digits)])
     exact = (codes[:, None] == codes).sum(2)
     counts = (codes[:, :, None] == np.arange(1, digits + 1)).sum(1)
@@ -111,7 +112,7 @@ def _pegs(length: int, digits: int) -> np.ndarray:
 
 @cache
 def _minimax(length: int, digits: int, possible: tuple[int, ...]) -> int:
-    """Return the first guess with the smallest largest rest, one that may be the code itself before others."""
+    """Return the first guess with the smallest worst-case remainder, preferring possible codes."""
     if len(possible) <= 2:
         return possible[0]
     answers = _pegs(length, digits)[:, possible]

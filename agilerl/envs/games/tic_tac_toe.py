@@ -11,7 +11,7 @@ from agilerl.envs.games.game import PROSE, Game, Turn, last_number, whole
 from agilerl.errors import ConfigError
 
 Opponent = Literal["random", "minimax"]
-"""``random`` moves anywhere; ``minimax`` never loses, and draws among its equally good moves."""
+"""``random`` moves anywhere; ``minimax`` never loses, and chooses randomly among equally good moves."""
 
 EMPTY = "123456789"
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
@@ -19,12 +19,12 @@ SCORES = {"X": 1.0, "": 0.5, "O": 0.0}
 
 
 class TicTacToe(Game):
-    """Play X against an opponent that plays O: three in a row, column or diagonal win.
+    """Play X against an opponent that plays O: three in a row, column or diagonal wins.
 
     Reward 1 for a win, 0.5 for a draw, 0 for a loss. ``begins`` says who moves first: "X", "O", or "seed" (each in half
-    of the games). The observation is the board row by row, where a free cell shows its number: "12X45O789"; three lines
-    and a sentence with ``verbose``. The move is the last run of digits in the action; anything but the number of a free
-    cell is not valid, and the opponent waits. With ``max_turns`` 9 at least four such turns are forgiven.
+    of the games). The observation is the board row by row, in which a free cell shows its number: "12X45O789"; three
+    lines and a sentence with ``verbose``. The move is the last run of digits in the action; anything but the number of
+    a free cell is not valid, and the opponent waits. With ``max_turns`` = 9, at least four such turns are forgiven.
     """
 
     name = "tic_tac_toe"
@@ -67,7 +67,7 @@ class TicTacToe(Game):
         )
 
     def play(self, action: str) -> Turn:
-        """Set X, and let the opponent answer."""
+        """Place X, and let the opponent reply."""
         cell = last_number(action) or ""
         if cell not in self.legal_actions():
             return Turn(self._told("That is not the number of a free cell."), False)
@@ -117,7 +117,7 @@ def _over(board: str) -> bool:
 
 @cache
 def _replies(board: str, opponent: Opponent) -> tuple[str, ...]:
-    """Return the moves that an opponent draws from, uniformly."""
+    """Return the moves that an opponent chooses from, uniformly."""
     moves = _free(board)
     if opponent == "random":
         return tuple(moves)
@@ -136,7 +136,7 @@ def _minimax(board: str, turn: str) -> float:
 
 @cache
 def _value(board: str, turn: str, opponent: Opponent, play: Literal["best", "random"]) -> float:
-    """Return the mean score of X against an opponent, where X plays the best move or any."""
+    """Return the mean score of X against an opponent, if X plays the best move or a random one."""
     if _over(board):
         return SCORES[_winner(board)]
     if turn == "O":

@@ -9,12 +9,12 @@ from typing import Any
 
 MOST_CHARACTERS = 500
 MOST_BITS = 4096
-"""Of a whole number: about 1,200 digits."""
+"""Most bits of a whole number: about 1,200 digits."""
 LARGEST_FACTORIAL = 400
 
 Number = int | float
 
-# Numbers, names, operators, brackets: what Python's parser warns about, and all that is no arithmetic, stops here.
+# Numbers, names, operators, brackets. Anything else, including what Python's parser warns about, is refused here.
 _SPELLING = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?(?![\w.])|[a-z]\w*|\*\*|//|[-+*/%(),]|\s)*")
 _TYPED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
@@ -51,7 +51,7 @@ def _parsed(expression: str) -> ast.expr:
 
 
 def _value(node: ast.expr) -> Number:
-    """Work out one node; anything but arithmetic on numbers is refused."""
+    """Evaluate one node; refuse anything but arithmetic on numbers."""
     match node:
         case ast.Constant(value) if type(value) in (int, float):
             return _within(value)
@@ -86,7 +86,7 @@ def _within(value: Any) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    """Refuse a power before it is computed: 9**9**9 has 370 million digits."""
+    """Refuse a huge power before it is computed: 9**9**9 has 370 million digits."""
     whole = isinstance(base, int) and isinstance(exponent, int)
     if whole and abs(base) > 1 and exponent * (abs(int(base)).bit_length() - 1) > MOST_BITS:
         raise OverflowError

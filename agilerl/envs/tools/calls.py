@@ -1,4 +1,4 @@
-"""What a completion calls: the protocol of parsers, and the JSON in which calls are written."""
+"""Tool calls in a completion: the parser protocol, and the JSON form of calls."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +15,11 @@ class ToolCall:
     """One call of a tool, not yet checked."""
 
     name: str
-    """What the model calls the tool."""
+    """The tool's name for the model."""
     arguments: Mapping[str, Any]
-    """By name, as the model wrote them."""
+    """By name, as written by the model."""
     call_id: str | None = None
-    """The model's own id of the call, in families that write one."""
+    """The model's id of the call, in families that write one."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MalformedCall:
     """The start of a call that cannot be read."""
 
     problem: str
-    """One sentence for the model: what was expected, what was found."""
+    """A sentence for the model: what was expected and what was found."""
 
 
 class ToolCallParser(Protocol):
@@ -36,21 +36,21 @@ class ToolCallParser(Protocol):
     family: str
     """Name of the model family, or of the format."""
     tags: tuple[str, ...]
-    """Texts with a meaning of their own, which must not reach the model inside a tool's result."""
+    """Special-token texts, which must not reach the model inside a tool's result."""
     instruction: str
-    """How a call is written, for a model whose chat template does not say."""
+    """How to write a call, for models whose chat template does not say."""
 
     def parse(self, token_ids: Sequence[int], text: str) -> list[ToolCall | MalformedCall]:
-        """Return the calls in their order; an empty list for a completion without any.
+        """Return the calls in order, possibly none.
 
         Args:
-            token_ids: the completion as it was sampled, end token included.
-            text: the same without special tokens.
+            token_ids: the sampled completion, end token included.
+            text: the same as text, without special tokens.
         """
 
 
 def json_call(text: str, *, keys: Sequence[str] = ("arguments", "parameters")) -> ToolCall | MalformedCall:
-    """Read one call ``{"name": ..., "arguments": {...}}``; the arguments may stand under any of ``keys``."""
+    """Read one call ``{"name": ..., "arguments": {...}}``; the arguments may be under any of ``keys``."""
     try:
         return call_of(json.loads(text), keys=keys)
     except (ValueError, RecursionError) as error:
@@ -59,7 +59,7 @@ def json_call(text: str, *, keys: Sequence[str] = ("arguments", "parameters")) -
 
 
 def call_of(value: Any, *, keys: Sequence[str] = ("arguments", "parameters")) -> ToolCall | MalformedCall:
-    """Read a call that is JSON already."""
+    """Read a call from parsed JSON."""
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         given: Any = next((value[key] for key in keys if key in value), {})
         if isinstance(given, str):  # arguments that are JSON inside JSON
@@ -71,10 +71,10 @@ def call_of(value: Any, *, keys: Sequence[str] = ("arguments", "parameters")) ->
 
 
 def json_values(text: str, separators: str = ";, \n\t\r") -> Iterator[Any]:
-    """Yield the JSON values that stand one after the other in a text.
+    """Yield the consecutive JSON values in a text.
 
     Raises:
-        ValueError: something that is no JSON.
+        ValueError: something that is not JSON.
     """
     decoder = json.JSONDecoder()
     place = 0

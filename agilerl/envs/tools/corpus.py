@@ -15,10 +15,10 @@ WORD = re.compile(r"\w+")
 
 
 class LocalSearch:
-    """Finds the passages that a query fits best; ``LocalSearch(...).search`` is the tool.
+    """Finds the passages that match a query best; ``LocalSearch(...).search`` is the tool.
 
-    The same query gives the same passages in the same order: passages of equal score in the corpus's order. Words are
-    compared in lower case and not otherwise changed. Needs bm25s: ``pip install -e '.[search]'``.
+    The same query gives the same passages in the same order; passages of equal score are in the corpus's order. Words
+    are compared in lower case, otherwise unchanged. Needs bm25s: ``pip install -e '.[search]'``.
     """
 
     @checked
@@ -28,7 +28,7 @@ class LocalSearch:
         Args:
             corpus: passages, or a file of them: JSON lines, JSON, CSV or Parquet.
             topk: most passages of one result, 1 or more.
-            column: of the file, where the passages are.
+            column: the file's column of passages.
 
         Raises:
             ConfigError: bm25s is not installed, or a setting is out of range.

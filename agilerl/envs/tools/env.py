@@ -1,4 +1,4 @@
-"""A single-turn task that may be solved with tools: call them for some turns, then answer."""
+"""A single-turn task solved with tools: call them for some turns, then answer."""
 
 import re
 import threading
@@ -22,13 +22,13 @@ from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 
 Announcement = Literal["auto", "system", "none"]
-"""How the model learns of the tools: ``auto``: from the chat template if it shows tools, else from the system message;
-``system``: from the system message; ``none``: not at all, which only suits a model that knows them."""
+"""How tools are announced: ``auto``: from the chat template if it shows tools, else from the system message;
+``system``: from the system message; ``none``: not at all, for models that already know them."""
 
 SPLITS: tuple[Split, ...] = ("train", "exam", "test")
-"""An episode's split is its seed modulo 3, as EpisodeTask numbers its seeds; what is left is the index of the row."""
+"""An episode's split is its seed modulo 3, as EpisodeTask numbers its seeds; the quotient is the row's index."""
 MOST_CALLS = 4
-"""Calls of one turn that are made; with the default timeouts a turn then stays below EpisodeTask's own."""
+"""Most calls in one turn; with the default timeouts a turn then stays below EpisodeTask's timeout."""
 _PROBE = "agilerl:result-of-a-tool"
 _ONE_THREAD = threading.Lock()
 """Tasks and graders are written for one thread, and environments run in several."""
@@ -37,17 +37,17 @@ _ONE_THREAD = threading.Lock()
 class ToolEnv(TextEnv):
     """A task whose questions the model may answer with the help of tools.
 
-    A completion that calls tools gets their results; one without a call is the final answer and is graded by the task.
-    All turns but the last have reward 0. If the last turn that is allowed calls a tool, no answer was given: the
-    episode is truncated with reward 0.
+    If a completion calls tools, it gets their results; one without a call is the final answer and is graded by the
+    task. All turns but the last have reward 0. If the last allowed turn calls a tool, there is no answer: the episode
+    is truncated with reward 0.
 
-    What goes wrong with a call (it cannot be read, an unknown tool, wrong arguments, an exception, a timeout) is told
-    to the model as the call's result. ``info`` counts over the episode: ``tool_calls``, ``tool_errors``,
-    ``tool_truncated`` and ``tool_errors/<kind>``; the last step adds ``success`` (the grade is 1 or more).
+    Errors of a call (it cannot be read, an unknown tool, wrong arguments, an exception, a timeout) are returned to the
+    model as the call's result. ``info`` counts over the episode: ``tool_calls``, ``tool_errors``, ``tool_truncated``
+    and ``tool_errors/<kind>``; the last step adds ``success`` (the grade is 1 or more).
 
     The row is chosen by the seed alone: ``seed % 3`` is the split (train, exam, test) and ``seed // 3`` the row,
-    modulo the size of exam and test. That is how EpisodeTask numbers its seeds, so an exam asks the exam's questions.
-    The task is asked for questions and grades by one thread at a time; tools are called by many.
+    modulo the size of exam and test. EpisodeTask numbers its seeds this way, so an exam asks the exam's questions. One
+    thread at a time calls the task for questions and grades; tools are called from many.
     """
 
     @checked
@@ -64,21 +64,21 @@ class ToolEnv(TextEnv):
         timeout: Positive = 10.0,
         max_result_chars: int = 2000,
     ) -> None:
-        """Check everything that can be checked without a tokenizer.
+        """Check all settings that do not depend on the tokenizer.
 
         Args:
-            task: a task, or rows with ``question`` and ``answer``, which are then all splits at once.
-            tools: functions (see :func:`tool_schema`) or tools, with names of their own; at least one.
-            grader: of the rows; as of ``DatasetTask``.
+            task: a task, or rows with ``question`` and ``answer``, which then serve as all splits.
+            tools: functions (see :func:`tool_schema`) or tools, with distinct names; at least one.
+            grader: grader of the rows, as in ``DatasetTask``.
             parser: a parser, or the name of a family (see :func:`parser_for`); None recognises the tokenizer's family.
-            max_turns: most completions of one episode, the answer included; 2 or more.
-            system_prompt: put before the question as a message of the system.
-            announce: how the model learns of the tools.
-            timeout: seconds for one call of a tool that is given as a function.
-            max_result_chars: longer results are cut, and say so; 20 or more.
+            max_turns: most completions of one episode, answer included; 2 or more.
+            system_prompt: put before the question as a system message.
+            announce: how the model is told about the tools.
+            timeout: seconds for one call of a tool passed as a function.
+            max_result_chars: longer results are cut, with a note; 20 or more.
 
         Raises:
-            ConfigError: a setting out of range, two tools of one name, a function without a schema, rows without a
+            ConfigError: a setting out of range, duplicate tool names, a function without a schema, rows without a
                 grader, or a task whose prompt ends with a prefill.
         """
         for what, value, least in (("max_turns", max_turns, 2), ("max_result_chars", max_result_chars, 20)):
@@ -112,14 +112,14 @@ class ToolEnv(TextEnv):
         return f"ToolEnv({self.task.name!r}, tools={list(self._tools)}, max_turns={self.max_turns})"
 
     def close(self) -> None:
-        """Release what the grading of the task has opened."""
+        """Release what the task's grading has opened."""
         self.task.close()
 
     def bind(self, tokenizer: Any) -> None:
-        """Learn from the tokenizer how tools are called, announced and answered.
+        """Determine from the tokenizer how tools are called, announced and answered.
 
         Raises:
-            ConfigError: no family of tool calls fits the tokenizer, or not the one that was named.
+            ConfigError: no family of tool calls fits the tokenizer, or not the requested one.
         """
         if tokenizer is self._tokenizer:
             return
@@ -137,15 +137,15 @@ class ToolEnv(TextEnv):
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Ask the question of ``seed``; without one that of the seed after the last (0 at first).
+        """Ask the question of ``seed``; by default the last seed plus one (0 at first).
 
         Raises:
-            EnvError: a seed that is no whole number of 0 or more, or a split without rows.
+            EnvError: a seed that is not a whole number of 0 or more, or a split without rows.
         """
         seed = self._seed + 1 if seed is None else seed
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
             raise EnvError(f"expected a whole number of 0 or more as the seed of ToolEnv, found {seed!r}")
-        gymnasium.Env.reset(self, seed=int(seed))  # its generator, which no episode draws from
+        gymnasium.Env.reset(self, seed=int(seed))  # seeds gymnasium's generator, which episodes do not use
         index, place = divmod(int(seed), len(SPLITS))
         split = SPLITS[place]
         if split != "train":
@@ -160,14 +160,14 @@ class ToolEnv(TextEnv):
         return self._opening(), {"split": split, "index": index}
 
     def step(self, action: str) -> StepResult:
-        """Take an action given as text alone: its tags count as the tokens that the tokenizer makes of them."""
+        """Take an action as text alone; its tags count as the tokens that the tokenizer makes of them."""
         return self.step_ids(action, [] if self._tokenizer is None else text_ids(self._tokenizer, action))
 
     def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
-        """Call the tools that the completion calls, or grade it as the answer.
+        """Make the completion's tool calls, or grade it as the answer.
 
         Raises:
-            EnvError: the episode has not begun or is over, or calls need a tokenizer to be read and none is bound.
+            EnvError: the episode has not begun or is over, or reading calls needs a tokenizer and none is bound.
             RewardError: the task could not grade the answer.
         """
         if not self._running:
@@ -234,7 +234,7 @@ class ToolEnv(TextEnv):
         return self._tools[call.name].call(call.arguments)
 
     def _fit(self, text: str) -> str:
-        """Cut a result that is too long, and spell out what would be tokens with a meaning of their own."""
+        """Cut a result that is too long, and escape text that would become special tokens."""
         if len(text) > self.max_result_chars:
             self._counts["tool_truncated"] += 1
             text = f"{text[: self.max_result_chars]}... [cut: {len(text) - self.max_result_chars} more characters]"
@@ -246,7 +246,7 @@ class ToolEnv(TextEnv):
         with _ONE_THREAD:
             grade = score_completions(self.task, [self._row], [action])[0]
         if grade is None:
-            raise RewardError(f"{self.task.name} gave no grade to the answer {shown(action)}")
+            raise RewardError(f"{self.task.name} did not grade the answer {shown(action)}")
         return "", grade, True, False, {**self._info(), "success": grade >= 1.0}
 
     def _info(self) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class ToolEnv(TextEnv):
 
 
 class Conversation(Space[Any]):
-    """Any text, and any list of messages ``{"role": ..., "content": ...}`` that is not empty."""
+    """Any text, and any list of messages ``{"role": ..., "content": ...}`` , not empty."""
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -262,7 +262,7 @@ class Conversation(Space[Any]):
         return False
 
     def contains(self, x: Any) -> bool:
-        """Return whether ``x`` is text or messages."""
+        """Return whether ``x`` is text or a list of messages."""
         if isinstance(x, str):
             return True
         return (
@@ -299,7 +299,7 @@ def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     found = {tool.name: tool for tool in tools}
     if not tools or len(found) < len(tools):
         names = ", ".join(tool.name for tool in tools)
-        raise ConfigError(f"expected at least one tool, and tools with names of their own, found: {names or 'none'}")
+        raise ConfigError(f"expected at least one tool, with distinct names, found: {names or 'none'}")
     return found
 
 
@@ -319,7 +319,7 @@ def _shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _shows_results(tokenizer: Any) -> bool:
-    """Return whether the chat template takes messages of the role tool after a turn, and shows them."""
+    """Return whether the chat template accepts and shows messages of the role tool."""
     if not getattr(tokenizer, "chat_template", None):
         return False
     result = {"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": "call00000"}

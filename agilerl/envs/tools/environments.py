@@ -1,4 +1,4 @@
-"""Environments with tools that are ready to use, registered with gymnasium."""
+"""Ready-to-use environments with tools, registered with gymnasium."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +16,12 @@ FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
 
 @checked
 def calculator_env(task: Name = "chain_sum", params: Mapping[str, Any] | None = None, **settings: Any) -> ToolEnv:
-    """Return questions of arithmetic and a calculator: ``agilerl/Calculator-v0``.
+    """Return arithmetic questions with a calculator: ``agilerl/Calculator-v0``.
 
     Args:
         task: a reasoning_gym dataset, such as chain_sum, products or basic_arithmetic.
         params: its parameters.
-        settings: of :class:`ToolEnv`.
+        settings: keywords of :class:`ToolEnv`.
     """
     told = {"system_prompt": f"Solve the problem. The calculator is more reliable than you are. {FORM}"}
     return ToolEnv(ReasoningGymTask(task, params), [calculator], **{**told, **settings})
@@ -35,13 +35,13 @@ def python_env(
     program_timeout: Positive = 5.0,
     **settings: Any,
 ) -> ToolEnv:
-    """Return questions for which a short program is the way, and a sandboxed Python: ``agilerl/Python-v0``.
+    """Return questions suited to a short program, with a sandboxed Python: ``agilerl/Python-v0``.
 
     Args:
         task: a reasoning_gym dataset, such as count_primes, prime_factorization or base_conversion.
         params: its parameters.
         program_timeout: seconds for one program.
-        settings: of :class:`ToolEnv`.
+        settings: keywords of :class:`ToolEnv`.
     """
     told = {"system_prompt": f"Solve the problem; a short Python program helps. {FORM}"}
     return ToolEnv(ReasoningGymTask(task, params), [PythonTool(timeout=program_timeout)], **{**told, **settings})
@@ -49,13 +49,13 @@ def python_env(
 
 @checked
 def search_env(towns: Count = 200, *, seed: Seed = 42, topk: Count = 3, **settings: Any) -> ToolEnv:
-    """Return questions about towns that do not exist, and a search over what is known of them: ``agilerl/Search-v0``.
+    """Return questions about made-up towns, with a search over their corpus: ``agilerl/Search-v0``.
 
     Args:
         towns: size of the corpus.
-        seed: decides corpus and order of the questions.
+        seed: decides the corpus and the order of the questions.
         topk: most passages of one search.
-        settings: of :class:`ToolEnv`.
+        settings: keywords of :class:`ToolEnv`.
     """
     known = made_up_towns(towns, seed)
     told = {"system_prompt": f"Answer the question about a town; search for it, you cannot know it. {FORM}"}

@@ -1,4 +1,4 @@
-"""A small corpus about towns that do not exist, and questions whose answers only it knows."""
+"""A small corpus about made-up towns, and questions that only it can answer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ GOODS = ("clocks", "salt", "lace", "violins", "cheese", "glass", "rope", "ink", 
 
 
 class Town(NamedTuple):
-    """What there is to know about a town."""
+    """The facts about a town."""
 
     name: str
     river: str
@@ -35,7 +35,7 @@ class Town(NamedTuple):
         )
 
     def rows(self) -> list[Row]:
-        """Return the questions about it; the last two never say its name."""
+        """Return the questions about it; the last two do not contain its name."""
         asked = (
             (f"Which river does {self.name} lie on?", self.river),
             (f"Who founded {self.name}?", self.founder),
@@ -48,7 +48,7 @@ class Town(NamedTuple):
 
 
 def made_up_towns(count: int = 200, seed: int = 42) -> list[Town]:
-    """Return towns with names, rivers and founders of their own; a pure function of both arguments."""
+    """Return towns with distinct names, rivers and founders; a pure function of both arguments."""
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 5000:
         raise ConfigError(f"expected 1 to 5000 towns, found {count!r}")
     rng = stream(seed, "made-up towns")
@@ -62,16 +62,16 @@ def made_up_towns(count: int = 200, seed: int = 42) -> list[Town]:
 
 
 def facts_task(towns: Sequence[Town], seed: int = 42) -> DatasetTask:
-    """Return the questions as a task: those about a reserved fifth of the towns are exam and test, by turns."""
+    """Return the questions as a task: those about a reserved fifth of the towns alternate between exam and test."""
     train = [row for town in towns if not is_held_out(town.name) for row in town.rows()]
     held_out = [row for town in towns if is_held_out(town.name) for row in town.rows()]
     if not train or not held_out:
-        raise ConfigError(f"expected towns for training and for the exam, found {len(towns)} in all; take more")
+        raise ConfigError(f"expected towns for training and for the exam, found {len(towns)} in all; use more")
     return DatasetTask(train, held_out[::2], held_out[1::2], reward_fn=same_fact, seed=seed)
 
 
 def same_fact(completion: str, answer: str) -> float:
-    """Return 1.0 if the extracted answer is the fact, case and a last full stop aside; else 0.0."""
+    """Return 1.0 if the extracted answer is the fact, ignoring case and a final full stop; else 0.0."""
     return float(extract_answer(completion).casefold().removesuffix(".") == answer.casefold())
 
 

@@ -1,7 +1,7 @@
-"""Calls by the special tokens of the model families, on token ids: a tag that is typed as prose is no call.
+"""Calls by the model families' special tokens, on token ids: a tag typed as prose is not a call.
 
-The formats are those of the families' own chat templates: Hermes and Qwen 2.5/3 (also the XML form of Qwen3-Coder),
-Llama 3.1 and later, Mistral from its third tokenizer on.
+The formats are those of the families' chat templates: Hermes and Qwen 2.5/3 (also the XML form of Qwen3-Coder), Llama
+3.1 and later, Mistral from its third tokenizer on.
 """
 
 import ast
@@ -32,7 +32,7 @@ def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallPars
     Args:
         tokenizer: a Hugging Face tokenizer.
         family: ``hermes`` (Qwen 2.5 and 3 too), ``qwen_coder``, ``llama``, ``mistral``, or ``text``, which is never
-            chosen by itself; None to recognise it.
+            recognised automatically; None to recognise it.
 
     Raises:
         ConfigError: an unknown family, one whose tokens the tokenizer does not have, or no family that fits.
@@ -48,13 +48,13 @@ def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallPars
     raise ConfigError(
         f"expected a tokenizer with the special tokens of a family that calls tools "
         f"({', '.join(tokens[0] for tokens in REQUIRED.values())}), found none of them in {type(tokenizer).__name__}; "
-        "take a model that was trained to call tools, give a ToolCallParser of your own, or ask for the weaker "
-        'family="text", which takes tags from the text'
+        "use a model that was trained to call tools, pass a custom ToolCallParser, or use the weaker "
+        'family="text", which finds tags in the text'
     )
 
 
 class HermesParser:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, both tags one token each; after thinking only."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with each tag one token; only after thinking."""
 
     family = "hermes"
     tags: tuple[str, ...] = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
@@ -66,7 +66,7 @@ class HermesParser:
         self._think = _optional_ids(tokenizer, "<think>", "</think>")
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return what stands between each pair of tag tokens."""
+        """Return the call between each pair of tag tokens."""
         ids = _after_thinking(token_ids, *self._think)
         found: Calls = []
         start: int | None = None
@@ -81,7 +81,7 @@ class HermesParser:
         return found if start is None else [*found, self._unclosed()]
 
     def read(self, content: str) -> ToolCall | MalformedCall:
-        """Return the call that is written between two tags."""
+        """Return the call between two tags."""
         return json_call(content)
 
     @staticmethod
@@ -98,7 +98,7 @@ class QwenCoderParser(HermesParser):
     _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
     def read(self, content: str) -> ToolCall | MalformedCall:
-        """Return the call; the newlines next to a value's tags do not belong to it."""
+        """Return the call; the newlines next to a value's tags are not part of it."""
         found = self._FUNCTION.fullmatch(content)
         if found is None:
             return MalformedCall(
@@ -108,11 +108,11 @@ class QwenCoderParser(HermesParser):
 
 
 class LlamaParser:
-    """``<|python_tag|>`` and a call, or a completion that is nothing but JSON calls and ends its turn.
+    """``<|python_tag|>`` and a call, or a completion that consists only of JSON calls and ends its turn.
 
-    A call is ``{"name": ..., "parameters": {...}}``, or ``name.call(key="value")`` behind the tag; several are
-    separated by semicolons or newlines. The bare form has no token of its own, so it counts only as the whole of a
-    completion that an end token (``<|eom_id|>``, ``<|eot_id|>``) closes: JSON inside prose is no call.
+    A call is ``{"name": ..., "parameters": {...}}``, or ``name.call(key="value")`` after the tag; several are separated
+    by semicolons or newlines. The bare form has no special token, so it counts only if it is the whole completion and
+    an end token (``<|eom_id|>``, ``<|eot_id|>``) closes it: JSON inside prose is not a call.
     """
 
     family = "llama"
@@ -126,12 +126,12 @@ class LlamaParser:
         self._ends = set(_optional_ids(tokenizer, END_OF_MESSAGE, END_OF_TURN)) - {None}
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return the calls behind the tag, else those of a bare completion."""
+        """Return the calls after the tag, else those of a bare completion."""
         ids = list(token_ids)
         end = next((place for place, token in enumerate(ids) if token in self._ends), None)
         inside = ids[:end]
         if self._tag in inside:
-            # What stands before the tag is said to the user; each further tag begins calls again.
+            # Text before the tag is for the user; each further tag begins more calls.
             parts = list(_split(inside, self._tag))[1:]
             return [call for part in parts for call in self._calls(_decoded(self._tokenizer, part))]
         bare = _decoded(self._tokenizer, inside)
@@ -168,7 +168,7 @@ class MistralParser:
         self._ends = end_token_ids(tokenizer)
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return the calls of every segment that the token begins."""
+        """Return the calls of every segment after the token."""
         ids = _after_thinking(token_ids, *self._think)
         end = next((place for place, token in enumerate(ids) if token in self._ends), None)
         return [call for part in list(_split(ids[:end], self._calls))[1:] for call in self._segment(part)]
@@ -199,9 +199,9 @@ class MistralParser:
 
 
 class TextTagParser:
-    """Hermes' form found in the text. Weaker: a tag that is quoted or explained counts as a call too.
+    """Hermes' form, found in the text. Weaker: a quoted or explained tag also counts as a call.
 
-    For models without special tokens for calls, such as the embedded one. The tags may be any two texts.
+    For models without special tokens for calls, such as the embedded one. The tags may be any two strings.
     """
 
     family = "text"
@@ -214,7 +214,7 @@ class TextTagParser:
         self._begin, self._end = begin, end
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return what stands between each pair of tags."""
+        """Return the call between each pair of tags."""
         found: Calls = []
         for part in text.split(self._begin)[1:]:
             content, closed, _ = part.partition(self._end)
@@ -223,12 +223,12 @@ class TextTagParser:
         return found
 
     def read(self, content: str) -> ToolCall | MalformedCall:
-        """Return the call between two tags; override it for another form than JSON."""
+        """Return the call between two tags; override it for a format other than JSON."""
         return json_call(content)
 
 
 REQUIRED = {"hermes": (OPEN, CLOSE), "mistral": (TOOL_CALLS,), "llama": (PYTHON_TAG,)}
-"""The tokens by which a family is recognised, in this order: Hermes' models on Llama have Llama's tokens too."""
+"""The tokens that identify a family, tried in this order because Hermes models on Llama also have Llama's tokens."""
 PARSERS: dict[str, Callable[[Any], ToolCallParser]] = {
     "hermes": HermesParser,
     "qwen_coder": QwenCoderParser,
@@ -255,7 +255,7 @@ def _optional_ids(tokenizer: Any, *tokens: str) -> tuple[int | None, ...]:
 
 
 def _after_thinking(ids: Sequence[int], begin: int | None, end: int | None) -> list[int]:
-    """Leave out what is thought: a call that is only considered is none."""
+    """Remove the thinking: a call that is only considered does not count."""
     ids = list(ids)
     if end in ids:
         ids = ids[len(ids) - ids[::-1].index(end) :]
@@ -274,7 +274,7 @@ def _split(ids: Sequence[int], token: int | None) -> Iterator[list[int]]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    # Special tokens are dropped: an end token behind the call is no part of it.
+    # Special tokens are dropped, because an end token after the call is not part of it.
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

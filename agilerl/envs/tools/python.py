@@ -1,4 +1,4 @@
-"""A Python interpreter for models: every program runs in a sandbox of its own."""
+"""A Python interpreter for models: every program runs in a separate sandbox."""
 
 from agilerl.arguments import Count, Name, Positive, checked
 from agilerl.envs.tools.tool import Tool
@@ -20,7 +20,7 @@ class PythonTool(Tool):
         """Set the limits of a program.
 
         Args:
-            name: what the model calls the tool.
+            name: the tool's name for the model.
             timeout: seconds of wall time for a program, more than 0.
             memory_bytes: its address space.
         """

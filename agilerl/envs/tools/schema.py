@@ -1,4 +1,4 @@
-"""What a Python function takes, from its signature and docstring: as a JSON schema, and as a check of arguments."""
+"""A function's arguments, from its signature and docstring: as a JSON schema and as a check."""
 
 import inspect
 import json
@@ -13,8 +13,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
 
-# transformers.utils.get_json_schema makes a schema alone. Made of pydantic, schema and check are one thing, and cannot
-# disagree about constraints, literals and nested models; tests hold it against get_json_schema where both apply.
+# transformers.utils.get_json_schema makes only a schema. With pydantic, schema and check are one thing and cannot
+# disagree about constraints, literals and nested models; tests compare with get_json_schema where both apply.
 
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Examples?|Notes?):\s*$", re.MULTILINE)
 _ARGUMENT = re.compile(r"^(\*{0,2}\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
@@ -27,17 +27,17 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     Field(ge=0)]``, models, ...), descriptions from a Google-style docstring, its first part and ``Args:``.
 
     Raises:
-        ConfigError: no plain function or method, no docstring, a parameter without annotation, ``*args``, ``**kwargs``
-            or a positional-only parameter, or an annotation that has no JSON schema.
+        ConfigError: not a plain function or method, no docstring, a parameter without annotation, ``*args``,
+            ``**kwargs`` or a positional-only parameter, or an annotation without a JSON schema.
     """
     return Arguments(function).schema
 
 
 class Arguments:
-    """The arguments of one function: their schema, and the check of what a model gives for them."""
+    """The arguments of one function: their schema, and the check of a model's values."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        """Read signature and docstring; errors as of :func:`tool_schema`. The name is by default the function's."""
+        """Read signature and docstring; raises as :func:`tool_schema` does. The default name is the function's."""
         if not inspect.isfunction(function) and not inspect.ismethod(function):
             raise ConfigError(f"expected a Python function or method as a tool, found {shown(function)}")
         self.name = name or function.__name__
@@ -59,13 +59,13 @@ class Arguments:
         }
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments as the types of the signature; those that were left out are left out.
+        """Return the arguments as the types of the signature; omitted ones stay omitted.
 
-        Harmless conversions are made ("5" for a number, JSON text for a list), because a model that means the right
-        thing should not have to guess the spelling; true and false are no numbers.
+        Harmless conversions are made ("5" for a number, JSON text for a list), because a model should not have to guess
+        the spelling; true and false are not numbers.
 
         Raises:
-            ConfigError: arguments that are missing, unknown or of another type; it says what the function takes.
+            ConfigError: missing, unknown or wrongly typed arguments; the message says what the function takes.
         """
         names = self._names
         problems = [f"unknown argument {name!r}; {nearest(name, names)}" for name in given if name not in names]
@@ -86,7 +86,7 @@ class Arguments:
 
     @property
     def signature(self) -> str:
-        """The call as a model is told of it, ``add(a: integer, b: integer, optional)``."""
+        """The call as shown to a model, ``add(a: integer, b: integer, optional)``."""
         required = self.parameters.get("required", [])
         parts = [f"{name}: {self._said(name)}{'' if name in required else ', optional'}" for name in self._names]
         return f"{self.name}({'; '.join(parts)})"
@@ -96,7 +96,7 @@ class Arguments:
         return list(self._fields.values())
 
     def _create(self, parameters: Mapping[str, inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
-        # Aliases, because a field may not be called like an attribute of pydantic's models (json, copy, schema).
+        # Aliases, because a field name must not clash with an attribute of pydantic models (json, copy, schema).
         fields: dict[str, Any] = {}
         for field, name in self._fields.items():
             parameter = parameters[name]
@@ -107,7 +107,7 @@ class Arguments:
             model.model_json_schema()
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the tool {self.name} has an argument without a JSON schema; annotate it by a type that JSON has "
+                f"the tool {self.name} has an argument without a JSON schema; annotate it with a type that JSON has "
                 f"(str, int, float, bool, list, dict, Literal, a pydantic model): {str(error).splitlines()[0]}"
             ) from error
         return model
@@ -116,7 +116,7 @@ class Arguments:
         return self.parameters["properties"][name].get("type")
 
     def _plain(self, name: str, value: Any) -> Any:
-        """Read text as JSON where a list or an object is expected; calls without types write them so."""
+        """Parse text as JSON if a list or an object is expected; untyped call formats write them as text."""
         if isinstance(value, str) and self._type(name) in ("array", "object"):
             try:
                 return json.loads(value)
@@ -134,7 +134,7 @@ class Arguments:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Leaves out the titles, which repeat the names and cost tokens."""
+    """Omits titles, which repeat the names and cost tokens."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -156,8 +156,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     for key, parameter in parameters.items():
         if parameter.kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
             raise ConfigError(
-                f"expected parameters with a name of their own in the tool {name}, found {parameter}; a model gives "
-                "arguments by name"
+                f"expected named parameters in the tool {name}, found {parameter}; a model passes arguments by name"
             )
         if parameter.annotation is inspect.Parameter.empty:
             raise ConfigError(f"expected an annotation of {key!r} in the tool {name}: the model is told the type")
@@ -165,7 +164,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description and what is said about each argument."""
+    """Return the description and that of each argument."""
     text = (inspect.getdoc(function) or "").strip()
     description, *sections = _SECTION.split(text)
     if not description.strip():
@@ -185,6 +184,6 @@ def _argument_lines(body: str) -> dict[str, str]:
         if found:
             name = found[1].lstrip("*")
             told[name] = found[2]
-        elif name and line.strip():  # an indented line goes on with the argument above it
+        elif name and line.strip():  # an indented line continues the argument above it
             told[name] = f"{told[name]} {line.strip()}"
     return told

@@ -1,4 +1,4 @@
-"""Search over HTTP, with the names and the text protocol that AgileRL documents."""
+"""Search over HTTP, with AgileRL's documented names and text protocol."""
 
 import os
 import re
@@ -20,9 +20,9 @@ RECONNECTS = 2
 class SearchTool:
     """A search engine that answers ``GET search_url?q=...&format=json`` with ``{"results": [{"content": ...}]}``.
 
-    That is the interface of SearXNG and of GEM's search server. Give ``SearchTool(...).search`` to a ToolEnv; or use
+    This is the interface of SearXNG and of GEM's search server. Pass ``SearchTool(...).search`` to a ToolEnv; or use
     ``execute_action``, which reads ``<search>query</search>`` from a text and answers with
-    ``<information>...</information>``, as environments do that handle tools by text.
+    ``<information>...</information>``, for environments that handle tools by text.
     """
 
     tool_type = "search"
@@ -37,7 +37,7 @@ class SearchTool:
             num_workers: most requests at the same time, 1 or more.
             search_url: http or https; by default the environment variable SEARCH_URL, read at the first search.
             topk: most results of one search, 1 or more.
-            timeout: seconds to connect, and between two parts of an answer.
+            timeout: seconds to connect, and between two chunks of a response.
 
         Raises:
             ConfigError: a setting out of range.
@@ -58,7 +58,7 @@ class SearchTool:
 
     @checked
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
-        """Search for what stands between the first ``<search>`` and ``</search>`` of a text.
+        """Search for the text between the first ``<search>`` and ``</search>``.
 
         Returns:
             Whether there was a query; whether something went wrong (no query counts); the observation, empty without a
@@ -74,7 +74,7 @@ class SearchTool:
         return True, failed, f"\n\n<information>{text}</information>\n\n", action[: query.end()]
 
     def instruction_string(self) -> str:
-        """Return how a model is told of the text protocol."""
+        """Return the instruction for the text protocol."""
         return (
             "A search engine is at hand. To look something up, write <search>your query</search>; what it finds comes "
             "back between <information> and </information>. Search as often as you need, think between searches if "
@@ -90,16 +90,16 @@ class SearchTool:
     @cached_property
     def _client(self) -> httpx2.Client:
         client = httpx2.Client(
-            # Waiting for one of num_workers connections is no failure of the server.
+            # Waiting for one of num_workers connections is not a server failure.
             timeout=httpx2.Timeout(self.timeout, pool=None),
             transport=httpx2.HTTPTransport(retries=RECONNECTS, limits=httpx2.Limits(max_connections=self.num_workers)),
             follow_redirects=True,
         )
-        weakref.finalize(self, client.close)  # an environment does not close the functions it was given
+        weakref.finalize(self, client.close)  # an environment does not close its tool functions
         return client
 
     def _results(self, query: str) -> list[str]:
-        """Ask the server; raises EnvError with what went wrong."""
+        """Query the server; raises EnvError if that fails."""
         url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
         try:
             asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})

@@ -1,4 +1,4 @@
-"""A tool: a Python function with a schema, checked arguments and a time limit; what goes wrong becomes text."""
+"""A tool: a Python function with a schema, checked arguments and a time limit; errors become text."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ ErrorKind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "tim
 
 MOST_STUCK = 4
 CLEAN_UP = 1.0
-"""Seconds after the timeout when a coroutine is cancelled, so that its thread ends."""
+"""Seconds after the timeout until a coroutine is cancelled, so that its thread ends."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class ToolResult:
 class Tool:
     """A function that a model may call, sync or async.
 
-    Each call has a thread of its own and is given up on after ``timeout`` seconds. A thread cannot be killed: a
-    function that never returns keeps it, and while four calls hang the tool answers that it is busy. What may hang
-    for good belongs into a process, as in the Python tool. Environments that share a tool may call it at the same time.
+    Each call has its own thread and is abandoned after ``timeout`` seconds. A thread cannot be killed: a function that
+    never returns keeps it, and while four calls hang the tool answers that it is busy. What may hang forever belongs in
+    a process, as in the Python tool. Environments that share a tool may call it concurrently.
     """
 
     @checked
@@ -42,8 +42,8 @@ class Tool:
         """Read the function's signature and docstring.
 
         Args:
-            function: what is called; its schema is :func:`agilerl.envs.tools.tool_schema`.
-            name: what the model calls it; by default the function's own name.
+            function: the function to call; its schema is :func:`agilerl.envs.tools.tool_schema`.
+            name: the tool's name for the model; by default the function's name.
             timeout: seconds, more than 0.
 
         Raises:
@@ -64,16 +64,16 @@ class Tool:
 
     @property
     def signature(self) -> str:
-        """The tool in one line, for a model whose chat template does not know tools."""
+        """The tool in one line, for models whose chat template does not show tools."""
         return self._arguments.signature
 
     def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Check the arguments, call the function and return its result, or the error, as text.
 
-        Text is returned as it is, anything else as JSON.
+        Text is returned unchanged, anything else as JSON.
 
         Raises:
-            ConfigError: raised by the function itself, which says so that its user, not the model, made a mistake.
+            ConfigError: raised by the function itself to signal a mistake of the user, not of the model.
         """
         try:
             checked = self._arguments.check(arguments)
@@ -102,7 +102,7 @@ class Tool:
             outcome.put(ToolResult(_as_text(result)))
         except ConfigError as error:
             outcome.put(error)
-        except BaseException as error:  # a tool that calls sys.exit() has failed like any other
+        except BaseException as error:  # a tool that calls sys.exit() has failed as well
             outcome.put(ToolResult(f"Error: {self.name} raised {type(error).__name__}: {error}", "raised"))
 
 

@@ -88,7 +88,7 @@ def test_made_up_towns_are_a_pure_function_of_count_and_seed() -> None:
     )
     with pytest.raises(ConfigError, match="1 to 5000 towns"):
         made_up_towns(0)
-    with pytest.raises(ConfigError, match="take more"):
+    with pytest.raises(ConfigError, match="found 1"):
         facts_task(made_up_towns(1))
 
 

@@ -342,7 +342,7 @@ def test_settings_out_of_range(settings: dict[str, Any], said: str) -> None:
 def test_tools_and_tasks_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="found: none"):
         ToolEnv(ROWS, [], grader=exact_match)
-    with pytest.raises(ConfigError, match="names of their own, found: calculator, calculator"):
+    with pytest.raises(ConfigError, match="found: calculator, calculator"):
         ToolEnv(ROWS, [calculator, calculator], grader=exact_match)
     with pytest.raises(ConfigError, match="grades its own answers"):
         ToolEnv(ReasoningGymTask("chain_sum"), [calculator], grader=exact_match)
@@ -362,7 +362,7 @@ def test_tools_and_tasks_that_do_not_fit() -> None:
 def test_an_answer_without_a_grade_raises() -> None:
     env = made(grader=lambda completion, answer: None)
     env.reset(seed=0)
-    with pytest.raises(RewardError, match="gave no grade"):
+    with pytest.raises(RewardError, match="grade the answer '1'"):
         env.step("1")
 
 
