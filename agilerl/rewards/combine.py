@@ -48,7 +48,7 @@ class CombinedGrader(BaseGrader):
                 raise ConfigError(f"expected graders, or pairs (grader, weight), in a CombinedGrader, found {part!r}")
             own = grader_name(grader) if given is None else given
             if own in self.graders:
-                raise ConfigError(f"two graders are called {own!r}; name them: CombinedGrader({{'first': ..., ...}})")
+                raise ConfigError(f"two graders are called {own!r}; rename one: CombinedGrader({{'first': ..., ...}})")
             self.graders[own], self.weights[own] = grader, weight
         check_weights(self.weights, self.graders)
 

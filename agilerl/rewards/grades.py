@@ -44,7 +44,7 @@ class AllGradesFailedError(RewardError):
     def __init__(self, message: str, reasons: Mapping[int, RewardError]) -> None:
         super().__init__(message)
         self.reasons = dict(reasons)
-        """By completion index, the error."""
+        """The error of each completion, by index."""
 
 
 @runtime_checkable

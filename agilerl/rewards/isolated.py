@@ -1,4 +1,4 @@
-"""A grader in a separate process: if it hangs, crashes or eats memory, that costs one score, not the run."""
+"""A grader in a separate process: if it hangs, crashes or runs out of memory, that costs one score, not the run."""
 
 import contextlib
 import inspect
@@ -27,7 +27,7 @@ from agilerl.rewards.sandbox import CHILD
 
 WORKER = Path(__file__).with_name("worker.py")
 ENDING = 5.0
-"""Seconds that killing all processes of a worker may take; it takes a few milliseconds, unless they fight back."""
+"""Seconds allowed for killing all processes of a worker; it takes milliseconds, unless they resist."""
 STARTING = 60.0
 """Seconds that a worker has to import the grader."""
 LONGEST_REPLY = 2**16
@@ -44,14 +44,14 @@ class IsolatedGrader(BaseGrader):
     A completion whose grading times out, kills its process or raises has no score (None) and counts as a failure of the
     grader; its worker is killed and replaced. On Linux every process that the grader started is killed with it, even if
     it left the session, lost its parent or ignores signals; elsewhere only those that stayed in the session. This is
-    for trusted graders and untrusted texts. It is not a sandbox: the grader can do whatever its user can. It can escape
+    for trusted graders and untrusted texts. It is not a sandbox: the grader can do whatever its user can. It can avoid
     being killed by killing its worker's parent process, by becoming another user (sudo), by having a process started
     from outside (cron, a container daemon), or by forking faster than it is killed for five seconds.
 
     With ``confined`` the process is also under the limits of ``run_python``, for graders that a text could trick into
-    running it: no root, no capabilities, no environment variables, 32 processes and threads; on Linux with unprivileged
-    namespaces no network, no view of other processes and no writing outside its own folder; with Landlock (Linux 5.13)
-    it can only read the files of Python and of the packages that the grader has imported.
+    running it: no root, no capabilities, no environment variables, at most 32 processes and threads; on Linux with
+    unprivileged namespaces no network, no view of other processes and no writing outside its folder; with Landlock
+    (Linux 5.13) it can only read the files of Python and of the packages that the grader has imported.
     """
 
     @checked
@@ -77,7 +77,7 @@ class IsolatedGrader(BaseGrader):
             name: the grader's name in messages and metrics; the function's name by default.
             confined: whether its processes have no privileges, no network and no files, as far as the machine allows.
             cpu_seconds: processor time for one completion, more than 0. It depends less than ``timeout`` on how busy
-                the machine is; set ``timeout`` to a multiple of it. None: no limit.
+                the machine is; set ``timeout`` to a multiple of it. None for no limit.
 
         Raises:
             ConfigError: another process cannot import the function by name, or a limit is not positive.
@@ -192,7 +192,7 @@ class _Worker:
 
     def ask(self, request: Mapping[str, Any]) -> float | None:
         """Return the score; raises RewardError with the reason if there is none."""
-        number = secrets.token_hex(8)  # so that output which a text caused earlier cannot pass for a later reply
+        number = secrets.token_hex(8)  # so that earlier output caused by a text cannot pass for a later reply
         try:
             line = json.dumps({**request, "id": number}).encode() + b"\n"
         except (TypeError, ValueError) as error:

@@ -31,7 +31,7 @@ class Accuracy(IsolatedGrader):
     """1.0 if the answer equals the column ``answer`` as mathematics (``1/2``, ``0.5``, ``\\frac12``), else 0.0.
 
     See ``math_accuracy``; None if ``answer`` is not mathematics. It runs in a separate process, because a text as short
-    as ``44**19**35`` keeps an algebra system busy for ever: a timeout gives no score and counts as a failure. A text
+    as ``44**19**35`` keeps an algebra system busy forever: a timeout gives no score and counts as a failure. A text
     might also trick an algebra system into running it as code, so this process has no privileges and no files.
     """
 

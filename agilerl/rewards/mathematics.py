@@ -15,7 +15,7 @@ def math_accuracy(completion: str, answer: str) -> float | None:
 
     The text between answer tags counts, else the whole completion, in which math-verify finds the answer in prose, in
     LaTeX or in a box. ``answer`` may be LaTeX without its dollar signs; None if it cannot be read as mathematics. There
-    is no time limit here, although a short text can take for ever: ``Accuracy`` has one.
+    is no time limit here, although a short text can take forever; ``Accuracy`` has one.
     """
     given = extract_answer(completion)
     if given == answer.strip():

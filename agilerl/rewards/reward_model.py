@@ -46,7 +46,7 @@ class RewardModelGrader(BaseGrader):
             label: which of several outputs is the score; None for a model with one output.
             batch_size: completions at a time, 1 or more.
             max_length: the most tokens of prompt and completion; a longer text has no score and counts as a failure,
-                since a truncated text is a different text. None: the number of positions of the model.
+                since a truncated text is a different text. None means the model's number of positions.
             device: the device to run on, such as ``cpu`` or ``cuda``.
             dtype: ``float32``, ``bfloat16`` or ``float16``.
             name: the grader's name in messages and metrics.
@@ -87,7 +87,7 @@ class RewardModelGrader(BaseGrader):
             )
         except ConfigError:
             raise
-        except Exception as error:  # any of several libraries that read files: no list of their errors is complete
+        except Exception as error:  # several libraries read files here, and no list of their errors is complete
             raise ConfigError(f"cannot load the reward model {self.model}: {error}") from error
         outputs = self._model.config.num_labels
         if not (outputs == 1 if self.label is None else 0 <= self.label < outputs):

@@ -25,7 +25,7 @@ FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 GRACE = 0.9
-"""Seconds that the child process has to clean up after a timeout before it is killed itself."""
+"""Seconds that the child process has to clean up after a timeout before it is killed too."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SandboxResult:
     timed_out: bool
     """Whether it was still running after ``timeout`` seconds."""
     truncated: bool
-    """Whether it printed more than was kept."""
+    """Whether output was truncated."""
     seconds: float
     """Wall time, including the start of Python."""
     isolation: tuple[str, ...]
@@ -63,7 +63,7 @@ def run_python(
     disk_bytes: int = 16 * 2**20,
     output_bytes: int = 64 * 2**10,
 ) -> SandboxResult:
-    """Run ``code`` as a separate Python program and return how it ended; whatever it does, this returns in time.
+    """Run ``code`` as a separate Python program and return how it ended; always returns in time.
 
     The program is started by the same interpreter with ``-I``, in an empty folder that is removed afterwards, with no
     inherited environment and ``stdin`` as its whole input. It has ``timeout`` seconds of wall and of CPU time,

@@ -1,4 +1,4 @@
-"""A supervisor process that kills everything its child has started; a script of its own, so that it stays small.
+"""A supervisor process that kills everything its child has started; a separate script, so that it stays small.
 
 ``run_python`` starts it for untrusted code: it gives up root, enters new namespaces if the kernel allows it, and starts
 the program under limits. ``IsolatedGrader`` starts it for its workers: for a trusted grader it only ensures that
@@ -204,7 +204,7 @@ def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
     if sys.platform == "linux":
-        for capability in range(CAPABILITIES):  # for a process that had to stay root: the program then has none
+        for capability in range(CAPABILITIES):  # in case this process had to stay root: the program then has none
             LIBC.prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
         LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def forbid_files(own: str) -> None:
-    """With Landlock (Linux), allow only its own folder, and reading the packages that it has imported."""
+    """With Landlock (Linux), allow access only to its own folder, and reading imported packages."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
