@@ -1,1 +1,1 @@
-"""One run on several processes: islands of a population, and the machinery to start and connect them."""
+"""One run on several processes: islands of a population, and how they are started and connected."""

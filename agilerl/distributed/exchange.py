@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other: plain data in JSON, bytes from one to another, and errors."""
+"""Messages between the processes of a run: plain JSON data, bytes from one to another, and errors."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,76 +12,76 @@ T = TypeVar("T")
 
 
 class ToldError(AgileRLError):
-    """An error that another process met, and told to all before it left."""
+    """An error in another process, reported to all before that process ended."""
 
     def __init__(self, sentence: str, rank: int) -> None:
         super().__init__(sentence)
         self.sentence = sentence
-        """What was wrong."""
+        """The error message."""
         self.rank = rank
-        """Who met it."""
+        """The rank of the process with the error."""
 
 
 class ToldWriteError(ToldError, WriteError):
-    """The disk of another process refused."""
+    """Another process failed to write to its disk."""
 
 
 class Exchange:
-    """Plain data between the processes of a group: all of them make the same calls in the same order.
+    """Exchanges plain data in a group of processes, which all make the same calls in the same order.
 
-    Every call begins with a word from everybody. A process that cannot go on says so in its next one
-    (:meth:`telling`), and the others raise :class:`ToldError` with its sentence instead of waiting. Alone, every call
-    returns what it was given. Raises EngineError where another process is lost.
+    Every call begins with a status from each process. A process that cannot continue reports this in its next one
+    (:meth:`telling`), and the others raise :class:`ToldError` with its message instead of waiting. With a single
+    process, every call returns its argument. Raises EngineError if another process is lost.
     """
 
     def __init__(self, processes: Processes = ALONE) -> None:
         self.processes = processes
         self.told = False
-        """Whether the others know why this process ends, or it knows from them."""
+        """Whether the error that ends this process is known to all."""
         self._lost = False
 
     @property
     def rank(self) -> int:
-        """Place of this process among those that talk, from 0."""
+        """Rank of this process in the group, from 0."""
         return self.processes.rank
 
     @property
     def size(self) -> int:
-        """Processes that talk."""
+        """Number of processes in the group."""
         return self.processes.size
 
     def all(self, value: T) -> list[T]:
-        """Return what every process gave, in the order of their ranks; data that JSON holds, NaN included."""
+        """Return the values of all processes, ordered by rank; JSON data, NaN included."""
         if self.size == 1:
             return [value]
         words = self._words({"value": value})
         return [word["value"] for word in words]
 
     def merged(self, own: Mapping[int, T]) -> dict[int, T]:
-        """Return what all processes said of their agents, by agent index, in the order of the population."""
+        """Merge the values of all processes' agents, by agent index, in population order."""
         if self.size == 1:
             return dict(own)
         return {index: value for part in self.all(list(own.items())) for index, value in part}
 
     def by(self, rank: int, work: Callable[[], T]) -> T:
-        """Let one process do something, and return on all of them what came of it."""
+        """Run ``work`` on one process, and return its result on all."""
         return self.all(work() if self.rank == rank else None)[rank]  # type: ignore[return-value]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Let the process of rank 0 do something, and return on all of them what came of it."""
+        """Run ``work`` on rank 0, and return its result on all."""
         return self.by(0, work)
 
     def send(self, data: bytes, target: int) -> None:
-        """Give bytes to a process that calls :meth:`receive` now."""
+        """Send bytes to a process that calls :meth:`receive` at the same time."""
         self._meet(lambda: self.processes.send(data, target))
 
     def receive(self, source: int) -> bytes:
-        """Return the bytes that a process gives with :meth:`send`."""
+        """Return the bytes that a process sends with :meth:`send`."""
         return self._meet(lambda: self.processes.receive(source))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell the others of an error that ends what is done inside, so that nobody waits for this process."""
+        """Report an error raised inside to the other processes, so that none of them waits for this one."""
         try:
             yield
         except AgileRLError as error:
@@ -94,7 +94,7 @@ class Exchange:
             self._words({"error": str(error), "disk": isinstance(error, WriteError)})
         except ToldError:
             pass
-        except EngineError:  # nobody is there any more
+        except EngineError:  # the other processes are gone
             return
         self.told = True
 
@@ -116,5 +116,5 @@ class Exchange:
 
 
 def _number(value: Any) -> Any:
-    """Return a number of numpy as one of Python."""
+    """Convert a numpy number to a Python number."""
     return value.item()

@@ -1,4 +1,4 @@
-"""A population on several islands: each has one base and trains a share of the agents; all plan as one."""
+"""A population on several islands: each has one base and trains a share of the agents; selection is joint."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +23,7 @@ from agilerl.rollouts.rollout import Rollout
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """What every island knows of an agent."""
+    """What every island knows about an agent."""
 
     index: int
     parent: int | None
@@ -35,23 +35,23 @@ class AgentFacts:
 
     @classmethod
     def of(cls, agent: LLMAlgorithm) -> "AgentFacts":
-        """Return what there is to know of an agent."""
+        """Return the facts of an agent."""
         own = {f.name: getattr(agent, f.name) for f in fields(cls) if f.name != "group_size"}
         return cls(**own, group_size=agent.config.group_size)  # type: ignore[attr-defined]
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> "AgentFacts":
-        """Return the facts that ``dataclasses.asdict`` made these values of."""
+        """Return the facts from the values of ``dataclasses.asdict``."""
         return cls(**{**values, "genes": {name: Gene.from_state(gene) for name, gene in values["genes"].items()}})
 
 
 class IslandPopulation(Population):
-    """The agents of one island, which knows of all the others what a selection needs.
+    """The agents of one island, with the facts about all others that a selection needs.
 
-    Places in the population are dealt out to the islands in order, and stay theirs: an agent that a selection puts into
-    the place of another island moves there. Whatever compares agents (exams, error rates, selection, the guard against
-    collapse) sees all of them, so that the run is the same, to the bit on a CPU, on any number of islands. All islands
-    make the same calls.
+    Places in the population are assigned to the islands in order and do not change: an agent that a selection puts in
+    another island's place moves there. Whatever compares agents (exams, error rates, selection, the collapse guard)
+    sees all of them, so the run is the same on any number of islands, to the bit on a CPU. All islands make the same
+    calls.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IslandPopulation(Population):
         super().__init__(agents, task, **settings)
         self.exchange = exchange
         self._all_sit_it = False
-        """Whether an exam of everybody is going on."""
+        """Whether an exam of all agents is in progress."""
         self._learn_of_all()
         self.next_index = max(agent.index for agent in self.everyone) + 1
 
@@ -75,14 +75,14 @@ class IslandPopulation(Population):
 
     @property
     def group_sizes(self) -> list[int]:
-        """Completions a prompt of each agent of the run."""
+        """Completions per prompt of each agent of the run."""
         return [facts.group_size for facts in self._known]
 
     def _learn_of_all(self) -> None:
         own = [asdict(AgentFacts.of(agent)) for agent in self.agents], self.runtime.store.max_rank
         found = self.exchange.all(own)
         self._known = [AgentFacts.from_state(facts) for part, _ in found for facts in part]
-        # How wide the bank is decides the last bits of every agent, also of those with a smaller rank.
+        # The bank's width affects the last bits of every agent, even of those with a smaller rank.
         widest = max(rank for _, rank in found)
         if widest > self.runtime.store.max_rank:
             self.runtime.store.widen(widest)
@@ -102,7 +102,7 @@ class IslandPopulation(Population):
         check_error_rate(samples, failures, self.max_error_rate, episodes=self.task.multi_turn)
 
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
-        """Examine every agent of the run, each on its island; or some ``agents``, on this one alone."""
+        """Examine every agent of the run on its island, or only ``agents`` on this one."""
         self._all_sit_it = agents is None
         try:
             own = super().evaluate(split, agents=agents)
@@ -142,7 +142,7 @@ class IslandPopulation(Population):
     # -- selection ------------------------------------------------------------------------------------------------
 
     def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
-        """Send each agent, or parent of a child, to the islands that need it; then clone and give up as one would."""
+        """Send agents, or parents of children, to the islands that need them; then clone and remove as usual."""
         owners, rank = self._owners(), self.exchange.rank
         shares = self.exchange.processes.shares(len(plan.slots))
         if not all(shares):
@@ -182,7 +182,7 @@ class IslandPopulation(Population):
     def _child(agent: LLMAlgorithm, index: int, *, arrived: bool) -> LLMAlgorithm:
         if not arrived:
             return agent.clone(index)
-        agent.index, agent.parent = index, agent.index  # a copy already
+        agent.index, agent.parent = index, agent.index  # already a copy
         return agent
 
     def _inherit(self, child: LLMAlgorithm, donor: int | None) -> None:
@@ -191,7 +191,7 @@ class IslandPopulation(Population):
             child.apply_mutation(inherited(child.index, child.hyperparameters, donor, values))
 
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
-        # What an agent gets depends on nobody else: so each island plans for its own.
+        # An agent's mutation does not depend on other agents, so each island plans its own.
         own = super()._mutate(plan)
         found = self.exchange.all([mutation.to_dict() for mutation in own])
         self._learn_of_all()
@@ -210,7 +210,7 @@ class IslandPopulation(Population):
         return unpacked(self.exchange.receive(owner)) if rank == 0 else None
 
     def states(self) -> Iterator[AgentState]:
-        """Go through all agents of the run, which come to the first island one by one; the others only send theirs."""
+        """Yield all agents of the run one by one on the first island; the other islands only send theirs."""
         for index in self._owners():
             state = self.state_of(index)
             if state is not None:
@@ -218,7 +218,7 @@ class IslandPopulation(Population):
 
 
 def shared_fitness(exchange: Exchange, rank: int, work: Callable[[], Fitness]) -> Fitness:
-    """Let one island examine somebody, and return the result on all."""
+    """Run an exam on one island, and return its result on all."""
     if exchange.size == 1:
         return work()
     return Fitness.from_state(exchange.by(rank, lambda: work().state()))

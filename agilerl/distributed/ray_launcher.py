@@ -1,6 +1,6 @@
 """Islands and vLLM servers as actors of a Ray cluster. The one file that imports ray.
 
-Ray moves its messages with pickle: whoever can reach a Ray cluster can run code on it, with or without agilerl.
+Ray sends its messages with pickle: anyone who can reach a Ray cluster can run code on it, even without agilerl.
 """
 
 import os
@@ -25,15 +25,15 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, h
 from agilerl.runs.stopping import Interrupted, StopRequest
 
 SUPPORTED = (2, 40)
-"""Oldest version of Ray that this was written for."""
+"""Oldest supported version of Ray."""
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _PLACEMENT_SECONDS = 120.0
 _SERVER_SECONDS = 900.0
 
 Work = Callable[[StopRequest, Callable[[str], None], str | None], None]
-"""What one process does: asked to stop by the first, it says lines with the second; the third is the address of its
-vLLM server, where there is one. Importable on every machine by its name."""
+"""What one process does. The first argument asks it to stop, the second prints lines, and the third is the address of
+its vLLM server, if there is one. It must be importable by name on every machine."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Ending:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """Ray, and what is reserved on it."""
+    """Ray, and the resources reserved on it."""
 
     ray: Any
-    """The module."""
+    """The ray module."""
     group: Any
-    """A placement group: a bundle for each island, then one for each vLLM server."""
+    """A placement group: one bundle per island, then one per vLLM server."""
     config: DistributedConfig
 
     def bundle(self, number: int) -> Any:
@@ -64,13 +64,13 @@ class _Cluster:
 
 @dataclass
 class _Round:
-    """The processes of one attempt, and what they have come to."""
+    """The processes of one attempt, and their outcomes."""
 
     islands: list[Any]
     streams: dict[int, Any]
     endings: dict[int, Ending] = field(default_factory=dict)
     lost: str = ""
-    """What Ray says of a process that is gone; empty while all are there."""
+    """Ray's message about a lost process; empty while all are alive."""
 
 
 def launch(
@@ -80,11 +80,11 @@ def launch(
     stop: Callable[[], Any],
     serve: Sequence[str] = (),
 ) -> Ending:
-    """Start the islands on Ray, and again from the last checkpoint when one is lost; return how it ended.
+    """Start the islands on Ray, restart from the last checkpoint if one is lost, and return how the run ended.
 
-    ``works[k]`` is what they do in attempt k, the last one in all further attempts. ``stop`` gives the context inside
-    which signals ask to stop. ``serve`` is the command line of a vLLM server. Raises ConfigError where Ray is not
-    installed or too old, EngineError where the cluster has no room, or too many processes were lost.
+    ``works[k]`` is the work of attempt k; the last one is used for all further attempts. ``stop`` gives a context in
+    which signals ask the run to stop. ``serve`` is the command line of a vLLM server. Raises ConfigError if Ray is not
+    installed or too old, EngineError if the cluster has no room or too many processes were lost.
     """
     ray = _ray()
     with _connected(ray, config) as cluster, stop() as request:
@@ -98,9 +98,9 @@ def launch(
             if request.signal is not None:
                 return Ending("interrupted", "stopped while a process was lost", request.code)
             if attempt < config.max_restarts:
-                say(f"{ended.lost}; going on from the last checkpoint ({attempt + 1} of {config.max_restarts})")
+                say(f"{ended.lost}; resuming from the last checkpoint ({attempt + 1} of {config.max_restarts})")
         raise EngineError(
-            f"{ended.lost}, after distributed.max_restarts={config.max_restarts} restarts; the run can be continued "
+            f"{ended.lost}, after distributed.max_restarts={config.max_restarts} restarts; the run can be resumed "
             "with the same command and --resume auto"
         )
 
@@ -120,7 +120,7 @@ def serving(config: RunConfig) -> list[str]:
 
 
 def _verdict(endings: Mapping[int, Ending]) -> Ending:
-    """Return what the processes came to together: the first knows of every error that was told."""
+    """Return the joint outcome of the processes: the first knows every reported error."""
     for kind in ("crashed", "error", "interrupted"):
         for ending in endings.values():
             if ending.kind == kind:
@@ -130,7 +130,7 @@ def _verdict(endings: Mapping[int, Ending]) -> Ending:
 
 def _ray() -> ModuleType:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # CPU processes on a machine with GPUs would otherwise be told of a change that is none for them.
+    # Otherwise CPU processes on a machine with GPUs get a warning that does not concern them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -145,7 +145,7 @@ def _ray() -> ModuleType:
 
 @contextmanager
 def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
-    """Connect to the cluster, or start one, and reserve what the islands and servers need."""
+    """Connect to the cluster, or start one, and reserve resources for the islands and servers."""
     size = config.processes_per_island or 1
     island = {"CPU": config.cpus_per_island * size, "GPU": config.gpus_per_island * size}
     bundles = [island] * config.islands + [{"CPU": 1.0, "GPU": config.gpus_per_server}] * config.vllm_servers
@@ -179,7 +179,7 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConfigError where nothing listens at ``host:port``: Ray itself would try for minutes, or exit."""
+    """Raise ConfigError if nothing listens at ``host:port``; Ray itself would retry for minutes, or exit."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         return
@@ -195,7 +195,7 @@ def _check_answers(address: str) -> None:
 def _attempt(
     cluster: _Cluster, work: Work, urls: Sequence[str], say: Callable[[str], None], request: StopRequest
 ) -> _Round:
-    """Start every process once, and follow them until all have ended or one is lost."""
+    """Start every process once, and wait until all have ended or one is lost."""
     ray, config = cluster.ray, cluster.config
     size = config.processes_per_island or 1
     actors = [
@@ -226,11 +226,11 @@ def _attempt(
 
 
 def _places(addresses: Sequence[tuple[str, int]]) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set in each process; all of them meet at the first one's address."""
+    """Return the variables that torchrun would set in each process; all connect to the first one's address."""
     hosts = [host for host, _ in addresses]
     (first, port), size = addresses[0], len(addresses)
     common = {"WORLD_SIZE": size, "MASTER_ADDR": first, "MASTER_PORT": port}
-    # Ray shows each actor its own GPUs only, so that each is the first on its machine; the memory they share.
+    # Ray shows each actor only its own GPUs, so each is local rank 0; but they share the machine's memory.
     places = [
         {**common, "RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(host)}
         for rank, host in enumerate(hosts)
@@ -239,7 +239,7 @@ def _places(addresses: Sequence[tuple[str, int]]) -> list[dict[str, str]]:
 
 
 def _follow(ray: Any, this: _Round, say: Callable[[str], None], request: StopRequest) -> None:
-    """Say what the processes say until all have ended; raises Ray's error where one is lost."""
+    """Forward the processes' output until all have ended; raises Ray's error if one is lost."""
     told = False
     while len(this.endings) < len(this.streams):
         if request.signal is not None and not told:
@@ -257,13 +257,13 @@ def _follow(ray: Any, this: _Round, say: Callable[[str], None], request: StopReq
 
 
 class Island:
-    """A process of the run: an actor."""
+    """A process of the run, as a Ray actor."""
 
     def __init__(self) -> None:
         self._stop = StopRequest()
 
     def address(self) -> tuple[str, int]:
-        """Return where the processes may meet: this machine, and a port that is free now."""
+        """Return an address where the processes can connect: this machine, and a free port."""
         import ray
 
         return ray.util.get_node_ip_address(), _free_port()
@@ -273,7 +273,7 @@ class Island:
         self._stop.signal = number
 
     def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Ending]:
-        """Work as the process that ``place`` says; yields lines to print, and in the end the outcome."""
+        """Work as the process described by ``place``; yields lines to print, and finally the outcome."""
         os.environ.update(place)
         said: queue.SimpleQueue[str | Ending] = queue.SimpleQueue()
         thread = threading.Thread(target=self._perform, args=(work, url, said), daemon=True)
@@ -291,14 +291,14 @@ class Island:
             said.put(Ending("interrupted", str(interrupted), interrupted.code))
         except AgileRLError as error:
             said.put(Ending("error", str(error), 1 if isinstance(error, WriteError) else 2))
-        except BaseException:  # whatever it is, the driver has to hear of it
+        except BaseException:  # the driver must learn of any failure
             said.put(Ending("crashed", traceback.format_exc(), 1))
         else:
             said.put(Ending("done"))
 
 
 class Server:
-    """``vllm serve`` as the child of an actor, which takes it along when it ends."""
+    """``vllm serve`` as a child of an actor; it ends with the actor."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.port = _free_port()
@@ -318,7 +318,7 @@ class Server:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.process.poll() is not None:
-                raise EngineError(f"the vLLM server ended with exit code {self.process.returncode} before it was up")
+                raise EngineError(f"the vLLM server ended with exit code {self.process.returncode} before it was ready")
             try:
                 with urllib.request.urlopen(f"{address}/health", timeout=5):
                     return address
@@ -328,7 +328,7 @@ class Server:
 
 
 def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any, str]:
-    """Start a vLLM server; returns its actor, which lives as long as somebody knows it, and its address."""
+    """Start a vLLM server; returns its actor, which lives as long as it is referenced, and its address."""
     ray, config = cluster.ray, cluster.config
     actor = (
         ray.remote(Server)

@@ -1,4 +1,4 @@
-"""Which process belongs to which island, and who talks to whom."""
+"""Which process belongs to which island, and which processes communicate."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,31 +14,31 @@ from agilerl.processes import ALONE, Processes, joined
 
 @dataclass(frozen=True)
 class Topology:
-    """All processes of a run as a table: a row is an island, a column the processes with the same place in theirs.
+    """All processes of a run as a table: a row is an island, a column the processes with the same rank within it.
 
-    The processes of an island hold the same agents; those of a column hold all agents of the run between them.
+    The processes of an island hold the same agents; those of a column together hold all agents of the run.
     """
 
     world: Exchange = field(default_factory=Exchange)
     """All processes."""
     island: Processes = ALONE
-    """Those of the same island, which divide the work on its agents."""
+    """The processes of the same island, which share the work on its agents."""
     peers: Exchange = field(default_factory=Exchange)
-    """Those of the same column, one of each island: where the rank is the number of the island."""
+    """The processes of the same column, one per island; the rank is the island's number."""
     server: str | None = None
-    """Address of the vLLM server that samples for this process; None: the configuration says how it samples."""
+    """Address of the vLLM server that samples for this process; if None, the configuration decides how it samples."""
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes the run directory, and tells the user what happens."""
+        """Whether this process writes the run directory, and reports to the user."""
         return self.world.rank == 0
 
     def places(self, agents: int) -> range:
-        """Return which places of a population of so many agents are this island's."""
+        """Return this island's places in a population of ``agents``."""
         return self.peers.processes.share(agents)
 
     def check(self, agents: int) -> None:
-        """Raise ConfigError where there are more islands than agents."""
+        """Raise ConfigError if there are more islands than agents."""
         if self.peers.size > agents:
             raise ConfigError(
                 f"there are more islands than agents: {self.peers.size} islands, training.pop_size={agents}; start "
@@ -47,15 +47,15 @@ class Topology:
 
 
 SOLITARY = Topology()
-"""One process by itself."""
+"""A single process."""
 
 
 @contextmanager
 def connected(config: DistributedConfig, *, cuda: bool, server: str | None = None) -> Iterator[Topology]:
-    """Meet the processes that a launcher has started, and divide them into islands.
+    """Connect to the processes that a launcher has started, and divide them into islands.
 
-    Raises ConfigError where there is no launcher, the number of processes cannot be divided, or the port is in use, and
-    EngineError where not all of them come.
+    Raises ConfigError if there is no launcher, the number of processes cannot be divided, or the port is in use, and
+    EngineError if not all processes connect.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(
@@ -63,7 +63,7 @@ def connected(config: DistributedConfig, *, cuda: bool, server: str | None = Non
             "--nproc-per-node 2 -m agilerl train ..., or distributed.backend=auto"
         )
     with joined(cuda=cuda, timeout_seconds=config.timeout_seconds) as world:
-        # The first one's, lest they wait for each other in groups that only some of them make.
+        # The first process decides: with different settings they would wait in groups that only some of them make.
         size = Exchange(world).first(lambda: config.processes_per_island)
         settings = config.model_copy(update={"processes_per_island": size})
         try:
@@ -77,7 +77,7 @@ def connected(config: DistributedConfig, *, cuda: bool, server: str | None = Non
 def arranged(world: Processes, config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> Topology:
     """Divide all processes into islands of consecutive ones.
 
-    Raises ConfigError where that is impossible, and for a base that islands of one process are to divide.
+    Raises ConfigError if that is impossible, or if single-process islands should shard the base.
     """
     size = config.processes_per_island or (world.size if by_accelerate(environment) else 1)
     if world.size % size:
@@ -87,7 +87,7 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
         )
     if size == 1 and (sharding := config.base_sharding(environment)) != "none":
         raise ConfigError(
-            f"distributed.sharding={sharding} divides the base among the processes of an island, found islands of one "
+            f"distributed.sharding={sharding} shards the base within an island, found islands of one "
             "process; set distributed.processes_per_island=2 or more, or distributed.sharding=none"
         )
     count = world.size // size
@@ -96,16 +96,16 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
     everybody = Exchange(world)
     if size == 1:
         return Topology(everybody, ALONE, everybody)
-    # Every process takes part in making every group, so in one order.
+    # Every process takes part in creating every group, so all must use the same order.
     island = world if count == 1 else world.subgroup(rows)
     peers = ALONE if count == 1 else world.subgroup(columns)
     return Topology(everybody, island, Exchange(peers))
 
 
 def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Return the configuration as this process sees it: device, server, and the agents that its memory has to hold.
+    """Return the configuration for this process: device, server, and the agents that its memory must hold.
 
-    With ``training.device=cuda`` each process of a machine has a GPU of its own. One process has it all as it is.
+    With ``training.device=cuda`` each process of a machine has its own GPU. A single process keeps everything.
     """
     if topology.server is not None:
         sampling = {**(config.algorithm.get("vllm_config") or {}), "base_url": topology.server}

@@ -53,7 +53,7 @@ def test_interrupted_then_an_island_is_killed_and_the_bits_are_those_of_one_proc
         kill(islands[1])
         output, errors = driver.communicate(timeout=300)
     assert driver.returncode == 0, errors
-    assert "going on from the last checkpoint (1 of 3)" in output
+    assert "resuming from the last checkpoint (1 of 3)" in output
     assert "Resuming" in output
     alone = tmp_path / "alone"
     for _ in begin(alone, *QUICK):
