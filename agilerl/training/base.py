@@ -18,7 +18,7 @@ Loaded = TypeVar("Loaded")
 
 
 def load_runtime(resolved: Resolved) -> Runtime:
-    """Load the base with its tokenizer as the options say, and make the adapters' bank.
+    """Load the base with its tokenizer according to the options, and make the adapter bank.
 
     Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
     """
@@ -31,7 +31,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
     if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
         raise ConfigError(
-            f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; take the "
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
     settings = _lora(network)
@@ -53,7 +53,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
 
 
 def _guarded(name: str, load: Callable[[], Loaded]) -> Loaded:
-    """Load something; whatever a damaged file makes foreign code raise, the user gets its reason in a sentence."""
+    """Load something; turn whatever a damaged file raises into a ConfigError with its reason."""
     try:
         return load()
     except AgileRLError:
@@ -67,9 +67,9 @@ def _lora(config: NetworkConfig) -> Any:
 
 
 def _spare_retries(name: str) -> None:
-    """Put the hub's client into its offline mode when a model's name needs the hub and nothing answers there.
+    """Put the hub client into offline mode if a model's name needs the hub and it does not answer.
 
-    It would otherwise retry for a minute before it says so; offline it uses what is in its cache, or fails at once.
+    Otherwise it would retry for a minute; offline it uses its cache or fails at once.
     """
     from huggingface_hub import constants
 

@@ -1,8 +1,8 @@
-"""What happens in a run, in the order in which it happens: the one stream that everything follows.
+"""The events of a run, in order: the one stream that all consumers follow.
 
-``train`` and ``resume`` are iterators of these events. The run's writer is the first to get each of them: when anything
-else sees an event, the files of the run say it already. The progress display, trackers and your own code come after it.
-docs/events.md shows how to follow a run.
+``train`` and ``resume`` are iterators of these events. The run's writer gets each event first: when anything else sees
+it, it is already in the run's files. The progress display, trackers and custom code come after it. docs/events.md
+shows how to follow a run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from agilerl.runs.completions import CompletionRecord
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened. Ignore the kinds that you do not know: there may be more of them in later versions."""
+    """Something that happened. Ignore unknown kinds: later versions may add more."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RunStarted(Event):
 
     out: Path
     iterations: int
-    """Iterations that the budget allows at the present batch sizes."""
+    """Iterations that the budget allows at the current batch sizes."""
     generations: int
     founders: Mapping[int, Mapping[str, Value]] = field(default_factory=dict)
     """Gene values of the first generation by agent index; empty if the run is resumed from a checkpoint."""
@@ -66,13 +66,13 @@ class IterationDone(Event):
 
 @dataclass(frozen=True)
 class ExamDone(Event):
-    """Every agent sat the exam."""
+    """Every agent took the exam."""
 
     generation: int
     fitness: Mapping[int, Fitness]
     iteration: int = 0
     tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """What each agent has spent so far: ``generated``, ``trained``, ``evaluated``; a clone starts at its parent's."""
+    """Tokens of each agent so far: ``generated``, ``trained``, ``evaluated``; a clone starts at its parent's."""
     seconds: float = 0.0
 
     @property
@@ -88,27 +88,27 @@ class Evolved(Event):
     generation: int
     iteration: int
     fitness: Mapping[int, Fitness]
-    """The exam that decided, by index of the agents before the selection."""
+    """The exam that decided, by agent index before the selection."""
     plan: Plan
     elite: int | None
     """The best agent; None if no agent has a finite fitness or all are sick, and ``plan.elite`` is only the first."""
     sick: Mapping[int, str]
-    """Agents that could be neither elite nor parent, and why."""
+    """Agents excluded as elite and parent, with the reason."""
     inherited: Mapping[int, Mapping[str, Value]]
-    """Gene values that each child was born with, before its own mutation."""
+    """Gene values of each child at birth, before its mutation."""
     changes: Sequence[Mutation]
     """The mutation of each agent."""
     mutations: Mapping[int, str]
-    """What the mutation did, in a word, by agent index."""
+    """What the mutation did, in one word, by agent index."""
     hyperparameters: Mapping[int, Mapping[str, Value]]
     """Gene values by agent index."""
     diversity: float
-    """How far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
+    """Diversity: mean over genes of the spread of unit positions, 0 if all are equal."""
     seconds: float
 
     @property
     def metrics(self) -> dict[str, Value]:
-        """Those of the population, under the names of metrics.jsonl; the genes are those of the new one."""
+        """Metrics of the population under their names in metrics.jsonl; genes are those of the new one."""
         means = [f.mean for f in self.fitness.values() if f.is_finite]
         genes = {
             f"evo/hp/{name}/{index}": value
@@ -129,27 +129,27 @@ class Evolved(Event):
 
 @dataclass(frozen=True)
 class HeldOutTest(Event):
-    """An agent, or the base model, sat the held-out test, which selection never reads."""
+    """An agent or the base model took the held-out test, which selection never uses."""
 
     who: str
     """``base``, ``median_first_generation`` or ``elite``."""
     agent: int | None
-    """Its index; None for the base model."""
+    """The agent's index; None for the base model."""
     fitness: Fitness
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Under the names of metrics.jsonl."""
+        """Metrics under their names in metrics.jsonl."""
         return _result(self.fitness)
 
 
 @dataclass(frozen=True)
 class RunFinished(Event):
-    """The elite is saved and tested; summary and report are written."""
+    """The elite is saved and tested; the summary and report are written."""
 
     out: Path
     summary: Mapping[str, Any]
-    """What summary.json says."""
+    """The content of summary.json."""
 
 
 def _result(fitness: Fitness) -> dict[str, float]:

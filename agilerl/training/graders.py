@@ -20,19 +20,19 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 
 OWN = "task"
-"""What manifests call the task's own reward."""
+"""The name of the task's built-in reward in manifests."""
 
 
 def graded(
     config: EnvironmentConfig, task: Task, *, allow_code: bool = False, typed_addresses: Iterable[str] = ()
 ) -> Task:
-    """Return ``task`` with the graders of the manifest, set up, or as it is where there are none.
+    """Return ``task`` with the manifest's graders, set up, or unchanged if there are none.
 
-    ``allow_code`` lets graders be functions and classes that the manifest names; ``typed_addresses`` are those that a
-    judge's key may be sent to because the user has given them on the command line.
+    ``allow_code`` allows graders that are functions and classes named by the manifest; ``typed_addresses`` are those
+    that a judge's key may be sent to because the user gave them on the command line.
 
     Raises:
-        ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; two of one name; a
+        ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; duplicate graders; a
             fitness grader that is none of them.
     """
     if config.graders is None:
@@ -41,7 +41,7 @@ def graded(
     for number, entry in enumerate(config.graders):
         where, name = f"environment.graders.{number}", entry.called
         if name in named:
-            raise ConfigError(f"{where}: two graders are called {name!r}; give one of them another label")
+            raise ConfigError(f"{where}: two graders are called {name!r}; give one of them a different label")
         if entry.name == "judge":
             _check_judge(where, entry, typed_addresses)
         named[name] = (_grader(where, entry, task, allow_code), entry.weight)
@@ -54,15 +54,15 @@ def graded(
 
 
 def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None) -> bool:
-    """Whether the task's own reward is asked for anything."""
+    """Return whether the task's built-in reward is used."""
     return graders is None or fitness == OWN or any(entry.name == OWN for entry in graders)
 
 
 def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:
-    """Return ``algorithm.reward_weights``: what is given, and for a gene without a start the weight of its grader.
+    """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight.
 
     Raises:
-        ConfigError: a part that the reward does not have; a gene, but no fitness grader.
+        ConfigError: a part that the reward does not have; a gene without a fitness grader.
     """
     weights = {entry.called: entry.weight for entry in config.graders or ()}
     evolving = [name.partition(".")[2] for name in genes if name.startswith("reward_weights.")]
@@ -70,14 +70,14 @@ def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iter
     where |= {f"mutation.rl_hp_selection.reward_weights.{name}": name for name in evolving}
     for key, name in where.items():
         if not weights:
-            raise ConfigError(f"{key}: the reward is not made of parts; name them in environment.graders")
+            raise ConfigError(f"{key}: the reward has no parts; list them in environment.graders")
         if name not in weights:
             raise ConfigError(f"{key}: environment.graders has no {shown(name)}; {nearest(str(name), weights)}")
     if evolving and config.fitness_grader is None:
         raise ConfigError(
             f"mutation.rl_hp_selection.reward_weights.{evolving[0]}: a weight that evolves needs "
-            "environment.fitness_grader, which stays what it is: without one, agents win by weighting what is easy; "
-            f"give one of {', '.join(dict.fromkeys([OWN, *weights]))}"
+            "environment.fitness_grader, which does not change: without one, agents win by weighting what is easy; "
+            f"use one of {', '.join(dict.fromkeys([OWN, *weights]))}"
         )
     return {**{name: weights[name] for name in evolving}, **given}
 
@@ -95,13 +95,13 @@ def _fitness(name: str | None, named: dict[str, tuple[Grader, float]], task: Tas
 def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Grader:
     if entry.name == OWN:
         if entry.params:
-            raise ConfigError(f"{where}: the task's own reward has no parameters, found {shown(entry.params)}")
+            raise ConfigError(f"{where}: the task's built-in reward has no parameters, found {shown(entry.params)}")
         return TaskGrader(task)
     if names_code(entry.name):
         found = load_code(f"{where}.name", entry.name, allowed=allow_code)
         return _isolated(where, entry, found) if entry.isolate else _own(where, entry, found)
     if entry.isolate:
-        raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(entry.name)}; leave it out")
+        raise ConfigError(f"{where}.isolate is for custom functions, found {shown(entry.name)}; remove it")
     if entry.name not in LIBRARY:
         raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
     try:
@@ -111,31 +111,31 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
 
 
 def _isolated(where: str, entry: GraderConfig, found: Any) -> Grader:
-    """Return a function as a grader in a process of its own."""
+    """Return a function as a grader in a separate process."""
     if isinstance(found, type) or entry.params:
         raise ConfigError(
-            f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that has "
-            "them in it"
+            f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that "
+            "contains them"
         )
     return IsolatedGrader(entry.name, timeout=entry.timeout, name=entry.called)
 
 
 def _own(where: str, entry: GraderConfig, found: Any) -> Grader:
-    """Return the grader that code is: an instance of a class, a function with its parameters filled in."""
+    """Return a custom grader: an instance of a class, or a function with its parameters filled in."""
     if not isinstance(found, type):
         return partial(found, **entry.params) if entry.params else found
     try:
         with contained():
             return found(**entry.params)  # type: ignore[no-any-return]
-    except Exception as error:  # whatever a foreign constructor raises, the user gets its reason
+    except Exception as error:  # custom code may raise anything; report its reason
         raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _check_judge(where: str, entry: GraderConfig, typed: Iterable[str]) -> None:
-    """Raise ConfigError where somebody else's manifest would send a secret away, or write outside."""
+    """Raise ConfigError if an untrusted manifest could leak a secret or write outside the working directory."""
     params = entry.params
     variable, address = params.get("api_key_env", "OPENAI_API_KEY"), params.get("base_url", OPENAI)
-    # Without an address of its own a manifest could still choose a key that OpenAI has no business to see.
+    # Even without an address, a manifest could choose a key that must not be sent to OpenAI.
     if isinstance(variable, str) and ("base_url" in params or os.environ.get(variable)):
         check_key(f"{where}.params.base_url", variable, str(address), typed, without="set api_key_env to null")
     cache = params.get("cache")
@@ -143,5 +143,5 @@ def _check_judge(where: str, entry: GraderConfig, typed: Iterable[str]) -> None:
         return
     if not isinstance(cache, str) or not Path(cache).resolve().is_relative_to(Path.cwd().resolve()):
         raise ConfigError(f"{where}: expected a cache below the working directory, found {shown(cache)}")
-    if not cache.endswith(".jsonl"):  # replies are appended to what is there
-        raise ConfigError(f"{where}: expected a cache that is called *.jsonl, found {shown(cache)}")
+    if not cache.endswith(".jsonl"):  # replies are appended to an existing file
+        raise ConfigError(f"{where}: expected a cache named *.jsonl, found {shown(cache)}")

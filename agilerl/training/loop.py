@@ -1,4 +1,4 @@
-"""The training loop: rollouts, updates, exams, selection, checkpoints, and an honest last test."""
+"""The training loop: rollouts, updates, exams, selection, checkpoints, and a final held-out test."""
 
 import math
 import warnings
@@ -38,7 +38,7 @@ from agilerl.training.setup import Session
 
 @dataclass(frozen=True)
 class Tested:
-    """The best agent of a run and what it did in the test."""
+    """The best agent of a run and its test result."""
 
     index: int
     hyperparameters: dict[str, Any]
@@ -46,23 +46,23 @@ class Tested:
 
 
 def samples_per_iteration(session: Session) -> int:
-    """Return the completions that one iteration samples, all agents together."""
+    """Return the number of completions that all agents sample in one iteration."""
     return session.population.prompts_per_step * sum(session.population.group_sizes)
 
 
 def planned_iterations(session: Session) -> int:
-    """Return the iterations that ``max_steps`` allows at the present batch sizes."""
+    """Return the number of iterations that ``max_steps`` allows at the current batch sizes."""
     return max(1, -(-session.config.training.max_steps // samples_per_iteration(session)))
 
 
 def train(
     session: Session, out: Path, *, command: list[str] | None = None, stop: StopRequest | None = None
 ) -> Generator[Event, None, None]:
-    """Run a session to its end inside a new run directory; yields what happens, once the run's files say it.
+    """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
-    Closing the iterator closes the run, which can be resumed. Of several processes one does the writing; the others do
-    their part and yield the same. Raises CheckpointError, having written nothing, when the directory is in use or holds
-    a run; and Interrupted, after a checkpoint, where ``stop`` asks for it, in whichever process.
+    Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
+    part and yield the same events. Raises CheckpointError, having written nothing, if the directory is in use or holds
+    a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any process.
     """
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
@@ -84,11 +84,11 @@ def train(
 def resume(
     session: Session, run: RunDirectory | None, *, root: Path | None = None, stop: StopRequest | None = None
 ) -> Generator[Event, None, None]:
-    """Go on with a run whose session was built from its checkpoint; from its beginning where there was none.
+    """Resume a run whose session was built from its checkpoint, or restart it if there was none.
 
-    What the run wrote after that checkpoint is cut off and written again, the same to the bit on a CPU. Closes the run
-    directory. A process that does not write gives no ``run``, and at most its ``root``. Raises Interrupted as
-    :func:`train` does.
+    What the run wrote after that checkpoint is discarded and written again, the same to the bit on a CPU. Closes the
+    run directory. Non-writing processes pass no ``run``, and at most its ``root``. Raises Interrupted as :func:`train`
+    does.
     """
     if run is None:
         yield from _work(session, root or Path(), None, session.saved, stop or StopRequest())
@@ -99,19 +99,19 @@ def resume(
 
 
 def _check_date(session: Session, run: RunDirectory) -> None:
-    """Raise ConfigError where prompts that show the date show another one than before; warn where nobody knows it."""
+    """Raise ConfigError if prompts would show a different date than before; warn if the date is unknown."""
     date = run_date(run.info)
     if not asks_for_date(session.population.runtime.tokenizer):
         return
     if session.date != date:
         raise ConfigError(
             f"the chat template of this run shows the date, which was {date} and is {session.date} in this session; "
-            "build it from the configuration that open_run returns"
+            "build the session from the configuration that open_run returns"
         )
     if "date" not in run.info:
         warnings.warn(
-            f"the chat template of this run shows the date, which its run.json does not have: prompts are rendered "
-            f"with {date}, when the run was started",
+            f"the chat template of this run shows the date, which is missing from its run.json: prompts are rendered "
+            f"with {date}, the date when the run was started",
             stacklevel=2,
         )
 
@@ -128,7 +128,7 @@ def _work(
         with pinned(session.date):
             for event in _run(session, root, writer, checkpoints, progress, stop):
                 if writer is not None:
-                    writer.write(event)  # before anybody else hears of it: what a consumer does cannot lose it
+                    writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
                 yield event
     finally:
         if writer is not None:
@@ -162,7 +162,7 @@ def _run(
                 yield PhaseStarted("exam")
                 yield _exam(session, progress)
             if progress.step == t.evo_steps or _spent(session, progress) >= 1:
-                break  # the checkpoint comes with the generation
+                break  # the end of the generation saves a checkpoint
             if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
                 checkpoints.save(progress)
             if _asked(session, stop):
@@ -191,33 +191,33 @@ def _run(
 
 
 def _spent(session: Session, progress: Progress) -> float:
-    """Return the largest share of any budget that is used up; where the clock decides, it is the writer's."""
+    """Return the largest share spent of any budget; time is measured by the writer's clock."""
     limited = session.config.training.max_seconds is not None
     seconds = session.topology.world.first(lambda: progress.seconds) if limited else None
     return progress.spent(session.config, seconds)
 
 
 def _asked(session: Session, stop: StopRequest) -> bool:
-    """Return whether a signal has asked any process to stop; then all of them stop for the same one."""
+    """Return whether any process was signalled to stop; then all stop for the same signal."""
     found = [number for number in session.topology.world.all(stop.signal) if number is not None]
     stop.signal = found[0] if found else stop.signal
     return bool(found)
 
 
 class _Checkpoints:
-    """When the population is saved, and by whom."""
+    """When the population is saved, and by which process."""
 
     def __init__(self, session: Session, writer: RunWriter | None, saved: SavedCheckpoint | None) -> None:
         t = session.config.training
         self._population, self._writer = session.population, writer
-        # Those of the writer's column send it what it writes; others of their islands hold the same agents.
+        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
         self._sends = session.topology.island.rank == 0
         self._steps, self._seconds, self._keep = t.checkpoint_steps, t.checkpoint_seconds, t.keep_checkpoints
         self._last = perf_counter()
         self._saved = None if saved is None else saved.progress.iteration
 
     def is_due(self, progress: Progress) -> bool:
-        """Return whether to save now, inside a generation."""
+        """Return whether to save now, within a generation."""
         by_steps = self._steps is not None and progress.iteration % self._steps == 0
         by_seconds = self._seconds is not None and perf_counter() - self._last >= self._seconds
         if by_steps or by_seconds:
@@ -227,7 +227,7 @@ class _Checkpoints:
     def save(self, progress: Progress) -> None:
         """Commit a checkpoint, or send the agents of this island to the process that does."""
         if progress.iteration == self._saved:
-            return  # time ran out before another iteration: there is nothing new to keep
+            return  # time ran out before another iteration, so there is nothing new to save
         if self._writer is not None:
             self._writer.checkpoint(self._population, progress, keep=self._keep)
         elif self._sends:
@@ -236,7 +236,7 @@ class _Checkpoints:
         self._saved = progress.iteration
 
     def prune(self, progress: Progress) -> None:
-        """Delete the checkpoints that would be gone, had the process not died between the newest and that."""
+        """Delete the old checkpoints that a crash right after the newest commit left behind."""
         if self._writer is not None:
             self._writer.prune(progress, keep=self._keep)
 
@@ -262,7 +262,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     for agent in population.agents:
         spent = {name: count - before[agent.index][name] for name, count in agent.tokens.items()}
         agent.scores.append(learned[agent.index].get("reward", float("nan")))
-        # Sampled and learned from; the time is that of all agents of a base, who share every forward pass.
+        # Both sampled and learned tokens; the time is that of all agents, since they share every forward pass.
         rate = sum(spent.values()) / (end - start)
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
@@ -283,7 +283,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
 
 
 def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:
-    """Return the first completions of each agent's batch, whole groups from the start."""
+    """Return the first completions of each agent's batch, in order."""
     tokenizer: Any = session.population.tokenizer
     rows = []
     for index, trajectories in rollout.trajectories.items():
@@ -325,10 +325,10 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     seconds = perf_counter() - start
     tokens = {agent.index: dict(agent.tokens) for agent in population.everyone}
     progress.fitness.update(fitness)
-    # A sick agent is never the best; a collapsed one cannot be, for the best is what it is measured by.
+    # A sick agent is never the best; a collapsed one cannot be, since collapse is measured against the best.
     sound = quarantined(fitness, population.sick(fitness, collapse_guard=False))
     best = ranking(sound)[0]
-    # At equal fitness the later one wins: it has been trained for longer.
+    # At equal fitness the later agent wins, because it has been trained for longer.
     if sound[best].is_finite and sound[best].mean >= progress.best:
         progress.best = sound[best].mean
         progress.elite = population.state_of(best)
@@ -338,7 +338,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
 
 
 def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
-    """Raise RewardError where no agent has been given a grade yet, in training or in its exam, and nothing failed."""
+    """Raise RewardError if no agent has had a grade yet, in training or exam, and nothing failed."""
     population = session.population
     if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
         return
@@ -346,9 +346,9 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
     if all(session.topology.peers.all(own)):
         size = session.task.panel_size("exam")
         error = RewardError(
-            f"expected {session.task.grader} to return a number for completions, found None (no grade) for all that "
-            f"every agent was trained on so far, and for all {size} of its exam: nothing can be learned from that; "
-            "return 0.0 for a wrong answer, and None only for a row that the grader is not about"
+            f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
+            f"training completions of every agent so far, and for all {size} of its exam: nothing can be learned; "
+            "return 0.0 for a wrong answer, and None only for rows that the grader does not apply to"
         )
         error.everywhere = True
         raise error
@@ -389,7 +389,7 @@ def _genes(agents: Iterable[Known]) -> dict[int, dict[str, Any]]:
 
 
 def _diversity(agents: Iterable[Known]) -> float:
-    """Return how far apart the population is: mean over genes of the spread of unit positions, 0 when all are alike."""
+    """Return the diversity: mean over genes of the spread of unit positions, 0 if all are equal."""
     members = list(agents)
     spreads = [
         float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
@@ -414,7 +414,7 @@ def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) 
 
 
 def _finish(session: Session, writer: RunWriter | None, progress: Progress, tested: Tested | None) -> dict[str, Any]:
-    """Write the summary and the report; returns the summary."""
+    """Write the summary and the report, and return the summary."""
     base, median = progress.base, progress.median
     assert base is not None
     summary: dict[str, Any] = {
@@ -444,7 +444,7 @@ def _finish(session: Session, writer: RunWriter | None, progress: Progress, test
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the most bytes used so far: of the GPU where the run is on one, else of the process."""
+    """Return the peak memory in bytes so far: of the GPU if the run uses one, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource

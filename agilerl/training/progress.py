@@ -1,4 +1,4 @@
-"""How far a run has come: counters and results that a checkpoint keeps beside the agents."""
+"""How far a run has come: counters and results that a checkpoint stores along with the agents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ class Progress:
     """Rollouts and updates of every agent so far."""
     generation: int = 0
     step: int = 0
-    """Iterations of the present generation."""
+    """Iterations of the current generation."""
     samples: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"generated": 0, "trained": 0, "evaluated": 0})
     best: float = float("-inf")
     """Best exam so far."""
     elite: AgentState | None = None
-    """The agent that sat it."""
+    """The agent that took it."""
     elite_iteration: int | None = None
     fitness: dict[int, Fitness] = field(default_factory=dict)
-    """Last exam of every agent that ever lived."""
+    """Last exam of every agent, living or dead."""
     exam: dict[int, Fitness] | None = None
-    """The last exam, as long as nobody has learned or changed since."""
+    """The last exam, if no agent has learned or changed since."""
     base: Fitness | None = None
     """Test of the base model."""
     median: tuple[int, Fitness] | None = None
     """Index and test of the median agent of the first generation."""
     seconds_before: float = 0.0
-    """Wall seconds of the processes that worked on this run before."""
+    """Wall seconds of the processes that worked on this run earlier."""
     started: float = field(default_factory=perf_counter)
 
     @property
@@ -44,7 +44,7 @@ class Progress:
         return self.seconds_before + perf_counter() - self.started
 
     def spent(self, config: RunConfig, seconds: float | None = None) -> float:
-        """Return the largest share of any budget that is used up, by this clock or ``seconds`` of another."""
+        """Return the largest share spent of any budget, by this clock or ``seconds`` of another."""
         t = config.training
         shares = [self.samples / t.max_steps]
         if t.max_tokens is not None:
@@ -71,7 +71,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], elite: AgentState | None, *, seconds: float) -> "Progress":
-        """Return what :meth:`to_dict` gave; the clock continues from ``seconds``."""
+        """Return the progress from :meth:`to_dict`'s values; the clock continues from ``seconds``."""
         exam, base, median = values["exam"], values["base"], values["median"]
         return cls(
             **{name: values[name] for name in ("iteration", "generation", "step", "samples", "best")},

@@ -1,4 +1,4 @@
-"""The writer of a run: metrics, lineage, journal, completions and checkpoints, while the run is under way."""
+"""The writer of a run: metrics, lineage, journal, completions and checkpoints."""
 
 import hashlib
 from contextlib import ExitStack
@@ -25,7 +25,7 @@ class RunWriter:
     """The open files of a run directory; the first to get each event of the run."""
 
     def __init__(self, run: RunDirectory, saved: SavedCheckpoint | None = None) -> None:
-        """Open the files of a run, cut back to where they were at its checkpoint (None: emptied)."""
+        """Open the files of a run, truncated to their state at its checkpoint (None: emptied)."""
         self.run = run
         at = Positions(0, 0, 0) if saved is None else saved.positions
         self.checkpoints = CheckpointStore(run.checkpoints)
@@ -43,7 +43,7 @@ class RunWriter:
         self._files.close()
 
     def write(self, event: Event) -> None:
-        """Write what happened; what other events say is in the files already, or in the next checkpoint."""
+        """Write an event; kinds not handled here are already in the files, or in the next checkpoint."""
         match event:
             case RunStarted():
                 for index, values in event.founders.items():
@@ -58,7 +58,7 @@ class RunWriter:
                 self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **event.metrics})
 
     def _iteration(self, event: IterationDone) -> None:
-        """Write one metrics line an agent, and what was sampled."""
+        """Write one metrics line per agent, and the samples."""
         for index, values in event.metrics.items():
             place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
             self.metrics.write({**values, **place, "outcome": event.outcomes[index]})
@@ -90,8 +90,8 @@ class RunWriter:
         self.metrics.write({"kind": "evolution", "generation": g, "step": step, **event.metrics})
 
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
-        """Commit the whole population after an iteration: every agent, and the state around them."""
-        # First, so that no checkpoint points behind the end of a file that a power cut has shortened.
+        """Commit the whole population after an iteration: every agent, and the shared state."""
+        # Synced first, so that after a power failure no checkpoint refers beyond the end of a file.
         self.metrics.sync()
         self.lineage.sync()
         positions = Positions(
@@ -105,11 +105,11 @@ class RunWriter:
         self._note_commit(folder)
 
     def prune(self, progress: Progress, *, keep: int) -> None:
-        """Delete the checkpoints that would be gone, had the process not died between the newest and that."""
+        """Delete the old checkpoints that a crash right after the newest commit left behind."""
         self.checkpoints.prune(self._kept(progress, keep))
 
     def _kept(self, progress: Progress, keep: int) -> set[int]:
-        """Return the checkpoints before the present one that stay."""
+        """Return the checkpoints before the current one to keep."""
         older = [number for number in self.checkpoints.numbers() if number < progress.iteration]
         best = progress.elite_iteration
         return set(older[-(keep - 1) :]) | ({best} if best is not None else set())
@@ -120,19 +120,19 @@ class RunWriter:
         self.journal.append({"kind": "commit", "checkpoint": folder.name, "sha256": digest})
 
     def elite(self, agent: LLMAlgorithm) -> None:
-        """Write ``elite/``: a plain PEFT adapter, the tokenizer, and what ``load`` of its algorithm needs besides."""
+        """Write ``elite/``: a plain PEFT adapter, the tokenizer, and what else its algorithm's ``load`` needs."""
         runtime, state = agent.runtime, agent.state()
 
         def write(folder: Path) -> None:
             write_state(state, folder, runtime, agent.lora_config, save_optimizer=False, actor="")
             write_tokenizer(runtime.tokenizer, folder)
 
-        if self.run.elite.exists():  # of a process that died while the run was being finished
+        if self.run.elite.exists():  # left by a process that died while finishing the run
             remove_folder(self.run.elite)
         commit_folder(self.run.elite, write)
 
     def finish(self, summary: dict[str, Any], elite: int | None) -> None:
-        """Add the lineage of the elite to the summary, and write it with the report."""
+        """Add the elite's lineage to the summary, and write it and the report."""
         if elite is not None:
             line = lineage.winning_lineage(read_lines(self.run.lineage), elite)
             summary["lineage"] = [

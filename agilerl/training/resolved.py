@@ -1,6 +1,6 @@
-"""The settings of a run, resolved once: what the manifest says, with what the algorithm declares and its ranges.
+"""The settings of a run, resolved once: the manifest, completed by the algorithm's defaults and ranges.
 
-Everything after this reads the typed result. It is also what goes into run.json, and how it comes back from there.
+All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
 from collections.abc import Mapping
@@ -28,42 +28,42 @@ from agilerl.validation import validated
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration with all that follows from it before a model is loaded or a task is made."""
+    """A configuration and everything derived from it without loading a model or a task."""
 
     config: RunConfig
-    """What was asked for."""
+    """The configuration as given."""
     algorithms: tuple[type[LLMAlgorithm], ...]
-    """The class of ``algorithm.name``; of ``choice[GRPO, CISPO]``, which is a gene, each of them."""
+    """The class of ``algorithm.name``; for ``choice[GRPO, CISPO]``, which is a gene, each of them."""
     hyperparameters: AlgorithmConfig
-    """Of the first algorithm, with the run's seed unless they have their own; pydantic knows which of them were set."""
+    """Of the first algorithm, with the run's seed unless set; pydantic records which fields were set."""
     options: SharedOptions
-    """Of the base: those under ``algorithm``, and those of ``network`` that mean the same."""
+    """Options of the base: those under ``algorithm``, and their equivalents under ``network``."""
     own_options: SharedOptions
-    """Those under ``algorithm`` alone, as run.json has them."""
+    """Only those under ``algorithm``, as in run.json."""
     genes: Mapping[str, Gene]
-    """What evolves: the algorithms' declared ranges, as far as ``mutation.rl_hp_selection`` has no others."""
+    """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
     selection: SelectionStrategy
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
-        """The algorithm that every agent starts as, or the first of several."""
+        """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
 
     def seen_from(self, topology: Topology) -> "Resolved":
-        """Return what holds for one of several processes: its device, its share of the agents, its vLLM server."""
+        """Return the settings of one process: its device, its share of the agents, its vLLM server."""
         here = local_share(self.config, topology)
         return self if here is self.config else replace(self, config=here, options=_options(here, _own_options(here)))
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved manifest, defaults included, as plain data; it gives the same run again.
+        """Return the resolved manifest, defaults included, as plain data; it reproduces the run.
 
-        What it does not say is on how many processes: any number resumes the run.
+        It does not include the number of processes: any number can resume the run.
         """
         return _document(self.config, self.algorithms, self.hyperparameters, self.own_options)
 
     def given(self) -> dict[str, Any]:
-        """Return what was set, as plain data, without the defaults: one that is written out can mean something else."""
+        """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
         names = set(split_options(self.config.algorithm)[0])
         values = self.hyperparameters.model_dump(mode="json", include=names)
         shared = self.own_options.model_dump(mode="json", exclude_unset=True)
@@ -73,11 +73,10 @@ class Resolved:
 
 
 def resolve(config: RunConfig) -> Resolved:
-    """Resolve a configuration and check all that needs neither a model nor this machine.
+    """Resolve a configuration and check everything that needs neither a model nor this machine.
 
-    Raises ConfigError, with a sentence that names the key, for an unknown algorithm or hyperparameter, a value out of
-    range, settings that contradict each other, and a gene whose range is empty, leaves what an algorithm accepts, or
-    excludes the start.
+    Raises ConfigError, naming the key, for an unknown algorithm or hyperparameter, a value out of range, contradictory
+    settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start.
     """
     algorithms = _algorithms(config)
     # First: what the wrong algorithm says of the others' settings would not help.
@@ -87,7 +86,7 @@ def resolve(config: RunConfig) -> Resolved:
     options = _options(config, own_options)
     genes: dict[str, Gene] = {}
     for algorithm, start in zip(algorithms, starts):
-        # Those of the last are those of the first: a range that an algorithm does not declare itself is the first's.
+        # The last result holds for all: a range that an algorithm does not declare is taken from the first.
         genes = _genes_of(config, algorithm, start, genes)
     if len(algorithms) > 1:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
@@ -99,16 +98,16 @@ def resolve(config: RunConfig) -> Resolved:
 def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
     """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
 
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
+    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into one another.
     """
     names = chosen(config.algorithm["name"], ALGORITHMS, GRPO.family())
     return tuple(ALGORITHMS[name] for name in names)
 
 
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
-    """Return the hyperparameters of an algorithm, checked; the run's seed is theirs unless they have their own.
+    """Return the checked hyperparameters of an algorithm; the default seed is the run's.
 
-    Raises ConfigError for an unknown one, a value out of range, and two different limits of the context.
+    Raises ConfigError for an unknown one, a value out of range, and conflicting context limits.
     """
     model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
@@ -118,7 +117,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     if limit is not None and values.setdefault("max_model_len", limit) != limit:
         raise ConfigError(
             f"network.max_context_length={limit} and algorithm.max_model_len={shown(values['max_model_len'])} mean the "
-            "same and disagree; give one of them"
+            "same but differ; set only one of them"
         )
     given = values.get("reward_weights", {})
     if "reward_weights" in model.model_fields and isinstance(given, Mapping):
@@ -132,14 +131,14 @@ def _own_options(config: RunConfig) -> SharedOptions:
 
 
 def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
-    """Return the options under ``algorithm`` with those of ``network`` that mean the same, unless they disagree."""
+    """Return the options under ``algorithm`` with their equivalents under ``network``, unless they conflict."""
     same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
     for name, option in same.items():
         value, present = getattr(config.network, name), getattr(options, option)
         if value is not None and present not in (None, value):
             raise ConfigError(
-                f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same and disagree; "
-                "give one of them"
+                f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same but differ; set "
+                "only one of them"
             )
         if value is not None:
             options = options.model_copy(update={option: value})
@@ -150,8 +149,8 @@ def _document(
     config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], made: AlgorithmConfig, options: SharedOptions
 ) -> dict[str, Any]:
     values = made.model_dump(mode="json")
-    # The defaults of one algorithm are not those of another: where there are several, they stay unsaid. So they do
-    # where a setting takes the place of others: a default that is written out would contradict it.
+    # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
+    # setting replaces others, because an explicit default would contradict it.
     if len(algorithms) > 1 or not _is_valid(type(made), values):
         values = made.model_dump(mode="json", exclude_unset=True)
     resolved = config.model_dump(mode="json", exclude={"distributed"})
@@ -160,7 +159,7 @@ def _document(
 
 
 def _document_of(config: RunConfig) -> dict[str, Any]:
-    """Return the document of what need not be a run yet: with today's defaults its genes may exclude the start."""
+    """Return the document without checking the genes: with today's defaults they may exclude the start."""
     algorithms = _algorithms(config)
     return _document(config, algorithms, _hyperparameters(config, algorithms[0]), _own_options(config))
 
@@ -168,7 +167,7 @@ def _document_of(config: RunConfig) -> dict[str, Any]:
 def _genes_of(
     config: RunConfig, algorithm: type[LLMAlgorithm], start: AlgorithmConfig, known: Mapping[str, Gene]
 ) -> dict[str, Gene]:
-    """Return the genes of one algorithm, checked against it; a gene that is ``known`` keeps its range."""
+    """Return the genes of one algorithm, checked against it; a ``known`` gene keeps its range."""
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
     found = {}
@@ -189,7 +188,7 @@ def _genes_of(
 
 
 def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
-    """Raise ConfigError where a mutation could lead to a value that the algorithm refuses, beside the others' start."""
+    """Raise ConfigError if a mutation could reach a value that the algorithm refuses, given the other starts."""
     for value in gene.choices or (gene.min, gene.max):
         number = int(value) if gene.dtype == "int" else value
         try:
@@ -203,7 +202,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
     if wanted.choices is not None or declared.dtype == "choice":
         if len(given) > 1 or (given and wanted.choices is None):
             names = ", ".join(sorted(given - {"choices"}))
-            raise ConfigError(f"{where}: a gene with choices has no {names}; leave it out")
+            raise ConfigError(f"{where}: a gene with choices has no {names}; remove it")
         choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
         if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
             choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
@@ -218,7 +217,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
         raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
     scale = wanted.scale or declared.scale
     if scale == "log" and low <= 0:
-        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or give scale: linear")
+        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
     gene = replace(declared, min=low, max=high, scale=scale)
     if wanted.shrink_factor is None and wanted.grow_factor is None:
         return gene
@@ -262,10 +261,10 @@ def _selection(config: RunConfig) -> SelectionStrategy:
 
 
 def recorded(info: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run from its ``run.json``, what was set told from what had its default, and dated.
+    """Return a run's configuration from its ``run.json``, with its date and its explicitly set values.
 
-    A default that is another one by now keeps the value that is recorded. Of a run that did not write what was set yet,
-    all of it was. Raises ConfigError as :meth:`RunConfig.from_dict` does.
+    A default that has changed since keeps its recorded value. If an old run did not record what was set, all of it
+    counts as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
     """
     return _with_defaults_of(info["config"], info.get("given")).dated(run_date(info))
 
@@ -281,7 +280,7 @@ def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | Non
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was set with those entries of the ``whole`` that have another value ``now``, or none."""
+    """Return what was set, plus the entries of ``whole`` whose value ``now`` differs or is missing."""
     found = {name: value for name, value in values.items() if name in whole or name not in now}
     for name, value in whole.items():
         if name in now and now[name] == value:

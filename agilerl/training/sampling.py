@@ -1,4 +1,4 @@
-"""The engine that samples in a run: what can be refused before anything is loaded, and its start."""
+"""The engine that samples in a run: checks before anything is loaded, and its start."""
 
 import os
 
@@ -16,7 +16,7 @@ _PANELS: tuple[Split, ...] = ("exam", "test")
 
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
-    """Raise ConfigError for a vLLM that is missing or does not fit, adapters that it would not hold, a key's leak."""
+    """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
     if not options.use_vllm:
         return
     settings = options.vllm_config or VLLMConfig()
@@ -36,8 +36,8 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
     if processes > 1 and settings.tensor_parallel_size > 1:
         raise ConfigError(
             f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} with "
-            f"distributed.processes_per_island={processes}: each process starts a vLLM of its own on its own GPU, so "
-            "none can have the others'; leave out one of the two, or start a server and name it as "
+            f"distributed.processes_per_island={processes}: each process starts its own vLLM on its own GPU, so "
+            "none can use the others'; remove one of the two, or start a server and name it as "
             "algorithm.vllm_config.base_url"
         )
 
@@ -49,10 +49,10 @@ def largest_rank(config: RunConfig) -> int:
 
 
 def start_sampling(config: RunConfig, population: Population) -> None:
-    """Start vLLM where it samples, so that what it lacks shows before anything is trained."""
+    """Start vLLM if it samples, so that problems show before training."""
     engine = population.runtime.engine
     if isinstance(engine, VLLMEngine):
-        if engine.config.max_model_len is not None:  # what the settings rule out need not be started
+        if engine.config.max_model_len is not None:  # before starting vLLM
             check_room(population, engine.config, engine.config.max_model_len)
         longest = population.context_length + (population.eval_max_new_tokens or 0)
         rank = max(largest_rank(config), population.runtime.store.max_rank)
@@ -61,10 +61,10 @@ def start_sampling(config: RunConfig, population: Population) -> None:
 
 
 def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
-    """Raise ConfigError where ``room`` tokens of vLLM's context would cut completions that the settings allow.
+    """Raise ConfigError if vLLM's context of ``room`` tokens would truncate allowed completions.
 
-    Counted are the longest prompt of the panels and of what training begins with, and of episodes the first prompt.
-    What the agents' own ``max_model_len`` or the base cut is no concern of vLLM's.
+    This counts the longest prompt of the panels and of the first training rows; for episodes, the first prompt. Limits
+    by the agents' ``max_model_len`` or the base do not concern vLLM.
     """
     limit, most = population.context_length, population.runtime.base.context_length
     asked = [] if population.learns_from_data else [_training_row(population, limit)]
@@ -75,7 +75,7 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
     if prompt + completion > room:
         where = "algorithm.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"
         raise ConfigError(
-            f"vLLM's context holds {room} tokens (max_model_len), found prompts of up to {prompt} and completions of "
+            f"vLLM's context holds {room} tokens (max_model_len), but prompts have up to {prompt} and completions "
             f"up to {completion} tokens, together {prompt + completion}; raise {where} to that, or lower "
             "algorithm.max_output_tokens and training.eval_max_new_tokens"
         )

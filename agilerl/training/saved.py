@@ -1,4 +1,4 @@
-"""A run directory as something to resume: what it was started with, and its newest intact checkpoint."""
+"""Resuming a run directory: its settings, and its newest intact checkpoint."""
 
 import shlex
 from collections.abc import Callable
@@ -31,10 +31,10 @@ from agilerl.training.resolved import recorded
 
 _ELITE = "elite"
 CLOCK = "clock.json"
-"""What a checkpoint says of wall time and of the lengths of files that depend on it: not the same twice."""
+"""Wall time, and lengths of files that depend on it; they differ between repeated runs."""
 
 
-# -- what the two JSON files of a checkpoint may hold: checked whole before any of it is used --------------------------
+# -- schemas of a checkpoint's two JSON files, which are checked completely before use ---------------------------------
 
 _Index = Annotated[str, Field(pattern=r"^\d{1,18}$")]
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -74,7 +74,7 @@ class _Memory(SavedValues):
 
 
 class StateFile(SavedValues):
-    """What ``state.json`` may hold."""
+    """The schema of ``state.json``."""
 
     progress: _Progress
     memory: _Memory
@@ -83,7 +83,7 @@ class StateFile(SavedValues):
     agents: Annotated[list[Count], Field(min_length=1)]
     not_finite: list[Count] = Field(default_factory=list)
     lineage_bytes: Count
-    lineage_sha256: _Digest | None = None  # none in a checkpoint of the time before it was noted
+    lineage_sha256: _Digest | None = None  # missing in old checkpoints
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -93,7 +93,7 @@ class StateFile(SavedValues):
 
 
 class ClockFile(SavedValues):
-    """What ``clock.json`` may hold."""
+    """The schema of ``clock.json``."""
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     metrics_bytes: Count
@@ -108,7 +108,7 @@ class SavedRun:
     run: RunDirectory
     config: RunConfig
     checkpoint: Path | None
-    """Folder of the newest intact checkpoint; None where the run died before the first."""
+    """Folder of the newest intact checkpoint; None if the run died before the first."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class Positions:
     lineage_bytes: int
     journal_records: int
     metrics_sha256: str | None = None
-    """Of those bytes; None where it was not noted yet."""
+    """Of those bytes; None in old checkpoints."""
     lineage_sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """Everything that decides how a resumed run continues."""
+    """Everything that a resumed run continues from."""
 
     path: Path
     states: list[AgentState]
@@ -134,20 +134,19 @@ class SavedCheckpoint:
     progress: Progress
     positions: Positions
     memory: MemoryLimits
-    """What memory had turned out to hold."""
+    """The memory limits found so far."""
     bank_rank: int
-    """Largest rank that the bank of adapters has had room for."""
+    """Largest rank that the adapter bank has had room for."""
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
-    """Lock the directory of an unfinished run and find its newest checkpoint that it can be resumed from.
+    """Lock the directory of an unfinished run and find its newest usable checkpoint.
 
-    That is one that is intact and whose lines of metrics, lineage and journal are all there, as they were written.
-    Newer ones are put aside, those that were renamed get their names again, and ``report`` is told in sentences, also
-    of what is lost. Raises CheckpointError where there is no run, a finished one, or one that another process works on,
-    where intact checkpoints lack lines, all of them, and, without ``allow_changes``, where files that the run reads are
-    not what they were when it began, or where every checkpoint has lines that were changed; and ConfigError where its
-    configuration is not valid.
+    A checkpoint is usable if it is intact and its lines of metrics, lineage and journal are all there, as written.
+    Newer ones are set aside, renamed ones get their names back, and ``report`` receives sentences about this and about
+    lost work. Raises CheckpointError if there is no run, if it is finished or in use by another process, if all intact
+    checkpoints lack lines, and, without ``allow_changes``, if files that the run reads have changed since it began or
+    every checkpoint has changed lines; and ConfigError if its configuration is not valid.
     """
     run = RunDirectory.open(path)
     try:
@@ -161,7 +160,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
 
 
 def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_changes: bool) -> Path | None:
-    """Return the newest intact checkpoint whose lines are all there; None, and said, where none is intact."""
+    """Return the newest intact checkpoint whose lines are all there; report and return None if none is intact."""
     store = CheckpointStore(run.checkpoints, report=report)
     store.put_in_order(_number_in)
     found, short = store.latest(), dict[Path, str]()
@@ -171,23 +170,23 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
     if found is None and short:
         newest = next(iter(short))
         raise CheckpointError(
-            f"{short[newest]}, and no other checkpoint can do without them; put the file back from a copy, or start "
+            f"{short[newest]}, and no other checkpoint is usable without them; restore the file from a copy, or start "
             f"another run from an adapter of this one: network.adapter={newest}/agent_N/actor"
             f"{_as_they_are(run, newest)}"
         )
     for folder, lost in short.items():
         store.put_aside(folder, f"{lost}.")
     if found is not None and short:
-        report(f"The run resumes after iteration {int(found.name)}; what it did since is lost and is done again.")
+        report(f"The run resumes after iteration {int(found.name)}; its later work is lost and is repeated.")
     elif found is None and store.damaged:
-        report(f"No checkpoint of {run.root} is intact: the run starts again from its beginning, its work is lost.")
+        report(f"No checkpoint of {run.root} is intact: the run restarts from its beginning, and its work is lost.")
     return found
 
 
 def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> str:
-    """Return in words what the append-only files lack of what there was at a checkpoint, "" where nothing.
+    """Describe what the append-only files have lost since a checkpoint; "" if nothing.
 
-    With ``allow_changes`` other lines than were written are no lack, as long as there are as many bytes of them.
+    With ``allow_changes``, changed lines are accepted if there are as many bytes.
     """
     state, clock = _plain(checkpoint)
     metrics, lineage = clock.get("metrics_sha256"), state.get("lineage_sha256")
@@ -199,14 +198,14 @@ def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> 
 
 
 def _as_they_are(run: RunDirectory, checkpoint: Path) -> str:
-    """Return what else can be done where the lines are those of a run, and only not what was written."""
+    """Return a hint for the case that the lines are valid, but not as written."""
     if _lost_lines(run, checkpoint, allow_changes=True):
         return ""
-    return f"; or resume with the lines as they are: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
+    return f"; or resume with the changed lines: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
 
 
 def _number_in(checkpoint: Path) -> int | None:
-    """Return the iteration that a checkpoint was made after, whatever its folder is called."""
+    """Return the iteration of a checkpoint, independent of its folder name."""
     try:
         return int(read_json(checkpoint / STATE, StateFile)["progress"]["iteration"])
     except CheckpointError:
@@ -214,7 +213,7 @@ def _number_in(checkpoint: Path) -> int | None:
 
 
 def write_checkpoint(folder: Path, population: Population, progress: Progress, positions: Positions) -> None:
-    """Write agents, elite and ``state.json`` into a folder that is being committed."""
+    """Write agents, elite and ``state.json`` into a folder being committed."""
     runtime, broken = population.runtime, list[int]()
     for state in population.states():
         index = state.counters["index"]
@@ -247,18 +246,18 @@ def _write_state(state: AgentState, folder: Path, runtime: Runtime) -> None:
 
 
 def _plain(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what ``state.json`` and ``clock.json`` hold; raises CheckpointError that names what is wrong."""
+    """Return what ``state.json`` and ``clock.json`` hold; raises CheckpointError naming what is wrong."""
     return read_json(checkpoint / STATE, StateFile), read_json(checkpoint / CLOCK, ClockFile)
 
 
 def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
     """Read what :func:`write_checkpoint` wrote.
 
-    Raises CheckpointError where something is missing, was made for other layers, or is of another version.
+    Raises CheckpointError if something is missing, was made for other layers, or has another version.
     """
     layers = runtime.store.layers
     state, clock = _plain(folder)
-    broken = state.get("not_finite", [])  # none in a checkpoint of the time before there was the list
+    broken = state.get("not_finite", [])  # missing in old checkpoints
     states = [
         _agent(agent_files(folder, index).root, layers, index, finite=index not in broken) for index in state["agents"]
     ]
@@ -282,10 +281,10 @@ def _checkpoint(
 
 
 def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> SavedCheckpoint | None:
-    """Return what a process resumes from: its share of the agents, and what all know; None at the beginning.
+    """Return what a process resumes from: its share of the agents, and the shared state; None at the start.
 
-    The process that writes reads and verifies the ``checkpoint`` and sends the agents, one at a time, for machines need
-    not share a file system; what the others give is not looked at. The elite stays with the first island. Raises
+    The writing process reads and verifies the ``checkpoint`` and sends the agents one at a time, because machines need
+    not share a file system; the argument is ignored on the others. The elite stays on the first island. Raises
     CheckpointError as :func:`read_checkpoint` does.
     """
     world = topology.world
@@ -307,12 +306,12 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
 
 
 def _is_finite(state: AgentState) -> bool:
-    """Return whether an agent's weights and moments are numbers: one that is sick keeps what it has until it goes."""
+    """Return whether an agent's weights and moments are finite; a sick agent keeps its own until it is replaced."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values())
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:
-    """Read an agent that continues: it needs its optimizer, and is who its folder says."""
+    """Read an agent to resume; it must have its optimizer and the index of its folder."""
     state = read_state(folder, layers, finite=finite)
     if state.counters.get("index") != index or state.algorithm not in ALGORITHMS or not state.moments:
         raise CheckpointError(

@@ -41,37 +41,37 @@ class Session:
     task: Task | EpisodeTask
     population: Population
     saved: SavedCheckpoint | None = None
-    """What a run is resumed from; None at its beginning."""
+    """What the run is resumed from; None for a new run."""
     files: dict[str, dict[str, str]] = field(default_factory=dict)
-    """sha256 of the files that the configuration names: ``data``, and ``code`` that was allowed to run."""
+    """sha256 of the files that the configuration names: ``data``, and the allowed ``code``."""
     topology: Topology = SOLITARY
     """The processes of the run, seen from this one."""
     date: datetime = field(default_factory=datetime.now)
-    """What chat templates take for the present, local time."""
+    """The date that chat templates use, local time."""
 
     @property
     def config(self) -> RunConfig:
-        """What was asked for."""
+        """The configuration as given."""
         return self.resolved.config
 
     @property
     def selection(self) -> SelectionStrategy:
-        """Who survives."""
+        """The selection strategy."""
         return self.resolved.selection
 
     @property
     def mutations(self) -> Mutations:
-        """What mutates."""
+        """The mutation operators."""
         return self.resolved.mutations
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What agents need to exist: the base with its engine, and something to learn."""
+    """What agents need: the base with its engine, and a task."""
 
     resolved: Resolved
     here: Resolved
-    """The same as this process of several sees it."""
+    """The settings as seen by this process."""
     task: Task | EpisodeTask
     runtime: Runtime
     topology: Topology
@@ -80,27 +80,27 @@ class Loaded:
 def build(
     config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool = False, topology: Topology = SOLITARY
 ) -> Session:
-    """Load the base, make the task and the population, or that of a ``checkpoint`` folder; nothing is written.
+    """Load the base, make the task and the population, new or from a ``checkpoint`` folder; nothing is written.
 
-    ``allow_code`` runs Python that the configuration names, ``rewards.py:my_reward``: never say so of a file that you
-    have not read. Of several processes each makes its island's share of the agents; only the one that writes needs the
-    ``checkpoint``, the others receive theirs from it. Chat templates that ask for the date get ``config.date``.
+    ``allow_code`` runs Python that the configuration names, such as ``rewards.py:my_reward``: never allow it for a file
+    that you have not read. Each process makes its island's share of the agents; only the writer needs the
+    ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``.
 
-    Raises ConfigError or EnvError with a sentence for all that can be found out before training, and CheckpointError
-    for a checkpoint that does not fit.
+    Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
+    that does not fit.
     """
     topology.check(config.training.pop_size)
     resolved = resolve(config)
-    # Without what a clock does not show: run.json holds seconds, and what is resumed has no more.
+    # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
     with pinned(date):
         return assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
 
 
 def check(config: RunConfig) -> None:
-    """Check everything that needs no model: hyperparameters, genes and their start, operators, adapters, this machine.
+    """Check what needs no model: hyperparameters, genes and their start, operators, adapters, this machine.
 
-    Raises ConfigError with a sentence.
+    Raises ConfigError.
     """
     _check_loadable(resolve(config))
 
@@ -123,7 +123,7 @@ def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool 
 
 
 def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session:
-    """Put the population together, new or from a checkpoint, and try out what training begins with."""
+    """Assemble the population, new or from a checkpoint, and try the first prompts."""
     resolved, runtime, topology = loaded.resolved, loaded.runtime, loaded.topology
     config, t = loaded.here.config, loaded.here.config.training
     saved = received(topology, checkpoint, runtime)
@@ -146,11 +146,11 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
 
 
 def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
-    """Return those of ``algorithm.population(pop_size, ...)`` that live on this island, without making the others."""
+    """Return those of ``algorithm.population(pop_size, ...)`` that belong to this island, without making the others."""
     t, network, algorithm = resolved.config.training, resolved.config.network, resolved.algorithm
     places = topology.places(t.pop_size)
-    # What was set and no more, for a default that is handed on would count as set; and as run.json has it, so that a
-    # run that begins again from that writes the same files.
+    # Only what was set, because a default that is passed on would count as set; and in the form of run.json, so that a
+    # run restarted from it writes the same files.
     settings = resolved.hyperparameters.model_dump(mode="json", exclude_unset=True)
     first = algorithm(hp_config=dict(resolved.genes) or None, index=places.start, runtime=runtime, **settings)
     runtime.store.reserve(len(places) * algorithm.trained_slots)
@@ -158,7 +158,7 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     agents = [first, *(first.clone(index) for index in places[1:])]
     for agent in agents:
         agent.parent = None
-        if agent.index:  # the first of all has the given values
+        if agent.index:  # the first agent has the given values
             agent.set_hyperparameters(starts[agent.index])
     if network.adapter is not None:
         _start_from(Path(network.adapter).expanduser(), agents)
@@ -169,27 +169,27 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
 
 
 def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
-    """Return the agents of a checkpoint; raises CheckpointError where they are larger than the run allows."""
+    """Return the agents of a checkpoint; raises CheckpointError if they are larger than the run allows."""
     most = max(config.network.lora_config.r, config.mutation.rank_range[1])
     if saved.bank_rank > most:
         raise CheckpointError(
             f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; resume "
             "from an older checkpoint"
         )
-    # How wide the bank has become decides the last bits of every agent, also of those with a smaller rank.
+    # The bank's width affects the last bits of every agent, even of those with a smaller rank.
     if saved.bank_rank > runtime.store.max_rank:
         runtime.store.widen(saved.bank_rank)
     return [ALGORITHMS[state.algorithm].from_state(state, runtime) for state in saved.states]
 
 
 def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
-    """Give every agent a PEFT adapter to start from, as its reference policy too; raises ConfigError if it differs."""
+    """Start every agent, and its reference policy, from a PEFT adapter; raises ConfigError if its shape differs."""
     store, wanted = agents[0].runtime.store, agents[0].lora_config
     factors, found = read_adapter(folder, store.layers)
     if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
         raise ConfigError(
             f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "
-            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; give lora_config r={found.r}, "
+            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={found.r}, "
             f"lora_alpha={found.lora_alpha}, use_rslora={str(found.use_rslora).lower()}"
         )
     store.reserve(store.used + len(agents))
@@ -199,7 +199,7 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 
 
 def try_prompts(population: Population) -> None:
-    """Render the panels and what training begins with: a prompt that does not fit stops the run before it starts."""
+    """Render the panels and the first training prompts, so that one that is too long stops the run early."""
     for split in ("exam", "test"):
         population.lengths(split)
     if population.learns_from_data:

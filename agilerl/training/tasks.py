@@ -40,9 +40,9 @@ class _TemplateTask(ReasoningGymTask):
 
 
 def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
-    """Build the task and draw its panels; raises with a sentence for an unknown one.
+    """Build the task and draw its panels; raises ConfigError for an unknown one.
 
-    ``allow_code`` lets graders and environments be Python that the manifest names.
+    ``allow_code`` lets graders and environments be Python code named by the manifest.
     """
     e, seed = config.environment, config.training.seed
     if e.env_type == "multiturn":
@@ -81,7 +81,7 @@ def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code:
 
 
 def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int) -> CuratedTask:
-    # Rows need an answer only where it is compared.
+    # Rows need an answer only if it is compared.
     own = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
     sides = [None if given is None else _rows(config, given) for given in (config.dataset_exam, config.dataset_test)]
     return CuratedTask(
@@ -117,7 +117,7 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> Episode
     if names_code(env_id):
         factory = load_code("environment.env_id", env_id, allowed=allow_code)
     else:
-        if ":" in env_id and config.max_turns is not None:  # other packages' environments may not say it themselves
+        if ":" in env_id and config.max_turns is not None:  # environments of other packages may not declare it
             params.setdefault("max_turns", config.max_turns)
         if ":" not in env_id:
             _check_id(env_id)
@@ -138,15 +138,15 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> Episode
 
 
 def _check_id(env_id: str) -> None:
-    """Raise ConfigError for an id that nobody has registered, or one of gymnasium's own: none of those is of text."""
+    """Raise ConfigError for an unregistered id, or for one of gymnasium's, none of which is a text environment."""
     spec = gymnasium.registry.get(env_id)
     if spec is None or str(spec.entry_point).startswith(("gymnasium.", "shimmy.")):
-        what = "unknown" if spec is None else "no environment of text"
+        what = "unknown" if spec is None else "not a text environment"
         raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {nearest(env_id, ENVIRONMENTS)}")
 
 
 def _careless(row: Row, draws: np.random.Generator) -> str | None:
-    """Return a mistake as the embedded base's demonstrator makes it, in the datasets that it knows."""
+    """Return a mistake like those of the embedded base's demonstrator, for the datasets it knows."""
     mistake = MISTAKES.get(row["metadata"]["source_dataset"])
     return None if mistake is None else mistake(row, draws)
 
@@ -157,7 +157,7 @@ def _template(config: EnvironmentConfig) -> list[Message]:
         return [{"role": "user", "content": "{question}"}]
     for message in template:
         if set(message) != {"role", "content"}:
-            raise ConfigError(f"{where}: a message has a role and a content, no more, found {shown(message)}")
+            raise ConfigError(f"{where}: expected only role and content in a message, found {shown(message)}")
     if not any("{question}" in message["content"] for message in template):
         raise ConfigError(f"{where}: expected {{question}} in one of the messages; otherwise every prompt is the same")
     return template

@@ -323,10 +323,10 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
 @pytest.mark.parametrize(
     ("name", "algorithm", "message"),
     [
-        ("choice[GRPO, PPO]", {}, "an agent cannot become PPO or cease to be it; choose among GRPO, "),
+        ("choice[GRPO, PPO]", {}, "cannot switch to or from PPO; choose among GRPO, "),
         ("choice[GRPO, CIPSO]", {}, "is unknown; did you mean 'CISPO'"),
-        ("choice[GRPO]", {}, "a choice is among at least two different algorithms"),
-        ("choice[GRPO, GRPO]", {}, "a choice is among at least two different algorithms"),
+        ("choice[GRPO]", {}, "at least two different algorithms"),
+        ("choice[GRPO, GRPO]", {}, "at least two different algorithms"),
         ("choice[GRPO, GSPO]", {"importance_sampling_level": "token"}, "pools the ratio over the trajectory"),
         ("choice[REINFORCE, GRPO]", {"group_size": 1}, "group_size=1 leaves nothing"),
         ("choice[GRPO, CISPO]", {"dual_clip": 3.0}, "CISPO has no dual_clip"),

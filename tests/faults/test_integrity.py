@@ -130,7 +130,7 @@ def test_with_every_checkpoint_damaged_the_run_begins_again(unfinished: Unfinish
     assert saved.checkpoint is None
     assert len(said) == 3
     assert said[-1] == (
-        f"No checkpoint of {root} is intact: the run starts again from its beginning, its work is lost."
+        f"No checkpoint of {root} is intact: the run restarts from its beginning, and its work is lost."
     )
     said.clear()
     open_run(root, report=said.append).run.close()

@@ -63,7 +63,7 @@ def test_an_older_checkpoint_that_can_do_without_them_is_used(
     assert f"{name} should have at least " in lost
     assert counted in lost
     assert "was set aside as run/checkpoints/000002.corrupt" in lost
-    assert goes_on == "The run resumes after iteration 1; what it did since is lost and is done again."
+    assert goes_on == "The run resumes after iteration 1; its later work is lost and is repeated."
     assert ended.output.startswith("Resuming run after iteration 1 ")
     shutil.rmtree(root / "checkpoints" / "000002.corrupt")
     # Done again is done the same; only the journal has noted when checkpoints were gone on from.
@@ -95,7 +95,7 @@ def test_where_no_checkpoint_can_the_run_says_how_to_go_on_and_stays_as_it_is(
     assert f"{root / name} should have " in str(refusal.value)
     assert f"{needs:,} bytes" in str(refusal.value)
     assert found in str(refusal.value)
-    assert "put the file back from a copy, or start another run from an adapter" in str(refusal.value)
+    assert "restore the file from a copy, or start another run from an adapter" in str(refusal.value)
     assert (root / "checkpoints" / "000002" / "agent_0" / "actor").is_dir()
     assert "\n" not in str(refusal.value)
     before.pop(".lock", None)
@@ -132,7 +132,7 @@ def test_with_every_checkpoint_damaged_the_command_says_that_it_starts_again(
     ended = agilerl("resume", "run")
     assert ended.code == 0, ended.errors
     *_, told = ended.errors.splitlines()
-    assert told == "No checkpoint of run is intact: the run starts again from its beginning, its work is lost."
+    assert told == "No checkpoint of run is intact: the run restarts from its beginning, and its work is lost."
     assert ended.output.startswith("Resuming run: no intact checkpoint, so from the beginning.")
     for name in ("000001.corrupt", "000002.corrupt"):
         shutil.rmtree(root / "checkpoints" / name)

@@ -78,7 +78,7 @@ def test_rows_need_no_answer_where_no_grader_reads_it(tmp_path: Path, monkeypatc
         ([{"name": "package.module:reward"}], {}, "names code, and a manifest does not run code"),
         ([{"name": "length"}], {}, r"graders\.0: the grader length does not take the parameters \[\]"),
         ([{"name": "task"}, {"name": "task"}], {}, r"graders\.1: two graders are called 'task'"),
-        ([{"name": "task", "params": {"x": 1}}], {}, "own reward has no parameters"),
+        ([{"name": "task", "params": {"x": 1}}], {}, r"graders\.0: .* no parameters"),
         ([{"name": "task", "wieght": 1}], {}, "wieght'; did you mean 'weight'"),
         ([{"name": "task", "weight": float("nan")}], {}, "weight"),
         ([], {}, "graders"),

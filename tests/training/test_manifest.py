@@ -233,7 +233,10 @@ def test_one_wrong_setting(override: str, message: str) -> None:
             ["mutation.probabilities.arch_mut=1", "mutation.rank_range=[32, 64]"],
             "excludes the start, network.lora_config.r",
         ),
-        (["network.max_context_length=64", "algorithm.max_model_len=32"], "mean the same and disagree"),
+        (
+            ["network.max_context_length=64", "algorithm.max_model_len=32"],
+            "network.max_context_length=64 and algorithm.max_model_len=32",
+        ),
         (["algorithm.loss_norm=fixed-length", "algorithm.max_output_tokens="], "set it"),
         (["training.popsize=4", "training.seeed=4"], "unknown key 'training.popsize'"),
     ],
@@ -298,7 +301,7 @@ def test_what_is_no_override(override: str) -> None:
             "found 'gdc'; did you mean 'gcd'",
         ),
         (["environment.conversation_template=[{role: user, content: hi}]"], "expected {question} in one of"),
-        (["environment.conversation_template=[{role: user}]"], "a message has a role and a content"),
+        (["environment.conversation_template=[{role: user}]"], "expected only role and content"),
     ],
 )
 def test_a_wrong_task(overrides: list[str], message: str) -> None:
