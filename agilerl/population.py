@@ -1,4 +1,4 @@
-"""A population: N agents on one base that roll out, learn, are examined and evolve together."""
+"""A population: N agents on one base that sample, learn, take exams and evolve together."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,31 +34,31 @@ from agilerl.rollouts.rollout import Rollout, teaches_nothing
 Panels = Literal["exam", "test"]
 AnyTask = Annotated[
     Task | EpisodeTask,
-    Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, for instance ReasoningGymTask('spell_backward')"),
+    Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, e.g. ReasoningGymTask('spell_backward')"),
 ]
 
 
 class Known(Protocol):
-    """What everybody may know of an agent, wherever it lives."""
+    """What is known about an agent, on whichever process it lives."""
 
     @property
     def index(self) -> int:
-        """Its number in the run."""
+        """The agent's number in the run."""
         ...
 
     @property
     def parent(self) -> int | None:
-        """Whom it was cloned from."""
+        """The agent that it was cloned from."""
         ...
 
     @property
     def mut(self) -> str:
-        """What its last mutation did."""
+        """The effect of its last mutation."""
         ...
 
     @property
     def tokens(self) -> Mapping[str, int]:
-        """What it has spent."""
+        """Tokens it has used."""
         ...
 
     @property
@@ -74,40 +74,40 @@ class Known(Protocol):
 
 @dataclass
 class Evolution:
-    """What one generation change did."""
+    """The result of one generation change."""
 
     plan: Plan
     mutations: list[Mutation]
     """One for each agent of the new population."""
     inherited: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Gene values each child was born with, before its own mutation."""
+    """Gene values of each child at birth, before its mutation."""
     sick: dict[int, str] = field(default_factory=dict)
-    """Agents that could be neither elite nor parent, and why."""
+    """Agents excluded as elite and parent, with the reason."""
 
 
 @dataclass(frozen=True)
 class Checkup:
-    """How an agent is."""
+    """The health of an agent."""
 
     sick: str
-    """Why it may be no parent; empty where it is sound."""
+    """Why it may not be a parent; empty if it is healthy."""
     vitals: Vitals
-    """What its samples were like since the last selection."""
+    """Statistics of its samples since the last selection."""
     weights: Mapping[str, float]
-    """Its own weights for parts of the reward: rewards under others are no measure for it."""
+    """Its weights for parts of the reward; rewards under other weights are not comparable."""
 
     @classmethod
     def of(cls, agent: LLMAlgorithm) -> "Checkup":
-        """Examine an agent."""
+        """Return the checkup of an agent."""
         return cls(agent.sick, agent.present_vitals(), own_weights(agent))
 
 
 class Population:
-    """Agents of one runtime on one task: questions to answer, or episodes to play.
+    """Agents of one runtime on one task, which asks questions or plays episodes.
 
-    ``prompts_per_step`` is the number of prompts (or seeds of episodes) of one training batch of each agent. Every
-    agent reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
-    ``max_error_rate`` is the share of completions (or episodes) that may fail to be graded before a rollout raises.
+    ``prompts_per_step`` is the number of prompts (or episode seeds) in one training batch of each agent. Every agent
+    reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
+    ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     """
 
     @checked
@@ -127,29 +127,29 @@ class Population:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         indices = [a.index for a in agents]
         if len(set(indices)) < len(indices):
-            raise ConfigError(f"agents of a population need different indices, found {indices}; give each its index=")
+            raise ConfigError(f"agents of a population need different indices, found {indices}; pass index= to each")
         check_source(agents, task)
         for agent in agents:
             all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
         self.agents = list(agents)
         self._mark = object()
-        """What its rollouts bear, so that those of another population are told apart."""
+        """Identifies its rollouts, so that those of another population are recognised."""
         self.task = task
         self.runtime = agents[0].runtime
         self.tokenizer = tokenizer if tokenizer is not None else self.runtime.tokenizer
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
-        # Fixed here once: an exam must not change because a gene does.
+        # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
         self.ungraded: dict[int, int] = {}
-        """How many answers of each agent the grader gave no grade in the latest exam, without a failure."""
+        """Number of each agent's answers in the latest exam without a grade and without a failure."""
         self.next_index = max(a.index for a in agents) + 1
         self._panels: dict[tuple[Split, int, int], list[Place]] = {}
         self._lengths: dict[tuple[Split, int, int], Lengths] = {}
-        """Panels and lengths by split, size and context: they are made once."""
+        """Cached panels and lengths, by split, size and context."""
         task.fit(self.tokenizer, self.context_length - 1)
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class Population:
 
     @property
     def group_sizes(self) -> list[int]:
-        """Completions a prompt (or rows an example) of each agent of the run."""
+        """Completions per prompt (or rows per example) of each agent of the run."""
         return [agent.config.group_size for agent in self.agents]  # type: ignore[attr-defined]
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -181,10 +181,10 @@ class Population:
     def rollout(self) -> Rollout:
         """Sample and grade one training batch of every agent, all rows in one decode batch.
 
-        Agents with dynamic sampling replace groups whose completions all earned the same: they sample as many further
-        prompts of their stream, all of them in one more decode batch, until none is missing or their rounds are over.
+        With dynamic sampling, groups whose completions all earned the same are replaced: as many further prompts of the
+        agent's stream are sampled, in one more decode batch, until none is missing or the rounds are used up.
 
-        Raises RewardError, or EnvError for episodes, where more than ``max_error_rate`` of all samples failed.
+        Raises RewardError (EnvError for episodes) if more than ``max_error_rate`` of all samples failed.
         """
         rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
         rollout = Rollout({a.index: [] for a in self.agents}, mark=self._mark)
@@ -218,7 +218,7 @@ class Population:
         rollout.check(self.max_error_rate, episodes=self.task.multi_turn)
 
     def _asks(self, agent: LLMAlgorithm, first: int, count: int) -> list[Ask]:
-        """Return what to ask for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
+        """Return requests for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
         weights = all_weights(self.task, own_weights(agent))
         return [
             Ask(
@@ -237,13 +237,13 @@ class Population:
 
     @property
     def learns_from_data(self) -> bool:
-        """Whether batches are drawn from the task's own answers instead of being sampled."""
+        """Whether batches are drawn from the task's answers instead of being sampled."""
         return self.agents[0].env_type != "reasoning"
 
     def draw(self) -> Rollout:
-        """Take one training batch of examples for every agent from the task, from where each agent's stream stands.
+        """Draw one training batch of examples for every agent from the task, at each agent's stream position.
 
-        The counterpart of :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
+        This is :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
         """
         start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
         rollout = Rollout({}, mark=self._mark)
@@ -262,16 +262,16 @@ class Population:
 
     @checked
     def examples(self, position: Whole) -> list[Trajectory]:
-        """Return what the task's training row at a position teaches; where it is too long, what its stand-in does."""
+        """Return the examples of the task's training row at a position, or of its stand-in if it is too long."""
         return examples_at(self.task, position, self.tokenizer, self.context_length)[0]
 
     @checked
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
-        An agent of which no sample could be graded, or that memory had no room for, learns nothing, and its ``outcome``
-        says why. Where groups were dropped, rewards and lengths are still those of all that was sampled. Raises
-        ConfigError for the rollout of another population, or of other agents.
+        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. If
+        groups were dropped, rewards and lengths are still those of all samples. Raises ConfigError for the rollout of
+        another population, or of other agents.
         """
         self._check_own(rollout)
         pads = [agent.pad_token_id for agent in self.agents]
@@ -308,7 +308,7 @@ class Population:
         own, foreign = [agent.index for agent in self.agents], rollout.mark not in (None, self._mark)
         if foreign or set(rollout.trajectories) != set(own):
             raise ConfigError(
-                "Population.learn(rollout=...): expected what rollout() or draw() of this population returned for its "
+                "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
                 f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
                 f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
             )
@@ -317,20 +317,20 @@ class Population:
 
     @checked
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
-        """Examine agents on a fixed panel: the same prompts for all, greedy, settings of the run and not of genes.
+        """Examine agents on a fixed panel: the same prompts for all, greedy, with the run's settings instead of genes.
 
-        ``split`` is ``exam`` (selection) or ``test`` (the numbers that are reported). An agent whose completion could
-        not be computed or graded gets a NaN score there, hence a fitness that ranks last. The mean of an exam joins
-        ``agent.fitness`` (NaN where the agent is sick); a test leaves no trace.
+        ``split`` is ``exam`` (selection) or ``test`` (reported numbers). A completion that could not be computed or
+        graded scores NaN, which gives its agent a fitness that ranks last. The mean of an exam is appended to
+        ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
 
-        Raises RewardError, or EnvError for episodes, where nobody's could be graded; but where only some ``agents`` are
-        examined, it may be their own fault. Raises ConfigError for no agents, or agents of another runtime.
+        Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
+        examined, which may have caused it. Raises ConfigError for no agents, or agents of another runtime.
         """
         strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
         if strangers or (agents is not None and not agents):
             raise ConfigError(
                 f"Population.evaluate(agents=...): expected agents on the base of this population, found "
-                f"{f'agents {strangers} of another one' if strangers else '[]'}; leave agents out to examine all"
+                f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
         scores = self._examine(split, [(a.slot, a) for a in chosen], everybody=agents is None)
@@ -366,7 +366,7 @@ class Population:
         for k, (_, agent) in enumerate(who):
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
             failed = any(t.finish_reason == "error" for group in own for t in group)
-            # An episode may be several rows, each with the whole return.
+            # An episode may have several rows, each with the whole return.
             scores.append([float("nan") if failed or not group else group[0].episode_return for group in own])
             if agent is not None and split == "exam":
                 sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
@@ -375,7 +375,7 @@ class Population:
         return scores
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, everybody: bool) -> set[int]:
-        """Return the places of an exam that count for nobody; raises where ``everybody`` was examined in vain."""
+        """Return the places of an exam that count for no agent; raises if ``everybody`` failed."""
         errors = [failure for failure in failures if failure.kind != "oom"]
         own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not everybody:
@@ -393,11 +393,11 @@ class Population:
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if self.task.multi_turn:
-            raise ConfigError(f"{self.task.name} is an environment: it has episodes, no panel of questions")
+            raise ConfigError(f"{self.task.name} is an environment, which has episodes and not a panel of questions")
         return [(place.row, list(place.prompt_ids)) for place in self.places(split)]
 
     def places(self, split: Split) -> list[Place]:
-        """Return the places of a fixed panel; of training those that are looked at before it begins."""
+        """Return the places of a fixed panel; for training, those checked before it begins."""
         size = TRIED_ROWS if split == "train" else self.task.panel_size(split)
         key = (split, size, self.context_length)
         if key not in self._panels:
@@ -405,7 +405,7 @@ class Population:
         return self._panels[key]
 
     def lengths(self, split: Split) -> Lengths:
-        """Return how long the rows of these places are; raises EnvError where one does not fit."""
+        """Return the lengths of the rows at these places; raises EnvError if one does not fit."""
         places = self.places(split)
         key = (split, len(places), self.context_length)
         if key not in self._lengths:
@@ -430,17 +430,17 @@ class Population:
         seed: Seed,
         collapse_guard: bool = True,
     ) -> Evolution:
-        """Select, clone and mutate: first a plan from numbers alone, then its application.
+        """Select, clone and mutate: first a plan from numbers alone, then applying it.
 
-        Children are copied from their parents as they were examined; the elite is not touched. A sick agent is neither
-        elite nor parent, and its place goes to a mutated clone of the elite; with ``collapse_guard`` a collapsed agent
-        counts as one.
+        Children are copied from their parents as examined; the elite is not changed. A sick agent is neither elite nor
+        parent, and a mutated clone of the elite takes its place; with ``collapse_guard`` a collapsed agent counts as
+        sick.
         """
         known = [agent.index for agent in self.everyone]
         if set(fitness) != set(known):
             raise ConfigError(
                 f"Population.evolve(fitness=...): expected the fitness of each agent of this population, {known}, "
-                f"found that of {sorted(fitness)}; pass what population.evaluate() returns"
+                f"found that of {sorted(fitness)}; pass the result of population.evaluate()"
             )
         sick = self.sick(fitness, collapse_guard=collapse_guard)
         plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index)
@@ -450,14 +450,14 @@ class Population:
         return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
 
     def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
-        """Clone and give up agents as a plan says; returns everybody's gene values before any mutation."""
+        """Clone and remove agents by a plan; returns all agents' gene values before any mutation."""
         _, agents = apply_plan(plan, self.agents)
         self._replace(agents)
         self.next_index += len(plan.births)
         return {a.index: dict(a.hyperparameters) for a in agents}
 
     def _replace(self, agents: list[LLMAlgorithm]) -> None:
-        """Give up those who are not among the new agents, and close ranks."""
+        """Remove agents that are not among the new ones, and close the gaps."""
         alive = {id(agent) for agent in agents}
         for agent in self.agents:
             if id(agent) not in alive:
@@ -466,14 +466,14 @@ class Population:
         self.agents = agents
 
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
-        """Plan a mutation for every agent, and carry them out."""
+        """Plan a mutation for every agent, and apply it."""
         planned = plan([Member.of(agent) for agent in self.agents])
         for agent, mutation in zip(self.agents, planned):
             agent.apply_mutation(mutation)
         return planned
 
     def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
-        """Return who is neither elite nor parent at a selection by this fitness, whatever it says, and why."""
+        """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
         return sick_members(self._checkups(), fitness, collapse_guard=collapse_guard)
 
     def _checkups(self) -> dict[int, Checkup]:
@@ -483,16 +483,16 @@ class Population:
 
     @checked
     def state_of(self, index: int) -> AgentState | None:
-        """Return a copy of an agent; None in a process that has no use for it."""
+        """Return a copy of an agent; None in a process that does not need it."""
         return self.agent(index).state()
 
     def states(self) -> Iterator[AgentState]:
-        """Go through copies of all agents of the run, made one by one."""
+        """Yield copies of all agents of the run, one by one."""
         for agent in self.agents:
             yield agent.state()
 
     def _settle(self, agents: Sequence[LLMAlgorithm]) -> None:
-        """Move children into the slots of the dead, so that the population stays side by side in the bank."""
+        """Move children into the slots of removed agents, so that the population stays contiguous in the bank."""
         store = self.runtime.store
         for agent in agents:
             free = store.lowest_free_slot()
@@ -503,10 +503,10 @@ class Population:
 def sick_members(
     checkups: Mapping[int, Checkup], fitness: Mapping[int, Fitness], *, collapse_guard: bool
 ) -> dict[int, str]:
-    """Return who is neither elite nor parent at a selection by this fitness, whatever it says, and why."""
+    """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
     sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
     elite = ranking(quarantined(fitness, sick))[0]
-    if not collapse_guard or elite in sick:
+    if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
         return sick
     weights = checkups[elite].weights
     vitals = {
@@ -518,7 +518,7 @@ def sick_members(
 
 
 def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:
-    """Raise ConfigError unless the agents learn from one kind of source, and the task is one."""
+    """Raise ConfigError unless the agents learn from one kind of source, and the task is of that kind."""
     wanted = {agent.env_type for agent in agents}
     if len(wanted) > 1:
         raise ConfigError(f"all agents of a population learn from the same source, found {', '.join(sorted(wanted))}")
@@ -532,6 +532,6 @@ def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> No
 
 
 def own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
-    """Return the weights that an agent has for parts of the reward; none where it learns from data."""
+    """Return an agent's weights for parts of the reward; empty if it learns from data."""
     weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
     return weights
