@@ -133,10 +133,10 @@ def reliability(fitness: Sequence[Fitness]) -> float:
 
 
 def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list[int]]:
-    """Return the agents in fronts, best first: nobody in a front is dominated by anyone in it or in a later one.
+    """Return the agents in fronts, best first: no agent is dominated by another in its front or in a later one.
 
-    ``objectives`` maps an agent to its vector, every entry to be maximised (reward, -KL, -length). One vector dominates
-    another when it is nowhere lower and somewhere higher. Entries that are not finite count as minus infinity.
+    ``objectives`` maps an agent to its vector, every entry to be maximised (reward, -KL, -length). A vector dominates
+    another if no entry is lower and at least one is higher. Entries that are not finite count as minus infinity.
     """
     points = {index: np.where(np.isfinite(vector), vector, -np.inf) for index, vector in sorted(objectives.items())}
     if len({point.shape for point in points.values()}) > 1:

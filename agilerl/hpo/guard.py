@@ -14,7 +14,7 @@ _ERRORS = 4.0
 _FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}
 """How many times smaller (or, for a length, larger) than the elite's a mean must be to count as collapsed."""
 _LEAST = 3
-"""The least iterations of both agents that a comparison needs."""
+"""The fewest iterations of both agents that a comparison needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Vitals:
 
 
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
-    """Return the agents that lie outside the elite's confidence band, each with the reason in words.
+    """Return the agents outside the elite's confidence band, each with the reason in words.
 
     Only the later half of the iterations since the last selection counts (at least the last three), because an agent
     that collapses starts out healthy. With means m, standard deviations s (ddof 1) and counts n of an agent a and the

@@ -17,7 +17,7 @@ def mutate_value(gene: Gene, value: Value, rng: np.random.Generator) -> Value:
     u' = reflect(u + step * t), t ~ Student(2); with probability ``gene.resample`` u' ~ U(0, 1) instead. Reflection at
     the ends keeps the kernel symmetric, so without selection a float does not drift and wanders over the whole range.
     Factor kernel (RLParameter): v' = v * shrink or v * grow, each with probability 1/2. Integers are rounded and move
-    by at least one, so over a range of few integers they do drift, on a logarithmic scale above all.
+    by at least one, so over a range of few integers they do drift, especially on a logarithmic scale.
     """
     if gene.dtype == "choice":
         others = [choice for choice in gene.choices if choice != value]
@@ -47,7 +47,7 @@ def _by_factor(gene: Gene, current: float, rng: np.random.Generator) -> float:
         moved = min(max(target, gene.min), gene.max)
         if moved != current:
             return moved
-    # Neither factor moves it (a zero, for instance): draw from the range instead.
+    # Neither factor moves it (e.g. a zero), so draw from the range instead.
     moved = float(gene.from_unit(rng.random()))
     return moved if moved != current else _nudge(gene, current, upwards=rng.random() < 0.5)
 

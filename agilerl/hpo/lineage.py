@@ -26,7 +26,7 @@ class Exam:
 
 @dataclass(slots=True)
 class Life:
-    """One agent from birth to death, as the records tell it."""
+    """One agent from birth to death, according to the records."""
 
     agent: int
     parent: int | None
@@ -122,7 +122,7 @@ def family_tree(records: Iterable[Record]) -> dict[int, Life]:
             _add(lives, record)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"The lineage has a line that does not fit: {dict(record)!r} ({type(error).__name__}: {error}); "
+                f"The lineage has an invalid line: {dict(record)!r} ({type(error).__name__}: {error}); "
                 "the run directory is damaged or was written by another version."
             ) from error
     return lives
@@ -138,7 +138,7 @@ def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     while (parent := line[-1].parent) is not None:
         line.append(_life(lives, parent))
         if len(line) > len(lives):
-            raise CheckpointError(f"The lineage of agent {agent} runs in a circle; the run directory is damaged.")
+            raise CheckpointError(f"The lineage of agent {agent} is circular; the run directory is damaged.")
     line.reverse()
     ancestors = []
     for life, heir in zip(line, [*line[1:], None], strict=True):

@@ -260,7 +260,7 @@ def _say_that_all_move(wanted: int, known: int) -> None:
 
 
 def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
-    """Return the mutation that gives ``agent`` the gene values of ``donor`` in place of its own."""
+    """Return the mutation that gives ``agent`` the gene values of ``donor`` instead of its own."""
     changes = tuple(
         Change(name, own[name], values[name]) for name in own if name in values and own[name] != values[name]
     )

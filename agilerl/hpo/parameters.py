@@ -1,4 +1,4 @@
-"""Which hyperparameters may evolve, and in which range: declared once, beside the hyperparameter itself."""
+"""Which hyperparameters may evolve, and in which range: declared once, at the hyperparameter itself."""
 
 import difflib
 import math
@@ -77,7 +77,7 @@ class Gene:
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> "Gene":
-        """Return the gene that ``dataclasses.asdict`` made these values of; JSON has lists for tuples."""
+        """Return the gene from the values of ``dataclasses.asdict``; JSON has lists for tuples."""
         factors = values["factors"] and tuple(values["factors"])
         return cls(**{**values, "choices": tuple(values["choices"]), "factors": factors})
 
@@ -255,7 +255,7 @@ def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None
 
 
 def values_of(model: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values that a model has for some genes; an entry that its mapping does not have is left out."""
+    """Return the values that a model has for some genes; an entry that its mapping lacks is left out."""
     found: dict[str, Any] = {}
     for name in names:
         own, dot, entry = name.partition(".")

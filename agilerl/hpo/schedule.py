@@ -29,7 +29,7 @@ def hyperparameter_schedule(records: Iterable[Record], agent: int) -> dict[str, 
         life, end = lives[ancestor.agent], ancestor.to_generation
         _append(genes, start, life.hyperparameters)
         for record in life.mutations:
-            # A mutation follows the cloning of its generation: the heir did not get that of `end`.
+            # A mutation follows the cloning of its generation, so the heir did not get the mutation of `end`.
             if end is not None and record["generation"] >= end:
                 continue
             tokens = start if life.mutated_at_birth(record) else _tokens_at(life, record["generation"], start)
@@ -66,7 +66,7 @@ def value_at(schedule: Mapping[str, Any], gene: str, tokens: int) -> Value:
 
 
 def _append(genes: dict[str, list[dict[str, Any]]], tokens: int, values: Mapping[str, Value]) -> None:
-    """Add a step to each gene whose value changed; what held for no token at all leaves no step."""
+    """Add a step to each gene whose value changed; a value that held for no token leaves no step."""
     for name, value in values.items():
         steps = genes.setdefault(name, [])
         while steps and steps[-1]["tokens"] >= tokens:

@@ -1,4 +1,4 @@
-"""Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies the plan."""
+"""Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,4 +1,4 @@
-"""Where the population starts: the user's configuration, and around it an even spread over the ranges."""
+"""Where the population starts: at the user's configuration, and evenly spread over the ranges around it."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -26,7 +26,7 @@ class TournamentSelection:
 
     Each tournament draws ``tournament_size`` different agents; the best of them wins. The winners are those of AgileRL,
     but an agent keeps its identity if possible: one that won at least once stays in its slot under its index, and its
-    further wins become clones in the slots of agents that never won, which die. The plan opens only the clones to
+    further wins become clones in the slots of agents that never won, and these die. The plan opens only the clones to
     mutation: mutating the kept agents too costs up to 6 points in the surrogate worlds of the tests. An agent whose
     fitness is not finite enters no tournament; if no agent has a finite one, the population stays as it is.
     Raises ConfigError if the tournament is larger than the population or either is below one.

@@ -176,7 +176,7 @@ def test_values_of_unknown_genes_and_negative_tokens_are_errors():
     ],
 )
 def test_damaged_records_are_named(line):
-    with pytest.raises(CheckpointError, match="does not fit"):
+    with pytest.raises(CheckpointError, match="lineage has an invalid line"):
         family_tree([*story(), line])
 
 
