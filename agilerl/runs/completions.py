@@ -26,7 +26,7 @@ class CompletionRecord:
     step: int
     agent: int
     group: int
-    """Rows of one agent and step with the same group answer the same prompt."""
+    """Rows of one agent and step in the same group answer the same prompt."""
     sample: int
     """Number of the sample in its group."""
     prompt: str

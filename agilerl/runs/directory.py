@@ -24,8 +24,8 @@ SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
 
 ARITHMETIC_VERSION = 2
-"""Raised with every change after which the same seed leads to other bits. An unfinished run of another version is not
-resumed: it would not become what it was going to be. Version 1 did not write it."""
+"""Raised with every change that leads to different bits for the same seed. An unfinished run of another version is
+not resumed, because its result would differ. Version 1 did not write it."""
 
 _LOCK = ".lock"
 _RUN_KEYS = {
@@ -166,7 +166,7 @@ class RunDirectory(RunLayout):
         """Take over the run directory of an unfinished run.
 
         Raises CheckpointError if it is missing, not a run directory, damaged, in use (with the owner's process id),
-        finished, or begun by a version that computes other bits.
+        finished, or begun by a version with different arithmetic.
         """
         root = Path(path)
         read_run(root)
@@ -250,7 +250,7 @@ def read_run(path: Location) -> dict[str, Any]:
 
 
 def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a run whose numbers this version would add up in another order."""
+    """Raise CheckpointError for a run begun with another version of the arithmetic."""
     found = info.get("arithmetic_version", 1)
     if found == ARITHMETIC_VERSION:
         return

@@ -25,7 +25,7 @@ _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 
 
 class JsonLines:
-    """Writer of metrics and lineage: one JSON object per line, with sorted keys, passed to the system line by line.
+    """Writer of metrics and lineage: one JSON object per line, with sorted keys, written line by line.
 
     Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). Bytes after
     the last newline of an existing file are a line that a crash interrupted; they are cut off. ``keep`` truncates the

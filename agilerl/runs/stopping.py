@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: the first asks a run to stop where it can be continued, the second leaves at once."""
+"""SIGTERM, SIGHUP and Ctrl-C: the first asks a run to stop where it can be resumed, the second exits at once."""
 
 import signal
 import threading
@@ -11,8 +11,8 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(Exception):  # noqa: N818  (no error: the run can be continued)
-    """A run has stopped because somebody asked it to; it can be continued from its last checkpoint."""
+class Interrupted(Exception):  # noqa: N818  (not an error: the run can be resumed)
+    """A run has stopped on request; it can be resumed from its last checkpoint."""
 
     def __init__(self, code: int, root: Path) -> None:
         super().__init__(f"stopped; resume with: agilerl resume {root}")
@@ -20,13 +20,13 @@ class Interrupted(Exception):  # noqa: N818  (no error: the run can be continued
 
 
 class StopRequest:
-    """Whether somebody has asked the run to stop."""
+    """Whether the run has been asked to stop."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The signal that asked."""
+        """The signal that requested it."""
         self.lost: OSError | None = None
-        """Why there is nothing to print to any more."""
+        """Why nothing can be printed any more."""
 
     def lose_output(self, error: OSError) -> None:
         """Ask the run to stop because nothing can be printed any more, as SIGPIPE does with other programs."""
@@ -41,10 +41,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside, the first signal sets the request and is ``told`` in a sentence; the next does what it did before.
+    """Inside, the first signal sets the request and is reported to ``told``; the next has its usual effect.
 
-    A signal that the process ignores stays ignored: SIGINT where a shell started it in the background, SIGHUP under
-    nohup. Outside the main thread nothing is caught: signals do not arrive there.
+    A signal that the process ignores stays ignored: e.g. SIGINT if a shell started it in the background, SIGHUP under
+    nohup. Outside the main thread nothing is caught, because signals do not arrive there.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -55,7 +55,7 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
     def stop(number: int, _: FrameType | None) -> None:
         if request.signal is not None:
             if number == signal.SIGHUP:
-                return  # a terminal that goes away says so more than once: the kernel does, and the shell
+                return  # a closing terminal sends it more than once: from the kernel and from the shell
             signal.signal(number, before[number])
             signal.raise_signal(number)
             return

@@ -28,7 +28,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class SavedValues(BaseModel):
-    """Values of a file as they were written: no conversions, no unknown names."""
+    """Values of a file as written: no conversions, no unknown names."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
