@@ -227,7 +227,7 @@ def _check_unfolded(path: Path) -> None:
         )
 
 
-_UNKNOWN = 2**34
+_UNKNOWN = 2**34  # bytes of memory to assume if the system does not tell
 
 
 def _text(path: Path) -> str:

@@ -245,7 +245,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     population = session.population
     start = perf_counter()
     before = {agent.index: dict(agent.tokens) for agent in population.agents}
-    progress.exam = None
+    progress.exam = None  # its scores are out of date once the agents learn
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)

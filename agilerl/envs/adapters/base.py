@@ -124,7 +124,7 @@ class SealedAdapter(Adapter):
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode. ``options`` are not passed on."""
-        with sealed(self._seed + 1 if seed is None else seed):
+        with sealed(self._seed + 1 if seed is None else seed):  # the seed that super().reset will choose
             return super().reset(seed=seed, options=options)
 
     def step(self, action: str) -> StepResult:

@@ -11,7 +11,7 @@ from agilerl.arguments import Count, checked
 from agilerl.envs.games.game import PROSE, Game, Turn, whole
 from agilerl.errors import ConfigError
 
-MOST_CODES = 1296
+MOST_CODES = 1296  # 6**4, the classic game; minimax compares all pairs of codes
 
 
 class Mastermind(Game):
