@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRL := trl==1.16.0
 # What tests/oracle compares with. Without their own dependencies: only plain torch functions of theirs are called.
-ORACLES := liger-kernel==0.8.5 trl==1.16.0
+ORACLES := liger-kernel==0.8.5 $(TRL)
 # What tests/envs adapts. Their own requirements contradict constraints.txt; what they import comes with the dev extra.
 ADAPTED := gem-llm==0.1.0 openenv==0.10.0
 
@@ -16,11 +17,15 @@ VLLM_READY := $(VLLM_VENV)/.ready
 # A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
+# TRL with the dependencies of its trainer, for benchmarking/peers.py.
+TRL_VENV ?= .venv-trl
+TRL_READY := $(TRL_VENV)/.ready
+
 # One thread: the tensors of the tests are tiny, and two threads beside another process can be ten times slower than one.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-nightly test-vllm lint types unit format docs clean
+.PHONY: help setup train test test-nightly test-vllm peers lint types unit format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +70,17 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+peers: $(READY) $(TRL_READY) ## Measure a step against TRL's trainer; ARGS='...' reaches benchmarking/peers.py
+	$(BIN)/python benchmarking/peers.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
+
+# torch first, at the pinned version: an open range may bring a CUDA build of several gigabytes.
+$(TRL_READY): constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(TRL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		$(TRL) accelerate datasets peft transformers
+	touch $@
+
 format: $(READY) ## Format the code and mend what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -77,4 +93,4 @@ docs: $(READY) ## Write docs/manifest.md, the typed keywords and the table of na
 	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

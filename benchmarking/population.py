@@ -21,7 +21,6 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from peft import LoraConfig  # noqa: E402
@@ -41,10 +39,11 @@ from peft import LoraConfig  # noqa: E402
 from agilerl.algorithms import GRPO  # noqa: E402
 from agilerl.envs.core import Place, Row, Split, Task  # noqa: E402
 from agilerl.hpo.mutation import Mutations  # noqa: E402
-from agilerl.models.base import from_model, load_tokenizer  # noqa: E402
+from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E402
 from agilerl.population import Population  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS, padded_length  # noqa: E402
+from benchmarking.peer_arm import prompt_ids, reward_of  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import (  # noqa: E402
     SIZES,
@@ -70,15 +69,14 @@ class FixedPrompts(Task):
         return {"question": str(index), "answer": None}
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float:
-        return zlib.crc32(np.asarray(row["completion_ids"]).tobytes()) / 2**32
+        return reward_of(row["completion_ids"])
 
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
-        ids = np.random.default_rng(index).integers(5, self.vocabulary, self.length).tolist()
-        return Place(self.row(split, index), ids)
+        return Place(self.row(split, index), prompt_ids(index, self.length, self.vocabulary))
 
 
 class Bench:
-    """The agents of one model, together and one at a time."""
+    """The agents of one model, together and one at a time; ``folder`` is a model that was written, else ``name`` is."""
 
     def __init__(
         self,
@@ -88,11 +86,13 @@ class Bench:
         *,
         max_rows: int = MAX_ROWS,
         max_tokens: int = MAX_TOKENS,
+        folder: str | None = None,
     ) -> None:
         lora = LoraConfig(
             r=load["rank"], lora_alpha=2 * load["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        base, tokenizer = from_model(made_model(name, "cpu"), "model"), load_tokenizer("embedded")
+        base = from_model(made_model(name, "cpu"), "model") if folder is None else load_base(folder)
+        tokenizer = load_tokenizer("embedded" if folder is None else folder)
         sizes = {"max_rows": max_rows, "max_tokens": max_tokens}
         self.runtime = Runtime(base, lora_config=lora, tokenizer=tokenizer, seed=0, **sizes)
         self.runtime.store.reserve(agents + 1)

@@ -1,0 +1,225 @@
+"""One step of reinforcement learning (rollout and update) against TRL's GRPOTrainer.
+
+    python benchmarking/peers.py [--trl-python .venv-trl/bin/python] [--models embedded 1.25M 30M]
+                                 [--prompt-tokens 32 256] [--tokens 32] [--prompts 2] [--group 8] [--rank 8]
+                                 [--agents 8] [--rounds 15] [--out FILE]
+
+All arms load the same folder (random weights, but for ``embedded``) and read the same prompts; each completion has the
+same number of tokens, for no model can draw an end token. LoRA on all linear layers with alpha twice the rank, no KL,
+one epoch, one optimizer step, fp32, no gradient checkpointing. What peer_arm.py does not say of TRL is its default.
+
+* ``trl``: one agent, as TRL's trainer makes its steps.
+* ``ours``: one agent, as ``Population`` runs it.
+* ``together``: N agents in one batch.
+* ``alone``: the same N agents one at a time.
+
+Each arm is a process of its own that stays alive and makes one step when told. Arms take turns within a round, the
+order changes with the round, and a ratio is the median over rounds of the ratio within a round, with a bootstrap
+interval of 95 %. N agents of TRL are N times its step. The clock is the process's CPU time in one thread. The first
+round warms up; in it each arm counts the tokens that go through the model, padding included, with and without gradient.
+The peak of the resident set is that of the whole process, libraries included. Prints a table and one JSON object.
+
+TRL may live in another environment, which ``make peers`` makes; its steps need nothing of agilerl.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from benchmarking.peer_arm import Turns, written_model  # noqa: E402
+from benchmarking.population import Bench  # noqa: E402
+from benchmarking.rollout import interval  # noqa: E402
+from benchmarking.roofline import SIZES, made_model, surroundings, written  # noqa: E402
+
+ARMS = ("trl", "ours", "together", "alone")
+RATIOS: dict[str, Callable[[Mapping[str, float], int], float]] = {
+    "trl / ours": lambda s, n: s["trl"] / s["ours"],
+    "N trl / together": lambda s, n: n * s["trl"] / s["together"],
+    "alone / together": lambda s, n: s["alone"] / s["together"],
+}
+"""From the seconds of a round and the number of agents, how many times less ours needs."""
+VERSIONS = "import json, sys, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+
+
+class Arm:
+    """A process that makes one step when told."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        self._log, quiet = log, {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("w") as errors:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=quiet, stdin=pipe, stdout=pipe, stderr=errors, text=True
+            )
+        self.loaded: int = self._answer()["loaded"]
+        self.peak = self.loaded
+        self.tokens: dict[str, int] = {}
+
+    def step(self) -> float:
+        """Return the CPU seconds of one step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.tokens = answer.get("tokens", self.tokens)
+        self.peak = answer["peak"]
+        return float(answer["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an arm ended: exit {self._process.wait()}: {self._log.read_text()[-1500:]}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -> dict[str, Any]:
+    """Return the seconds, tokens and memory of all arms on one model, and their ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, here = made_model(name, "cpu"), Path(folder)
+        written_model(model, here / "model")
+        parameters = model.num_parameters()
+        del model
+        said = json.dumps({**load, "model": str(here / "model"), "steps": rounds + 2})
+        commands = {arm: [sys.executable, __file__, "--arm", arm, said] for arm in ARMS}
+        commands["trl"] = [trl_python, str(ROOT / "benchmarking" / "peer_arm.py"), said]
+        arms: dict[str, Arm] = {}
+        try:
+            for arm, command in commands.items():
+                arms[arm] = Arm(command, here / f"{arm}.log")
+            seconds = in_turns(arms, rounds)
+        finally:
+            for opened in arms.values():
+                opened.close()
+        return {
+            "model": name,
+            "parameters": parameters,
+            **load,
+            "arms": {
+                name: {
+                    "agents": 1 if name in ("trl", "ours") else load["agents"],
+                    "seconds": median(s[name] for s in seconds),
+                    "each": [round(s[name], 5) for s in seconds],
+                    "tokens": arm.tokens,
+                    "loaded_bytes": arm.loaded,
+                    "peak_bytes": arm.peak,
+                }
+                for name, arm in arms.items()
+            },
+            "ratios": {name: interval([ratio(s, load["agents"]) for s in seconds]) for name, ratio in RATIOS.items()},
+        }
+
+
+def in_turns(arms: Mapping[str, Arm], rounds: int) -> list[dict[str, float]]:
+    """Return the seconds of each arm in each round but the first, which warms up."""
+    names, seconds = list(arms), []
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        spent = {name: arms[name].step() for name in names[shift:] + names[:shift]}
+        if number:
+            seconds.append(spent)
+    return seconds
+
+
+def train_with_ours(arm: str, load: Mapping[str, Any], turns: Turns) -> None:
+    """Make the steps that are asked for: one agent's, or all agents' in one batch or one at a time."""
+    bench = Bench("", 1 if arm == "ours" else load["agents"], load, folder=load["model"])
+    turns.ready(bench.runtime.base.model)
+    while turns.begin():
+        bench.step(bench.alone if arm == "alone" else bench.together)
+        turns.end()
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| model | prompt | arm | agents | CPU s a step | tokens with gradient | without | peak MiB |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for r in results:
+        for name, arm in r["arms"].items():
+            tokens = f"{arm['tokens']['with_gradient']:,} | {arm['tokens']['without_gradient']:,}"
+            lines.append(
+                f"| {_size(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
+                f"{arm['peak_bytes'] / 2**20:,.0f} |"
+            )
+    lines += ["", f"| model | prompt | {' | '.join(RATIOS)} |", "|---|---" + "|---" * len(RATIOS) + "|"]
+    for r in results:
+        found = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in r["ratios"].values())
+        lines.append(f"| {_size(r)} | {r['prompt_tokens']} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def _size(result: Mapping[str, Any]) -> str:
+    return f"{result['model']} ({result['parameters'] / 1e6:.2f}M)"
+
+
+def versions(python: str) -> dict[str, str]:
+    """Return the versions that TRL's arm runs with; raises RuntimeError where it cannot."""
+    command = [python, "-c", VERSIONS, "trl", "torch", "transformers", "peft", "accelerate", "datasets"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"--trl-python={python} cannot run TRL's trainer: {done.stderr[-500:]}; see `make peers`")
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--trl-python", default=sys.executable, help="interpreter of TRL's arm; default: this one")
+    parser.add_argument("--models", nargs="+", default=["embedded", "1.25M", "30M"], choices=["embedded", *SIZES])
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[32])
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of each completion")
+    parser.add_argument("--prompts", type=int, default=2, help="of each agent in a step")
+    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--agents", type=int, default=8, help="N")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="where the JSON goes as well")
+    parser.add_argument("--arm", nargs=2, metavar=("NAME", "JSON"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    if arguments.arm:
+        train_with_ours(arguments.arm[0], json.loads(arguments.arm[1]), Turns.on_standard_streams())
+        return
+    document: dict[str, Any] = {
+        "benchmark": "peers",
+        **surroundings(arguments.rounds),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "clock": "cpu seconds, one thread",
+        "versions": {"ours": {"torch": torch.__version__}, "trl": versions(arguments.trl_python)},
+        "load_average": [],
+        "results": [],
+    }
+    names = ("tokens", "prompts", "group", "rank", "agents")
+    for model in arguments.models:
+        for length in arguments.prompt_tokens:
+            load = {"prompt_tokens": length, **{name: getattr(arguments, name) for name in names}}
+            document["results"].append(compared(model, load, arguments.rounds, arguments.trl_python))
+            document["load_average"].append(round(os.getloadavg()[0], 1))
+            if arguments.out is not None:
+                written(arguments.out, document)
+    print(table(document["results"]))
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
