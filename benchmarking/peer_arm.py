@@ -48,6 +48,13 @@ def written_model(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def written_tokenizer(folder: str | Path) -> Any:
+    """Return the tokenizer of such a folder; AutoTokenizer would take the class that goes with the model's type."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def said(token_ids: Sequence[int]) -> str:
     """Return the text that :func:`written_model`'s tokenizer turns into these tokens."""
     return " ".join(f"t{i}" for i in token_ids)
@@ -121,7 +128,7 @@ def trainer_of(load: Mapping[str, Any], callbacks: Sequence[Any], out: str) -> A
     """Return TRL's trainer for one agent. What is not said here is its default."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from trl import GRPOConfig, GRPOTrainer
 
     rows, vocabulary = load["prompts"] * load["group"], AutoConfig.from_pretrained(load["model"]).vocab_size
@@ -158,7 +165,7 @@ def trainer_of(load: Mapping[str, Any], callbacks: Sequence[Any], out: str) -> A
         reward_funcs=reward,
         args=settings,
         train_dataset=Dataset.from_list(prompts),
-        processing_class=AutoTokenizer.from_pretrained(load["model"]),
+        processing_class=written_tokenizer(load["model"]),
         peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=list(callbacks),
     )

@@ -111,6 +111,9 @@ def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -
         finally:
             for opened in arms.values():
                 opened.close()
+        whole = load["prompts"] * load["group"] * (load["prompt_tokens"] + load["tokens"])
+        if (found := arms["trl"].tokens["with_gradient"]) != whole:
+            raise RuntimeError(f"TRL trained on {found} tokens instead of {whole}: its prompts or lengths are others")
         return {
             "model": name,
             "parameters": parameters,

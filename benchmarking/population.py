@@ -43,7 +43,7 @@ from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E
 from agilerl.population import Population  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
 from agilerl.sizes import MAX_ROWS, MAX_TOKENS, padded_length  # noqa: E402
-from benchmarking.peer_arm import prompt_ids, reward_of  # noqa: E402
+from benchmarking.peer_arm import prompt_ids, reward_of, written_tokenizer  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import (  # noqa: E402
     SIZES,
@@ -92,7 +92,7 @@ class Bench:
             r=load["rank"], lora_alpha=2 * load["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
         )
         base = from_model(made_model(name, "cpu"), "model") if folder is None else load_base(folder)
-        tokenizer = load_tokenizer("embedded" if folder is None else folder)
+        tokenizer = load_tokenizer("embedded") if folder is None else written_tokenizer(folder)
         sizes = {"max_rows": max_rows, "max_tokens": max_tokens}
         self.runtime = Runtime(base, lora_config=lora, tokenizer=tokenizer, seed=0, **sizes)
         self.runtime.store.reserve(agents + 1)

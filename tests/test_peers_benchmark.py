@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agilerl.models.base import load_tokenizer
-from benchmarking.peer_arm import Turns, prompt_ids, said, written_model
+from benchmarking.peer_arm import Turns, prompt_ids, said, written_model, written_tokenizer
 from benchmarking.peers import RATIOS, ROOT, Arm, in_turns, table, train_with_ours
 from benchmarking.roofline import made_model
 
@@ -56,9 +55,11 @@ def test_tokens_of_trl(folder: Path, tmp_path: Path) -> None:
     arm.close()
 
 
-def test_a_prompt_is_the_same_tokens_in_every_arm(folder: Path) -> None:
+@pytest.mark.parametrize("model", ["embedded", "1M"])
+def test_a_prompt_is_the_same_tokens_in_every_arm(tmp_path: Path, model: str) -> None:
+    written_model(made_model(model, "cpu"), tmp_path)
     ids = prompt_ids(3, 12, 105)
-    assert load_tokenizer(str(folder))(said(ids))["input_ids"] == ids
+    assert written_tokenizer(tmp_path)(text=said(ids))["input_ids"] == ids
     assert ids != prompt_ids(4, 12, 105)
 
 
