@@ -2,7 +2,8 @@
 
     python benchmarking/plot_population.py [FILE] [--out docs/speed.svg]
 
-Solid: all agents in one batch; dashed: the same agents one at a time. Both axes are logarithmic.
+Solid: all agents in one batch; dashed: the same agents one at a time. Both axes are logarithmic. Prints the same as
+tables.
 """
 
 import argparse
@@ -28,6 +29,41 @@ def lines(document: Mapping[str, Any]) -> dict[tuple[str, int], list[tuple[int, 
         point = (count, step["batched"] / count, step["one_at_a_time"] / count)
         found.setdefault((f"{r['model']} ({r['parameters'] / 1e6:.2f}M)", r["prompt_tokens"]), []).append(point)
     return found
+
+
+def costs(document: Mapping[str, Any]) -> str:
+    """Return a table of the milliseconds of a step for each agent of a batch, and of a further agent.
+
+    ``further`` is the slope from the fewest agents to the most, ``shared`` what a step of one agent costs beyond it.
+    """
+    counts = sorted({r["agents"] for r in document["results"]})
+    heads = [*(f"N = {n}" for n in counts), "shared", "further"]
+    rows = [f"| model | prompt | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for (model, prompt), points in lines(document).items():
+        cells = {n: f"{1000 * together:.0f}" for n, together, _ in points}
+        (few, first, _), (many, last, _) = points[0], points[-1]
+        further = (many * last - few * first) / (many - few)
+        shown = [*(cells.get(n, "") for n in counts), f"{1000 * (first - further):.0f}", f"{1000 * further:.0f}"]
+        rows.append(f"| {model} | {prompt} | {' | '.join(shown)} |")
+    return "\n".join(rows)
+
+
+def gains(document: Mapping[str, Any]) -> str:
+    """Return a table of (one at a time / in one batch): of a step, and of its phases at the largest N."""
+    counts = sorted({r["agents"] for r in document["results"]})
+    heads = [*(f"N = {n}" for n in counts), *(f"{phase}, N = {counts[-1]}" for phase in ("rollout", "update"))]
+    rows = [f"| model | prompt | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
+    for model, prompt in lines(document):
+        own = {
+            r["agents"]: r
+            for r in document["results"]
+            if r["prompt_tokens"] == prompt and model.startswith(f"{r['model']} ")
+        }
+        last = own[counts[-1]]
+        found = [*(own[n]["step"]["gain"] for n in counts), last["rollout"]["gain"], last["learn"]["gain"]]
+        cells = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in found)
+        rows.append(f"| {model} | {prompt} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 def drawn(document: Mapping[str, Any], out: Path) -> None:
@@ -57,7 +93,9 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=ROOT / "benchmarking" / "results" / "population_cpu.json")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "speed.svg")
     arguments = parser.parse_args()
-    drawn(json.loads(arguments.file.read_text()), arguments.out)
+    document = json.loads(arguments.file.read_text())
+    drawn(document, arguments.out)
+    print(f"{costs(document)}\n\n{gains(document)}\n")
     print(f"written: {arguments.out}")
 
 
