@@ -44,7 +44,7 @@ import transformers  # noqa: E402
 from benchmarking.peer_arm import Turns, written_model  # noqa: E402
 from benchmarking.population import Bench  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
-from benchmarking.roofline import SIZES, made_model, surroundings, written  # noqa: E402
+from benchmarking.roofline import SIZES, made_model, named, surroundings, written  # noqa: E402
 
 ARMS = ("trl", "ours", "together", "alone")
 RATIOS: dict[str, Callable[[Mapping[str, float], int], float]] = {
@@ -160,18 +160,14 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         for name, arm in r["arms"].items():
             tokens = f"{arm['tokens']['with_gradient']:,} | {arm['tokens']['without_gradient']:,}"
             lines.append(
-                f"| {_size(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
+                f"| {named(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
                 f"{arm['peak_bytes'] / 2**20:,.0f} |"
             )
     lines += ["", f"| model | prompt | {' | '.join(RATIOS)} |", "|---|---" + "|---" * len(RATIOS) + "|"]
     for r in results:
         found = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in r["ratios"].values())
-        lines.append(f"| {_size(r)} | {r['prompt_tokens']} | {' | '.join(found)} |")
+        lines.append(f"| {named(r)} | {r['prompt_tokens']} | {' | '.join(found)} |")
     return "\n".join(lines)
-
-
-def _size(result: Mapping[str, Any]) -> str:
-    return f"{result['model']} ({result['parameters'] / 1e6:.2f}M)"
 
 
 def versions(python: str) -> dict[str, str]:

@@ -8,16 +8,21 @@ tables.
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("svg")
-import matplotlib.pyplot as plt
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+mpl.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter  # noqa: E402
+
+from benchmarking.roofline import named  # noqa: E402
+
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e", "#b8860b", "#555555")
 
 
@@ -27,7 +32,7 @@ def lines(document: Mapping[str, Any]) -> dict[tuple[str, int], list[tuple[int, 
     for r in sorted(document["results"], key=lambda r: r["agents"]):
         step, count = r["step"], r["agents"]
         point = (count, step["batched"] / count, step["one_at_a_time"] / count)
-        found.setdefault((f"{r['model']} ({r['parameters'] / 1e6:.2f}M)", r["prompt_tokens"]), []).append(point)
+        found.setdefault((named(r), r["prompt_tokens"]), []).append(point)
     return found
 
 
@@ -54,11 +59,7 @@ def gains(document: Mapping[str, Any]) -> str:
     heads = [*(f"N = {n}" for n in counts), *(f"{phase}, N = {counts[-1]}" for phase in ("rollout", "update"))]
     rows = [f"| model | prompt | {' | '.join(heads)} |", "|---|---|" + "---|" * len(heads)]
     for model, prompt in lines(document):
-        own = {
-            r["agents"]: r
-            for r in document["results"]
-            if r["prompt_tokens"] == prompt and model.startswith(f"{r['model']} ")
-        }
+        own = {r["agents"]: r for r in document["results"] if (named(r), r["prompt_tokens"]) == (model, prompt)}
         last = own[counts[-1]]
         found = [*(own[n]["step"]["gain"] for n in counts), last["rollout"]["gain"], last["learn"]["gain"]]
         cells = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in found)
@@ -75,13 +76,17 @@ def drawn(document: Mapping[str, Any], out: Path) -> None:
     for ((model, prompt), points), colour in zip(lines(document).items(), COLOURS):
         agents = [n for n, _, _ in points]
         name = f"{model}, prompts of {prompt}"
-        axes.plot(agents, [together for _, together, _ in points], "o-", color=colour, label=name)
-        axes.plot(agents, [alone for _, _, alone in points], "--", color=colour, linewidth=1)
+        axes.plot(agents, [1000 * together for _, together, _ in points], "o-", color=colour, label=name)
+        axes.plot(agents, [1000 * alone for _, _, alone in points], "--", color=colour, linewidth=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(n) for n in counts])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 4)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(bottom=40)
     axes.set_xlabel("agents N (solid: in one batch; dashed: one at a time)")
-    axes.set_ylabel("CPU seconds of a step for each agent")
+    axes.set_ylabel("CPU milliseconds of a step, for each agent")
     axes.grid(True, which="both", linewidth=0.3)
     axes.legend(frameon=False)
     figure.savefig(out, metadata={"Date": None})

@@ -322,6 +322,12 @@ def surroundings(rounds: int) -> dict[str, Any]:
     }
 
 
+def named(result: Mapping[str, Any]) -> str:
+    """Return the model's name, with its size if that does not say it."""
+    name, size = str(result["model"]), f"{result['parameters'] / 1e6:.2f}M"
+    return name if name[0].isdigit() else f"{name} ({size})"
+
+
 def written(path: Path, document: dict[str, Any]) -> None:
     """Write a JSON file, whole or not at all."""
     half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
