@@ -322,7 +322,7 @@ def surroundings(rounds: int) -> dict[str, Any]:
     }
 
 
-def named(result: Mapping[str, Any]) -> str:
+def named(result: dict[str, Any]) -> str:
     """Return the model's name, with its size if that does not say it."""
     name, size = str(result["model"]), f"{result['parameters'] / 1e6:.2f}M"
     return name if name[0].isdigit() else f"{name} ({size})"
