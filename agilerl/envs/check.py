@@ -243,7 +243,7 @@ def _hides_a_difference(env: TextEnv) -> bool:
         env.reset(seed=seed)
         states.append(dict(_leaves(vars(env.unwrapped) | vars(env), "", set())))
     return any(
-        states[0].get(place) != value and (states[0].get(place), value) != ("0", str(seed))  # a stored copy of the seed
+        states[0].get(place) != value and (states[0].get(place), value) != ("0", str(seed))  # not a copy of the seed
         for seed, state in enumerate(states)
         for place, value in state.items()
     )

@@ -243,7 +243,7 @@ class DataGym(ABC):
 
     @abstractmethod
     def examples(self, sample: Sample) -> list[Example]:
-        """Return the examples of a row, those that belong together are adjacent."""
+        """Return the examples of a row; those that belong together are adjacent."""
 
     def __len__(self) -> int:
         """Return the number of rows of the current split."""
