@@ -69,16 +69,12 @@ class FlatRows:
         """
         queries = query[:, :, 0].index_select(0, self.queries)
         keys, values = (part[:, :, 0].index_select(0, self.keys) for part in (key, value))
-        grouped = query.shape[1] != key.shape[1]
         found, start, begin = [], 0, 0
         for block in self.blocks:
             end, stop = start + block.sequences * block.queries, begin + block.sequences * block.keys
             parts = (queries[start:end], keys[begin:stop], values[begin:stop])
             q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            answer = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=block.mask, is_causal=block.mask is None, scale=scale, enable_gqa=grouped
-            )
-            found.append(answer.transpose(1, 2).flatten(0, 1))
+            found.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
             start, begin = end, stop
         return torch.cat(found).index_select(0, self.answers).unsqueeze(1)
 
@@ -87,6 +83,28 @@ class FlatRows:
         moved = {n: getattr(self, n).to(device) for n in ("ids", "positions", "queries", "keys", "answers")}
         blocks = tuple(b._replace(mask=None if b.mask is None else b.mask.to(device)) for b in self.blocks)
         return replace(self, **moved, blocks=blocks)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return causal attention, or by a mask, of queries ``[n, heads, s, d]`` over keys ``[n, shared, t, d]``."""
+    if mask is not None and q.shape[1] != k.shape[1] and q.device.type == "cuda":
+        return fold_heads(q, k, v, mask, scale)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Return the same with the query heads of one key-value head as further queries of it.
+
+    CUDA has no fused kernel for shared heads and a mask: it would compute all scores at once.
+    """
+    n, heads, queries, width = q.shape
+    sharers = heads // k.shape[1]
+    found = torch.nn.functional.scaled_dot_product_attention(
+        q.reshape(n, k.shape[1], sharers * queries, width), k, v, attn_mask=mask.repeat(1, 1, sharers, 1), scale=scale
+    )
+    return found.reshape(n, heads, queries, v.shape[3])
 
 
 def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> FlatRows:

@@ -16,7 +16,7 @@ from transformers import Gemma3TextConfig, GemmaConfig, MistralConfig, Qwen3Conf
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.models.base import load_base
-from agilerl.models.flat import Rows, flatten
+from agilerl.models.flat import Rows, flatten, fold_heads
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 from agilerl.sizes import CPU_ROWS
 from tests.models.two_agents import with_adapters
@@ -245,6 +245,17 @@ def test_every_token_sees_its_own_row_up_to_itself(agents: list[Any], prompts: l
                 *own, is_causal=True, scale=0.5, enable_gqa=True
             )
             torch.testing.assert_close(found[places], expected[0].transpose(0, 1), atol=1e-12, rtol=0)
+
+
+def test_folded_heads_attend_as_heads_that_share() -> None:
+    """What a GPU computes, here on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, heads, length, 8, generator=g) for heads, length in ((6, 5), (2, 9), (2, 9)))
+    mask = torch.zeros(3, 1, 5, 9).masked_fill_(torch.rand(3, 1, 5, 9, generator=g) < 0.3, float("-inf"))
+    mask[..., 0] = 0
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.4, enable_gqa=True)
+    torch.testing.assert_close(fold_heads(q, k, v, mask, 0.4), expected)
+    torch.testing.assert_close(fold_heads(q, k, v, mask[:1], 0.4)[:1], expected[:1])
 
 
 def test_calls_of_attention_are_few_where_bits_do_not_count() -> None:
