@@ -39,11 +39,11 @@ def chosen(written: str, known: Collection[str], family: Collection[str]) -> lis
             raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, known)}")
         if choice is not None and name not in family:
             raise ConfigError(
-                f"algorithm.name={shown(written)}: an agent cannot become {name} or cease to be it; choose among "
+                f"algorithm.name={shown(written)}: an agent cannot switch to or from {name}; choose among "
                 f"{', '.join(family)}"
             )
     if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
-        raise ConfigError(f"algorithm.name={shown(written)}: a choice is among at least two different algorithms")
+        raise ConfigError(f"algorithm.name={shown(written)}: a choice needs at least two different algorithms")
     return names
 
 
