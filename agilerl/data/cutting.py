@@ -39,25 +39,27 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
     prompts = batch.prompts if flat else None
     if prompts is not None:
         units = units[prompts.of[units[:, 0]].argsort(stable=True)]
-    lengths, of = batch.lengths.tolist(), [] if prompts is None else prompts.of.tolist()
-    shared = [] if prompts is None else prompts.lengths.tolist()
-    limit = max(1, (most.rows or len(rows)) // unit_rows)
-    found: list[list[list[int]]] = []
-    spent, known = 0.0, -1
-    for unit in units.tolist():
-        whole = again = 0.0
+    of = [-1] * len(batch) if prompts is None else prompts.of.tolist()
+    again = [] if prompts is None else (prompts.lengths * (1 - _COPIED)).tolist()
+    lengths = batch.lengths.tolist() if flat else [batch.ids.shape[1]] * len(batch)
+
+    def cost(unit: list[int], there: set[int]) -> float:
+        """Return what some rows add to a pass in which some prompts are; these become more."""
+        tokens = 0.0
         for row in unit:
-            if prompts is None:
-                whole, again = whole + batch.ids.shape[1], again + batch.ids.shape[1]
-                continue
-            prompt = shared[of[row]] if of[row] >= 0 else 0
-            whole += lengths[row] - (prompt * (1 - _COPIED) if whole else 0)
-            again += lengths[row] - prompt * (1 - _COPIED)
-        cost = again if prompts is not None and of[unit[0]] == known else whole
-        if not found or len(found[-1]) == limit or (most.tokens is not None and spent + cost > most.tokens):
+            tokens += lengths[row] - (again[of[row]] if of[row] in there else 0)
+            there.update([of[row]] if of[row] >= 0 else [])
+        return tokens
+
+    limit = max(1, (most.rows or len(rows)) // unit_rows)
+    found: list[list[list[int]]] = [[]]
+    spent, there = 0.0, set[int]()
+    for unit in units.tolist():
+        more = cost(unit, there)
+        if found[-1] and (len(found[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
             found.append([])
-            spent, cost = 0.0, whole
+            there = set()
+            spent, more = 0.0, cost(unit, there)
         found[-1].append(unit)
-        spent += cost
-        known = of[unit[0]] if prompts is not None else -1
+        spent += more
     return [torch.tensor(part).flatten() for part in found]

@@ -324,6 +324,12 @@ def test_micro_batches_hold_every_row_once_within_the_limits(
         assert tokens is None or cost <= tokens or len(part) == unit
 
 
+def test_rows_of_a_unit_with_different_prompts_count_both() -> None:
+    batch = batch_of(0, (1, 8), [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1)])
+    for part in cut(batch, torch.arange(10).flip(0), MicroBatch(None, 8, 2), flat=True):
+        assert len(part) == 2 or batch.select(part).distinct_tokens <= 8
+
+
 def test_rows_of_one_prompt_stay_together() -> None:
     batch = batch_of(0, (30, 20, 10), [(i % 3, 5) for i in range(12)])
     parts = cut(batch, torch.arange(12), MicroBatch(4), flat=True)

@@ -85,10 +85,11 @@ def test_outlier_columns_of_the_whole_batch_do_reach_the_other_agents(folder: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_and_the_embeddings_keep_their_type_and_all_is_counted(kind: str, folder: Path) -> None:
-    base, plain = make_runtime(load(folder, kind)).base, make_runtime(load(folder, None)).base
+    runtime = make_runtime(load(folder, kind))
+    base, plain = runtime.base, make_runtime(load(folder, None)).base
     assert base.model.lm_head.weight.dtype == base.model.get_input_embeddings().weight.dtype == torch.float32
     assert base.parameters == plain.parameters
-    linear = sum(layer.in_features * layer.out_features for layer in base.store.layers)
+    linear = sum(layer.in_features * layer.out_features for layer in runtime.store.layers)
     saved = plain.weight_bytes - base.weight_bytes
     bits = {"nf4": 4, "fp4": 4, "int8": 8}[kind]
     assert saved == pytest.approx(linear * (4 - bits / 8), rel=0.1)  # the scales are the rest
