@@ -46,8 +46,9 @@ class Share:
         busy = self.rows if idle is None else self.rows[~idle[self.rows]]
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
-        runtime = self.agent.runtime
-        most = self.most.at_most(runtime.limits.train_tokens)
+        runtime, limit = self.agent.runtime, self.agent.runtime.limits.train_tokens
+        # A critic reads the tokens once more, in the same pass.
+        most = self.most.at_most(limit if limit is None or self.agent.critic_slot is None else max(1, limit // 2))
         if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
             most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
         return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped

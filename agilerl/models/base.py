@@ -98,7 +98,15 @@ class BaseModel:
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
         self.flattens = False
-        """Whether rows can be computed in one line, without padding; see :meth:`configure`."""
+
+    @property
+    def flattens(self) -> bool:
+        """Whether rows can be computed in one line, without padding; :meth:`configure` finds out."""
+        return self._flattens and self.model.config._attn_implementation == "sdpa"
+
+    @flattens.setter
+    def flattens(self, value: bool) -> None:
+        self._flattens = value
 
     @property
     def device(self) -> torch.device:
@@ -202,12 +210,20 @@ class BaseModel:
 
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows."""
+        asked = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+            asked.append(1)
             return rows.attend(query, key, value, scale)
 
         mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
-        return self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask, **kwargs)[:, 0]
+        hidden = self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask, **kwargs)
+        if len(asked) < self.num_layers:  # each token would have attended to itself alone
+            raise EngineError(
+                f"the attention of {type(self.model).__name__} was changed after its adapters were attached; set it "
+                "with attn_implementation (network.attn_implementation) instead, or load the model again"
+            )
+        return hidden[:, 0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[M, V]`` in fp32 of hidden states ``[M, H]``."""
@@ -261,6 +277,10 @@ class BaseModel:
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         if any(window and window < self.context_length for window in windows):
             return False  # no row here is long enough to show it
+        ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+        if kinds & {"longrope", "dynamic"}:
+            return False  # the longest row of a pass decides how all of them are rotated
         if self.model.config._attn_implementation != "sdpa" or self.options.torch_compiler is not None:
             return False
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
@@ -269,7 +289,7 @@ class BaseModel:
         rows = flatten([Rows(ids, lengths, prompts)], self.dtype, exact=True).to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]
-        except (RuntimeError, ValueError, TypeError, IndexError):  # a model that does not pass our mask on
+        except (EngineError, RuntimeError, ValueError, TypeError, IndexError):  # a model that does not pass our mask on
             return False
         usual, keep = self.hidden(ids.to(self.device)), torch.arange(12) < lengths[:, None]
         return _apart(found, usual, keep.to(self.device)) < _SAME[self.dtype]

@@ -86,8 +86,13 @@ class Ask:
 
 @dataclass
 class Conversation:
-    """What an engine may keep of one conversation from a completion to the next one. It belongs to who leads it."""
+    """What an engine may keep of one conversation from a completion to the next one. It belongs to who leads it.
 
+    It is for one policy: a slot that learns in between needs a new one.
+    """
+
+    slot: int | None = None
+    """Adapter slot that computed what is kept."""
     token_ids: Sequence[int] = ()
     """Tokens whose keys and values are kept."""
     kept: Any = None

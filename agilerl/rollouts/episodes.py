@@ -123,7 +123,7 @@ def _complete(engine: RolloutEngine, live: Sequence[_Playing], turn: int) -> lis
 def _let_engine_keep(playing: Sequence[_Playing]) -> None:
     """Let the engine keep the caches of episodes from turn to turn, for agents with few enough to hold them in memory.
 
-    It depends on the agent alone: what was kept decides the last bits of what follows.
+    It does not depend on other agents: what was kept decides the last bits of what follows.
     """
     of_slot = Counter(p.ask.slot for p in playing)
     for p in playing:

@@ -91,6 +91,12 @@ class TorchEngine:
                 waiting[:0] = self._batches({unit.slot: unit.rows for unit in batch})
                 continue
             done = attempt(partial(_decode, self, requests, batch))
+            kept = [r.conversation for r in requests if r.conversation is not None and r.conversation.kept is not None]
+            if done is None and kept:  # computing these tokens again needs less memory than keeping them
+                for conversation in kept:
+                    conversation.token_ids, conversation.kept = (), None
+                waiting.insert(0, batch)
+                continue
             if done is None and count > 1:
                 self.limits.decode_rows = count // 2
                 waiting.insert(0, batch)
@@ -190,7 +196,12 @@ class _Decoder:
             request, count = self.requests[self.rows[row][0]], self.produced[row]
             assert request.conversation is not None
             said = self.tokens[row, : count - 1].tolist()
-            request.conversation.token_ids, request.conversation.kept = [*request.prompt_ids, *said], kept
+            conversation = request.conversation
+            conversation.slot, conversation.token_ids, conversation.kept = (
+                request.slot,
+                [*request.prompt_ids, *said],
+                kept,
+            )
         return self.rows, [self._completion(i) for i in range(len(self.rows))]
 
     def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:
@@ -315,7 +326,8 @@ class _Decoder:
 
 def _known(request: GenerationRequest) -> int:
     """Return how many tokens at the beginning of a prompt its conversation has kept, at most all but the last one."""
-    said = request.conversation.token_ids if request.conversation is not None else ()
+    conversation = request.conversation
+    said = conversation.token_ids if conversation is not None and conversation.slot == request.slot else ()
     prompt = request.prompt_ids[: len(request.prompt_ids) - 1]
     if list(said[: len(prompt)]) == list(prompt[: len(said)]):
         return min(len(said), len(prompt))

@@ -137,6 +137,17 @@ def test_every_algorithm_goes_on_where_memory_runs_out_again_and_again(kind: Any
     assert [agent.skipped_steps for agent in population.agents] == [0, 0]
 
 
+@pytest.mark.parametrize("flattens", [True, False])
+def test_a_critic_s_second_reading_is_halved_too(flattens: bool) -> None:
+    population = make_population(1, PPO)
+    population.runtime.base.flattens = flattens
+    rollout = population.rollout()
+    limit = 64 if flattens else 4
+    with short_of_memory(population, Shortage(lambda call, tokens, slots: tokens > limit), "forward"):
+        population.learn(rollout)
+    assert population.agents[0].outcome == "ok"
+
+
 @pytest.mark.parametrize(("kind", "wrapped"), [(SFT, SFTTask), (DPO, PreferenceTask)])
 def test_data_goes_on_in_smaller_passes_too(kind: Any, wrapped: Any) -> None:
     class Pairs(ConstantTarget):

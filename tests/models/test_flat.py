@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from torch import Tensor
 from transformers import Gemma3TextConfig, GemmaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
+from agilerl.errors import EngineError
 from agilerl.models.base import load_base
 from agilerl.models.flat import Rows, flatten, fold_heads
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
@@ -274,8 +277,9 @@ def test_calls_of_attention_are_few_where_bits_do_not_count() -> None:
         (qwen2(), {"attn_implementation": "eager"}),
         (small(MistralConfig, sliding_window=100), {}),  # longer than any row that could be tried
         (small(MistralConfig, sliding_window=8), {}),
+        (llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), {}),
     ],
-    ids=["another kernel", "a window", "a short window"],
+    ids=["another kernel", "a window", "a short window", "rotations by the longest row"],
 )
 def test_other_models_keep_their_padding(config: Any, options: Any) -> None:
     runtime = runtime_of(random_model(config), **options)
@@ -287,6 +291,19 @@ def test_other_models_keep_their_padding(config: Any, options: Any) -> None:
     )
     runtime.forward([part])
     assert seen == [part.batch.ids.shape]
+
+
+@pytest.mark.model
+def test_attention_that_is_changed_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, part = runtime_of(random_model()), parts_of(two_batches())[0]
+    expected, _ = computed(runtime, [part])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
+    with pytest.raises(EngineError, match="attn_implementation"):
+        runtime.forward([part])
+    monkeypatch.undo()
+    runtime.base.model.set_attn_implementation("eager")
+    assert not runtime.base.flattens
+    assert_near(computed(runtime, [part])[0], expected, 2e-4)
 
 
 @pytest.mark.model

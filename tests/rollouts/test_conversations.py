@@ -110,7 +110,7 @@ def test_a_history_that_was_rewritten_is_computed_from_there(runtime: Runtime) -
 
 
 def test_nothing_is_kept_of_a_batch_that_fails(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed again in smaller batches, from what was kept before."""
+    """It is computed again, first without what was kept before."""
     expected, step, steps = play(runtime), torch_engine._Decoder._step, []
 
     def short_of_memory(decoder: Any, *arguments: Any) -> torch.Tensor:
@@ -122,10 +122,33 @@ def test_nothing_is_kept_of_a_batch_that_fails(runtime: Runtime, monkeypatch: py
     monkeypatch.setattr(torch_engine._Decoder, "_step", short_of_memory)
     found = play(runtime)
     assert steps[6] == 6
-    assert runtime.limits.decode_rows == 3
-    runtime.limits.decode_rows = None
+    assert runtime.limits.decode_rows is None  # what was kept of the turn before made room enough
     for ours, theirs in zip(found, expected):
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_what_was_kept_is_given_up_before_a_row_is(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, join = play(runtime), torch_engine._kept
+
+    def short_of_memory(*arguments: Any) -> Any:
+        found = join(*arguments)
+        if found is not None:
+            raise MemoryError
+        return found
+
+    monkeypatch.setattr(torch_engine, "_kept", short_of_memory)
+    for ours, theirs in zip(play(runtime), expected):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert runtime.limits.decode_rows is None
+
+
+def test_another_agent_does_not_read_what_was_kept(runtime: Runtime) -> None:
+    conversation, text = Conversation(), prompt(0, 12)
+    runtime.engine.generate(turn(0, [text], [conversation]))
+    settings = SamplingSettings(max_new_tokens=4)
+    asked = [GenerationRequest(2, text, 1, settings, key=(7,), conversation=c) for c in (conversation, None)]
+    found = [runtime.engine.generate([one])[0][0].logprobs for one in asked]
+    assert found[0] == found[1]
 
 
 def test_a_base_that_pads_its_rows_keeps_nothing() -> None:
