@@ -55,7 +55,7 @@ MISSPELT = {
     "a value": ("training.dtype=float23", "training.dtype: input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
     "an algorithm": ("algorithm.name=GRPPO", "algorithm.name='GRPPO' is unknown; did you mean 'GRPO'?"),
     "a hyperparameter": ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'; did you mean 'group_size'?"),
-    "a choice": ("algorithm.name=choice[GRPO, PPO]", "an agent cannot become PPO or cease to be it"),
+    "a choice": ("algorithm.name=choice[GRPO, PPO]", "an agent cannot switch to or from PPO"),
     "a gene": ("mutation.rl_hp_selection={lrr: {}}", "GRPO has no hyperparameter 'lrr'; did you mean 'lr'?"),
     "an algorithm of other data": ("algorithm.name=DPO", "algorithm.name='DPO' learns from"),
 }
