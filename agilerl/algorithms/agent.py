@@ -315,10 +315,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The most that one forward pass takes of the agent's rows: the user's number, or ``MICRO_TOKENS`` tokens.
-
-        Less where memory turned out not to hold it.
-        """
+        """The most that one forward pass takes of the agent's rows: the user's number, or ``MICRO_TOKENS`` tokens."""
         given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
         return MicroBatch(None, MICRO_TOKENS, unit) if given is None else MicroBatch(given * unit, None, unit)
 

@@ -104,7 +104,7 @@ class SharedOptions(_Options):
     """Asks for Liger's fused loss. The native one is used, with a warning that says so: it is the same loss, never
     holds the logits of a batch either, and knows every setting of every algorithm."""
     use_sequence_packing: bool = False
-    """Put the rows of one agent behind each other without padding, each attending to itself alone."""
+    """Concatenate an agent's rows without padding, each attending to itself alone. SDPA needs none: it pads no rows."""
     cast_logprobs_to_fp32: bool = True
     """Reduce logits to log-probs in fp32; False does so in the type of the head, with its rounding."""
     fused_logprobs_chunk_rows: Annotated[int | None, Field(ge=16)] = None

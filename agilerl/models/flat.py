@@ -110,8 +110,8 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | Non
 def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> FlatRows:
     """Put the rows of several batches in one line; ``dtype`` is the type of attention's scores.
 
-    Each batch is filled up to a multiple of ``CPU_ROWS`` with copies of its first token, which nobody reads. A batch
-    never reads a token of another one, not even where it does not count: a NaN would spread. With ``exact``, sequences
+    Each batch is padded to a multiple of ``CPU_ROWS`` tokens with copies of its first one, which no other token attends
+    to. No index of a batch, not even a masked one, points into another batch: a NaN would spread. With ``exact``, sequences
     share an attention call only with those of equal padded lengths, so that a row's bits depend on nothing but its own
     batch; otherwise there are two calls.
     """

@@ -152,7 +152,7 @@ class _Decoder:
         self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
         self.logps = torch.zeros((len(self.rows), self.steps))
         self.kept: dict[int, Kept] = {}
-        """By row, what conversations go on with; they get it when the whole batch is done."""
+        """Keys and values of finished rows; handed to their conversations once the whole batch has succeeded."""
         self.ended: list[str] = [""] * len(self.rows)
         self.produced = [0] * len(self.rows)
 
@@ -197,11 +197,8 @@ class _Decoder:
             assert request.conversation is not None
             said = self.tokens[row, : count - 1].tolist()
             conversation = request.conversation
-            conversation.slot, conversation.token_ids, conversation.kept = (
-                request.slot,
-                [*request.prompt_ids, *said],
-                kept,
-            )
+            conversation.slot, conversation.kept = request.slot, kept
+            conversation.token_ids = [*request.prompt_ids, *said]
         return self.rows, [self._completion(i) for i in range(len(self.rows))]
 
     def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:

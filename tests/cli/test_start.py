@@ -188,7 +188,7 @@ def test_garbage_waits_while_a_command_loads(monkeypatch: pytest.MonkeyPatch) ->
     process_settings.apply()
     process_settings.loading_done()
     assert gc.get_freeze_count() == first
-    gc.disable()  # somebody else's wish
+    gc.disable()  # as a caller may have done for its own reasons
     process_settings.loading_done()
     assert not gc.isenabled()
 
