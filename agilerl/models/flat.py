@@ -111,9 +111,9 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     """Put the rows of several batches in one line; ``dtype`` is the type of attention's scores.
 
     Each batch is padded to a multiple of ``CPU_ROWS`` tokens with copies of its first one, which no other token attends
-    to. No index of a batch, not even a masked one, points into another batch: a NaN would spread. With ``exact``, sequences
-    share an attention call only with those of equal padded lengths, so that a row's bits depend on nothing but its own
-    batch; otherwise there are two calls.
+    to. No index of a batch, not even a masked one, points into another batch: a NaN would spread. With ``exact``,
+    sequences share an attention call only with those of equal padded lengths, so that a row's bits depend on nothing
+    but its own batch; otherwise there are two calls.
     """
     begin = 0
     ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
