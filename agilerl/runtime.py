@@ -38,12 +38,13 @@ from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import shard_base
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.models.targets import lora_layers
+from agilerl.planning.activations import Widths, pass_tokens
 from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.collect import Collected, collect, generate_beside
 from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
-from agilerl.sizes import MAX_ROWS, MAX_TOKENS
+from agilerl.sizes import MAX_ROWS
 
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 
@@ -75,8 +76,8 @@ class Runtime:
     """One frozen base, N adapter slots, one engine.
 
     Every agent built on the same model object borrows the same runtime, so a population never holds a second copy
-    of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it).
-    ``options`` are those of the base; what is set there, no agent can change.
+    of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it);
+    None: ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change.
     """
 
     @checked
@@ -87,7 +88,7 @@ class Runtime:
         lora_config: Any = None,
         tokenizer: Any = None,
         seed: Seed = 42,
-        max_tokens: Count = MAX_TOKENS,
+        max_tokens: Count | None = None,
         max_rows: Count = MAX_ROWS,
         options: SharedOptions | None = None,
     ) -> None:
@@ -239,6 +240,14 @@ class Runtime:
             own=own,
             offload=options.use_memory_efficient_params,
         )
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of one training forward that suit the base and the device; the most of an agent's micro-batch."""
+        device = self.base.device
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        checkpointing = self.options.gradient_checkpointing
+        return pass_tokens(Widths.of(self.base), checkpointing=checkpointing, memory=memory)
 
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"

@@ -10,10 +10,9 @@ call have equal padded lengths where bits count."""
 CPU_ROWS = 16
 """On a CPU, rows of a matrix product are padded to a multiple of this: with fewer rows (and in fp64 on some CPUs with a
 number of rows that is not a multiple of four) kernels add a row's terms in a different order."""
-MICRO_TOKENS = 4096
-"""Tokens of one agent's micro-batch if the user gives no size: enough to fill a core, but small in memory."""
-MAX_TOKENS = 4096
-"""Default of ``training.max_tokens_in_flight``: the most tokens of a training forward of several agents."""
+PASS_TOKENS = 2048
+"""The most tokens of a training forward on a CPU if the user gives no size: enough to fill a core. More no longer fit
+its caches, and take longer."""
 MAX_ROWS = 1024
 """Default of ``training.max_rows_in_flight``: the most rows that are decoded at once."""
 UNIT_ROWS = 256

@@ -42,7 +42,7 @@ from agilerl.hpo.mutation import Mutations  # noqa: E402
 from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E402
 from agilerl.population import Population  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
-from agilerl.sizes import MAX_ROWS, MAX_TOKENS, padded_length  # noqa: E402
+from agilerl.sizes import MAX_ROWS, padded_length  # noqa: E402
 from benchmarking.peer_arm import prompt_ids, reward_of, written_tokenizer  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import (  # noqa: E402
@@ -85,7 +85,7 @@ class Bench:
         load: Mapping[str, int],
         *,
         max_rows: int = MAX_ROWS,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int | None = None,
         folder: str | None = None,
     ) -> None:
         lora = LoraConfig(

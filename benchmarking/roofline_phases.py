@@ -17,7 +17,6 @@ from agilerl.functional import MetricReducer
 from agilerl.models.base import from_model
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
-from agilerl.sizes import MAX_TOKENS
 
 
 class Bench:
@@ -29,7 +28,7 @@ class Bench:
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         base = from_model(model, "model")
         self.shape = shape_of(model, lora, name="model", width=base.dtype.itemsize)
-        self.runtime = Runtime(base, lora_config=lora, max_tokens=MAX_TOKENS)
+        self.runtime = Runtime(base, lora_config=lora)
         rows = load["prompts"] * load["group"]
         self.runtime.store.reserve(load["agents"] + 1)
         self.agents = [

@@ -52,7 +52,6 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.failures import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
-from agilerl.sizes import MICRO_TOKENS
 
 BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
@@ -315,9 +314,11 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The most that one forward pass takes of the agent's rows: the user's number, or ``MICRO_TOKENS`` tokens."""
+        """The most that one forward pass takes of the agent's rows: the user's number, or what suits the base."""
         given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
-        return MicroBatch(None, MICRO_TOKENS, unit) if given is None else MicroBatch(given * unit, None, unit)
+        if given is not None:
+            return MicroBatch(given * unit, None, unit)
+        return MicroBatch(None, self.runtime.pass_tokens, unit)
 
     @property
     def current_lr(self) -> float:

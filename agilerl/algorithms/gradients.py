@@ -202,8 +202,9 @@ def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
 
 def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
     """Compute each agent's micro-batches, the k-th ones of all agents together, until memory does not hold a pass."""
+    most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_tokens)
     for k in range(max((len(own) for own in pieces), default=0)):
-        for pack in _packs([own[k] for own in pieces if k < len(own)], runtime.limits.tokens(runtime.max_tokens)):
+        for pack in _packs([own[k] for own in pieces if k < len(own)], most):
             if attempt(partial(_forward_backward, runtime, pack)) is None:
                 tokens, first = sum(piece.tokens for piece in pack), pack[0]
                 return _Overflow(tokens, first.slot, len(first.rows) if len(pack) == 1 else 0)

@@ -17,7 +17,7 @@ from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft
 from agilerl.hpo.parameters import Evolve
 from agilerl.models.slots import Route
-from agilerl.sizes import MICRO_TOKENS
+from agilerl.sizes import PASS_TOKENS
 
 
 class SFTConfig(DataConfig):
@@ -95,7 +95,7 @@ class SFT(DataAlgorithm):
 
         The loss never holds the logits of all tokens, so they are computed once more, of as many rows as stay cheap.
         """
-        part = batch.select(slice(0, max(1, MICRO_TOKENS // batch.ids.shape[1])))
+        part = batch.select(slice(0, max(1, PASS_TOKENS // batch.ids.shape[1])))
         base = self.runtime.base
         ids, mask = part.ids.to(base.device), part.action_mask.to(base.device)
         with self.runtime.store.routed(Route((self.slot,), (len(part),))):

@@ -22,7 +22,7 @@ from agilerl.models.targets import lora_layers
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Workload
-from agilerl.sizes import MICRO_TOKENS
+from agilerl.sizes import PASS_TOKENS
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
 from agilerl.training.sampling import largest_rank
@@ -191,8 +191,8 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     return mean, f"prompts of {mean:,.0f} tokens: {'the first of an episode' if made.multi_turn else of_exam}"
 
 
-def workload(resolved: Resolved, found: Lengths, *, row_multiple: int = 1) -> Workload:
-    """Return the workload of a run."""
+def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
+    """Return the workload of a run; ``pass_tokens`` is the size of a forward pass that the user has not chosen."""
     config, algorithm, t = resolved.config, resolved.algorithm, resolved.config.training
     values: Mapping[str, Any] = resolved.hyperparameters.model_dump()
     from_data = algorithm.env_type != "reasoning"
@@ -217,9 +217,10 @@ def workload(resolved: Resolved, found: Lengths, *, row_multiple: int = 1) -> Wo
         iterations=t.evo_steps,
         slots=adapter_slots(config, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
-        micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else MICRO_TOKENS,
+        pass_tokens=pass_tokens,
+        micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else pass_tokens,
         row_multiple=row_multiple,
-        max_tokens=t.max_tokens_in_flight,
+        max_tokens=t.max_tokens_in_flight or pass_tokens,
         max_rows=t.max_rows_in_flight,
     )
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.running import configuration
+from agilerl.planning.activations import pass_tokens
 from agilerl.planning.footprint import SHARE, gib
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import (
@@ -25,7 +26,7 @@ from agilerl.planning.machines import (
     gpu,
 )
 from agilerl.planning.time import ITERATION, ModelShape
-from agilerl.sizes import CPU_ROWS, MICRO_TOKENS
+from agilerl.sizes import CPU_ROWS
 
 if TYPE_CHECKING:
     from agilerl.cli.forecast import Lengths
@@ -57,7 +58,10 @@ def run_plan(
     machine = measured_machine() if known is None else known
     costs = CPU_COSTS if known is None else GPU_COSTS
     found = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
-    load = workload(resolved, found, row_multiple=CPU_ROWS if known is None else 1)
+    usual = pass_tokens(
+        shape, checkpointing=resolved.options.gradient_checkpointing, memory=None if known is None else known.memory
+    )
+    load = workload(resolved, found, usual, row_multiple=CPU_ROWS if known is None else 1)
     capacity = proposed(shape, load, machine, costs, devices, vllm=resolved.options.use_vllm)
     document = _document(resolved, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
     if as_json:
@@ -119,8 +123,8 @@ def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
         f"training.max_rows_in_flight={load.max_rows}",
     ]
     # What agents take by themselves, or were told to take, may be more than fits, or less than pays.
-    usual = min(MICRO_TOKENS, load.window * length)
-    if not usual <= load.micro_tokens <= MICRO_TOKENS or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
+    usual = min(load.pass_tokens, load.window * length)
+    if not usual <= load.micro_tokens <= load.pass_tokens or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
         found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
     if load.checkpointing and not resolved.options.gradient_checkpointing:
         found.append("algorithm.gradient_checkpointing=true")

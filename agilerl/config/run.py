@@ -13,7 +13,7 @@ from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.errors import ConfigError
-from agilerl.sizes import MAX_ROWS, MAX_TOKENS
+from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
 _LARGEST_SEED = 2**63 - 1
@@ -54,8 +54,8 @@ class TrainingConfig(Section):
     """``cpu``, ``cuda`` or ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere."""
-    max_tokens_in_flight: Annotated[int, Field(ge=64)] = MAX_TOKENS
-    """Tokens of one training forward, all agents together."""
+    max_tokens_in_flight: Annotated[int | None, Field(ge=64)] = None
+    """Tokens of one training forward, all agents together. None chooses by the base's size and the device's memory."""
     max_rows_in_flight: Annotated[int, Field(ge=1)] = MAX_ROWS
     """Completions decoded at once, all agents together."""
     log_completions: Annotated[int, Field(ge=0)] = 64

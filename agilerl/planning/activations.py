@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from agilerl.sizes import TILE_BYTES
+from agilerl.sizes import PASS_TOKENS, TILE_BYTES
 
 _NORM_WIDTH = 4
 """Bytes of a number inside a norm, which computes in fp32 whatever the base's data type is."""
 _TILES = 3
 """Tiles of logits that exist at a time: the product, its log-softmax, the gradient."""
+_LEAST_PASS, _LARGEST_PASS = 512, 2**16
+"""Tokens of a training forward that is chosen by memory: fewer would read the base's weights too often."""
+_CPU_BYTES = 256 * 2**20
+"""Saved bytes of a training forward on a CPU."""
+_GPU_SHARE = 0.25
+"""Share of a GPU's memory that the saved bytes of a training forward take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +78,17 @@ def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -
     if offload:
         return 0
     return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))
+
+
+def pass_tokens(widths: Widths, *, checkpointing: bool, memory: float | None = None) -> int:
+    """Return how many tokens a training forward has if the user gives no size, an agent's micro-batch as well.
+
+    It depends on the model and on the device's whole ``memory`` in bytes (None: a CPU), never on what is free of it, so
+    that a run cuts its batches in the same way whenever it is repeated.
+    """
+    token = saved_bytes(widths, checkpointing=checkpointing)
+    room, most = (_CPU_BYTES, PASS_TOKENS) if memory is None else (_GPU_SHARE * memory, _LARGEST_PASS)
+    return int(min(max(room // token, _LEAST_PASS), most))
 
 
 def working_bytes(widths: Widths, *, restored: bool) -> float:

@@ -8,7 +8,6 @@ from agilerl.errors import ConfigError
 from agilerl.planning.footprint import SHARE, gib, memory, peak
 from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine, PhaseCost
 from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Workload, seconds, work
-from agilerl.sizes import MICRO_TOKENS
 
 _GAIN = 0.03
 """A larger batch must save this share of the time to be proposed, because it costs memory."""
@@ -171,7 +170,7 @@ def _better(best: Forecast, other: Forecast, phases: tuple[str, ...], room: floa
 def _with(load: Workload, split: Split, tokens: int, rows: int) -> Workload:
     """Return the workload with other batch sizes; few agents get larger micro-batches, to fill a forward."""
     per_agent = ceil(tokens / ceil(load.agents / split.islands))
-    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(per_agent, min(tokens, MICRO_TOKENS)))
+    return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(per_agent, min(tokens, load.pass_tokens)))
 
 
 def _doubled(start: int, most: int) -> Iterator[int]:

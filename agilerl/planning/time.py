@@ -10,7 +10,7 @@ from math import ceil, prod
 
 from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Costs, Machine
-from agilerl.sizes import MAX_ROWS, MAX_TOKENS, MICRO_TOKENS, UNIT_ROWS
+from agilerl.sizes import MAX_ROWS, PASS_TOKENS, UNIT_ROWS
 
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
@@ -94,11 +94,13 @@ class Workload:
     """Adapter slots of one agent: actor, critic, its own reference."""
     checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
-    micro_tokens: int = MICRO_TOKENS
+    pass_tokens: int = PASS_TOKENS
+    """What the next two are if the user gives no size: :func:`agilerl.planning.activations.pass_tokens`."""
+    micro_tokens: int = PASS_TOKENS
     """The most tokens of one agent in one forward pass."""
     row_multiple: int = 1
     """Batches of decoded rows are padded to a multiple of this; 16 on a CPU."""
-    max_tokens: int = MAX_TOKENS
+    max_tokens: int = PASS_TOKENS
     """``training.max_tokens_in_flight``."""
     max_rows: int = MAX_ROWS
     """``training.max_rows_in_flight``."""

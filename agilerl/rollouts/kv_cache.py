@@ -1,6 +1,7 @@
 """A key-value cache whose rows have their own lengths, so that no row is ever padded on the left."""
 
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, owner: "RaggedCache") -> None:
         super().__init__()
-        self._owner = owner
+        self._owner = proxy(owner)  # a cycle would hold the cache until garbage is collected
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -68,7 +68,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     at_once = max(sum(rows), len(agents) * config.environment.eval_prompts) / workers
     passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
-    tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens)
+    tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
     held = Held(

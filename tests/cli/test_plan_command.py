@@ -202,7 +202,7 @@ ALONE = (
     [
         ((), False),  # an agent's step is smaller than the micro-batch that it takes by itself
         (("algorithm.micro_batch_size_per_gpu=9",), True),  # not the one that was given
-        (ALONE, True),
+        (ALONE, False),  # a large one, which is also what it takes by itself
     ],
 )
 def test_the_proposed_micro_batch_is_the_planned_one(
@@ -210,15 +210,17 @@ def test_the_proposed_micro_batch_is_the_planned_one(
 ) -> None:
     found = planned(agilerl, "--gpu", "l4", *overrides)
     load = found["workload"]
-    assert load["micro_tokens"] >= 4096
+    assert load["micro_tokens"] >= 2048
     expected = load["micro_tokens"] // ceil(load["prompt"] + load["completion"])
     assert micro_batches(found["proposal"]["overrides"]) == [expected] * is_named
 
 
 def test_a_micro_batch_that_does_not_fit_is_not_left_to_the_agents(agilerl: Agilerl, seven: str) -> None:
-    lengths = ("--prompt-tokens", "300", "--completion-tokens", "600")
-    found = planned(agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpu", "l40s", *lengths)
-    assert found["workload"]["max_tokens"] < 4096
+    lengths = ("--prompt-tokens", "300", "--completion-tokens", "600", "training.pop_size=1")
+    found = planned(
+        agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpu", "l4", *lengths, "training.pop_size=1"
+    )
+    assert found["workload"]["max_tokens"] < 1024
     assert micro_batches(found["proposal"]["overrides"]) == [found["workload"]["max_tokens"] // 900]
 
 

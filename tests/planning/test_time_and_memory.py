@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agilerl.planning.activations import head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.planning.activations import head_bytes, layer_bytes, pass_tokens, saved_bytes, working_bytes
 from agilerl.planning.footprint import memory, peak
 from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
 from agilerl.planning.time import (
@@ -189,8 +189,8 @@ def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
 
 
 def test_a_forward_without_gradient_can_be_the_larger_one() -> None:
-    many = replace(LOAD, prompts=512, agents=1)  # a step is one row, but log-probs are those of 4,096 tokens at a time
-    scored = 4096 * layer_bytes(SHAPE) + head_bytes(SHAPE, 4096)
+    many = replace(LOAD, prompts=512, agents=1)  # a step is one row, but log-probs are those of 2,048 tokens at a time
+    scored = 2048 * layer_bytes(SHAPE) + head_bytes(SHAPE, 2048)
     assert memory(SHAPE, many)["training_activations"] == scored
     assert memory(SHAPE, replace(many, window=512))["training_activations"] > scored
 
@@ -235,3 +235,13 @@ def test_data_sheets_are_of_dense_products() -> None:
         assert 1e14 < sheet.flops < 3e15
         assert sheet.source.startswith("NVIDIA")
         assert sheet.flops / sheet.bandwidth > 100
+
+
+def test_the_size_of_a_pass_goes_by_the_model_and_the_device() -> None:
+    small, large = replace(SHAPE, layers=1), replace(SHAPE, layers=400, feed_forward=4000)
+    token = saved_bytes(large, checkpointing=False)
+    assert pass_tokens(small, checkpointing=False) == 2048  # of a CPU's caches
+    assert pass_tokens(large, checkpointing=False) == 512
+    assert pass_tokens(large, checkpointing=False, memory=4e4 * token) == 10_000
+    assert pass_tokens(large, checkpointing=False, memory=1e15) == 2**16
+    assert pass_tokens(large, checkpointing=True) == 2048  # of which only each layer's input is saved

@@ -1,5 +1,7 @@
 """What decoding costs, counted in operations: passes through the base, and bytes of keys and values that are copied."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts.kv_cache import RaggedCache
 from agilerl.runtime import Runtime
 from tests.tiny_models import qwen2, random_model
 
@@ -68,3 +71,22 @@ def test_a_token_of_all_agents_is_one_pass_through_the_base() -> None:
         runtime.base.body.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))  # type: ignore[misc]
         generate(runtime, 10, 7)
         assert len(calls) == 7  # the prompts, whose last states give the first token, then six tokens
+
+
+def test_keys_and_values_are_gone_when_the_completions_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the largest part of a rollout's memory; a cycle would keep them until garbage is collected."""
+    made: list[weakref.ref[RaggedCache]] = []
+
+    class Watched(RaggedCache):
+        def __init__(self, num_layers: int) -> None:
+            super().__init__(num_layers)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("agilerl.rollouts.torch_engine.RaggedCache", Watched)
+    gc.disable()
+    try:
+        generate(make_runtime(), 10, 3)
+    finally:
+        gc.enable()
+    assert made
+    assert [cache() for cache in made] == [None]

@@ -125,7 +125,10 @@ def test_each_request_gets_its_own_completions_in_order(runtime: Runtime) -> Non
     groups = engine.generate(requests)
     assert [len(group) for group in groups] == [2, 2, 2]
     assert largest_gap(runtime, requests, groups) < 1e-5
-    assert groups == engine.generate(requests)
+    # The first call also probed the adapters, and an engine's last digit may go by the rows of a batch.
+    for group, again in zip(groups, engine.generate(requests), strict=True):
+        assert [c.token_ids for c in group] == [c.token_ids for c in again]
+        assert [c.logprobs for c in group] == [pytest.approx(c.logprobs, abs=1e-5) for c in again]
     assert engine.generate([]) == []
 
 
