@@ -245,7 +245,7 @@ def _check_scalar(value: Any, name: str) -> None:
     if value.dim() != 0:
         raise ConfigError(
             f"{expected}, found shape {tuple(value.shape)}; reduce it, for instance with "
-            "agilerl.functional.aggregate(loss, inputs.mask, 'token-mean', inputs.denominator)"
+            "agilerl.functional.objectives(loss, inputs.mask, 'token-mean', inputs.denominator)"
         )
     if not value.requires_grad:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import Any
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import packed, unpacked
 from agilerl.algorithms.state import AgentState
-from agilerl.distributed.exchange import Exchange
+from agilerl.distributed.topology import Exchange
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError

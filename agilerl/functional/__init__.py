@@ -22,17 +22,18 @@ from agilerl.functional.advantages import (
     turn_advantages,
     zero_variance_groups,
 )
-from agilerl.functional.aggregate import LOSS_NORM_ALIASES, LossNorm, aggregate, aggregate_rows, normaliser
-from agilerl.functional.kl import (
-    KLEstimator,
-    adaptive_kl_coefficient,
-    kl_estimate,
-    kl_shaped_advantages,
-)
 from agilerl.functional.logprobs import linear_logprobs, token_entropy, token_logprobs
 from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, masked_whiten, top_entropy_mask
 from agilerl.functional.objectives import (
+    LOSS_NORM_ALIASES,
     Divergence,
+    KLEstimator,
+    LossNorm,
+    MismatchMode,
+    PoolingLevel,
+    adaptive_kl_coefficient,
+    aggregate,
+    aggregate_rows,
     cispo,
     clip_regions,
     clipped_surrogate,
@@ -40,6 +41,13 @@ from agilerl.functional.objectives import (
     divergence_region,
     dppo,
     explained_variance,
+    importance_ratio,
+    kl_estimate,
+    kl_shaped_advantages,
+    log_ratio,
+    mismatch_weights,
+    normaliser,
+    pool_log_ratio,
     reinforce,
     sft,
     value_clip_region,
@@ -52,14 +60,6 @@ from agilerl.functional.preference import (
     preference_loss,
     preference_metrics,
     preference_scores,
-)
-from agilerl.functional.ratios import (
-    MismatchMode,
-    PoolingLevel,
-    importance_ratio,
-    log_ratio,
-    mismatch_weights,
-    pool_log_ratio,
 )
 from agilerl.functional.reduce import MetricReducer, Reduction, Statistic
 

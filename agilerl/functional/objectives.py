@@ -1,11 +1,180 @@
-"""Objectives: a loss per token (or per pooled unit), before aggregation. Signs are those of a loss: lower is better."""
+"""The policy loss: importance ratios, KL to the reference, objectives per token, and their sum over a window.
 
-from typing import Literal
+Signs are those of a loss: lower is better.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from agilerl.functional.masks import fill_masked, masked_mean
+from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, ordered_sum, spread
+
+PoolingLevel = Literal["token", "turn", "trajectory"]
+MismatchMode = Literal["off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios beyond this are cut before exp, because infinity has NaN gradients. A ratio of e^20 is beyond every clip
+bound, but for a negative advantage the plain surrogate does not clip from above (``dual_clip`` and ``delta`` do): there
+the cut alone makes the gradient 0."""
+
+
+def log_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """Return ``logp - old_logp`` ``[B, L]``, 0 where ``mask`` is False; the old log-probs carry no gradient."""
+    return fill_masked(logp, mask) - fill_masked(old_logp.detach(), mask)
+
+
+def importance_ratio(log_ratios: Tensor) -> Tensor:
+    """Return ``rho = exp(log_ratio)``, with log-ratios cut to +-20 so that value and gradient stay finite."""
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def pool_log_ratio(
+    log_ratios: Tensor,
+    mask: Tensor,
+    level: PoolingLevel,
+    *,
+    turn_ids: Tensor | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Pool log-ratios ``[B, L]`` over their unit and give the pooled value to each token of it; 0 elsewhere.
+
+    ``token``: no pooling. ``trajectory`` with ``mean``: ``(1/|o|) sum_t lr_t``, the GSPO ratio (Zheng et al., arXiv
+    2507.18071); with ``sum``: the ratio of the sequence probabilities (RLOO). ``turn``: the same over the tokens that
+    share a value of ``turn_ids`` ``[B, L]`` (-1: not an action). Differentiable: each token of a unit receives the
+    gradient of all of them. Raises ValueError for an unknown level or for turn pooling without ``turn_ids``.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', found {reduction!r}")
+    if level == "token":
+        return fill_masked(log_ratios, mask)
+    if level == "trajectory":
+        units = torch.zeros_like(mask, dtype=torch.int64)
+    elif level == "turn":
+        if turn_ids is None:
+            raise ValueError(
+                "turn-level pooling needs turn_ids [B, L]; pass them, or pool at token or trajectory level"
+            )
+        units = turn_ids
+    else:
+        raise ValueError(f"level must be 'token', 'turn' or 'trajectory', found {level!r}")
+    return _pool_units(log_ratios, mask, units, reduction)
+
+
+def _pool_units(log_ratios: Tensor, mask: Tensor, units: Tensor, reduction: str) -> Tensor:
+    number = int(units.max()) + 1 if units.numel() else 1
+    member = mask.unsqueeze(-1) & (units.unsqueeze(-1) == torch.arange(max(number, 1), device=units.device))
+    pooled = ordered_sum(fill_masked(fill_masked(log_ratios, mask).unsqueeze(-1), member), 1)
+    if reduction == "mean":
+        pooled = pooled / member.sum(1).clamp(min=1)
+    # At most one unit holds a token, so this sum has one term that is not 0.
+    return fill_masked(spread(pooled, 1, units.shape[1]), member).sum(-1)
+
+
+def mismatch_weights(
+    old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, mode: MismatchMode = "token_truncate", cap: float = 2.0
+) -> Tensor:
+    """Return the weights ``[B, L]`` that correct for a sampler whose log-probs differ from the trainer's; detached.
+
+    With ``w = exp(old - sampling)`` per token, or ``exp(sum_t (old - sampling))`` for the ``seq_`` modes:
+    ``truncate``: ``min(w, cap)``; ``mask``: ``w``, but 0 where ``w > cap``; ``off``: 1. Positions where ``mask`` is
+    False get 1. The weights multiply the policy term only, before the KL term is added. Raises ValueError for an
+    unknown mode or a cap that is not positive. Source: Yao et al., "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training" (2025).
+    """
+    if mode not in ("off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"):
+        raise ValueError(
+            f"mode must be 'off', 'token_truncate', 'token_mask', 'seq_truncate' or 'seq_mask', found {mode!r}"
+        )
+    if cap <= 0:
+        raise ValueError(f"cap must be greater than 0, found {cap}")
+    if mode == "off":
+        return torch.ones_like(old_logp, requires_grad=False)
+    difference = log_ratio(old_logp.detach(), sampling_logp, mask)
+    unit, treatment = mode.split("_")
+    weights = importance_ratio(
+        pool_log_ratio(difference, mask, "trajectory" if unit == "seq" else "token", reduction="sum")
+    )
+    weights = weights.clamp(max=cap) if treatment == "truncate" else weights.masked_fill(weights > cap, 0.0)
+    return fill_masked(weights, mask, 1.0)
+
+
+KLEstimator = Literal["k1", "k2", "k3", "k3+"]
+
+_EXP_LIMIT = 60.0  # exp of more overflows fp32 once a loss multiplies it
+
+
+def kl_estimate(
+    logp: Tensor,
+    ref_logp: Tensor,
+    estimator: KLEstimator = "k3",
+    clamp: float | None = None,
+    *,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return the per-token estimate ``[B, L]`` of KL(pi || ref) on tokens that pi has sampled.
+
+    | estimator | value | gradient |
+    |---|---|---|
+    | k1 | ``pi - ref`` | 1: zero in expectation, so useless as a loss |
+    | k2 | ``(pi - ref)^2 / 2`` | ``pi - ref`` |
+    | k3 | ``exp(ref - pi) - (ref - pi) - 1`` | ``1 - exp(ref - pi)`` |
+    | k3+ | as k3 | as k2, unbiased on policy |
+
+    Log-probs are in nats; the reference carries no gradient. ``clamp`` bounds the estimate to +-clamp (no gradient
+    beyond). Positions where ``mask`` is False give 0. Raises ValueError for an unknown estimator.
+    Source: Schulman, "Approximating KL Divergence" (2020); k3+: Liu et al., arXiv 2510.01555.
+    """
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"the KL estimator must be one of {', '.join(get_args(KLEstimator))}, found {estimator!r}")
+    # ref - pi. Reversed, k3 has a gradient of exp(5) - 1 = 147 where pi - ref is 5 instead of 1 - exp(-5) = 0.993.
+    difference = fill_masked(ref_logp.detach(), mask) - fill_masked(logp, mask)
+    if estimator == "k1":
+        kl = -difference
+    elif estimator == "k2":
+        kl = _k2(difference)
+    elif estimator == "k3":
+        kl = _k3(difference)
+    else:
+        quadratic = _k2(difference)
+        kl = _k3(difference).detach() + (quadratic - quadratic.detach())
+    return kl if clamp is None else kl.clamp(-clamp, clamp)
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return torch.expm1(difference.clamp(max=_EXP_LIMIT)) - difference
+
+
+def kl_shaped_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, beta: float | Tensor) -> Tensor:
+    """Return ``A_t + beta (mean_t kl - kl_t)`` ``[B, L]``, detached, 0 where ``mask`` is False.
+
+    The mean is over the valid tokens of the row, so a row's total advantage does not change: tokens that move further
+    from the reference than the row's average are credited less.
+    """
+    kl = fill_masked(kl.detach(), mask)
+    centred = masked_mean(kl, mask, -1).unsqueeze(-1) - kl
+    return fill_masked(fill_masked(advantages.detach(), mask) + beta * centred, mask)
+
+
+def adaptive_kl_coefficient(beta: float, kl: float, target: float, *, horizon: float, samples: int) -> float:
+    """Return the next ``beta``: ``beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon)``.
+
+    ``kl`` is the mean per-sequence KL of the last window in nats, ``horizon`` a number of samples. A KL that is not
+    finite leaves beta as it is. Raises ValueError unless target and horizon are positive.
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
+    """
+    if target <= 0 or horizon <= 0:
+        raise ValueError(f"the KL target and horizon must be greater than 0, found {target} and {horizon}")
+    error = kl / target - 1.0
+    if not abs(error) < float("inf"):
+        return beta
+    return beta * (1.0 + min(max(error, -0.2), 0.2) * samples / horizon)
+
 
 Divergence = Literal["tv", "kl"]
 
@@ -159,3 +328,66 @@ def _clip(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
     x = fill_masked(x, mask).double()
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+
+LossNorm = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "fixed-length"]
+
+LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {
+    "micro_batch": "seq-mean-token-mean",
+    "accumulation_window": "token-mean",
+    "sequence-mean-token-mean": "seq-mean-token-mean",
+    "sequence-mean-token-sum": "seq-mean-token-sum",
+}
+"""Other documented names of the aggregation modes."""
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: LossNorm, denominator: float | Tensor) -> Tensor:
+    """Return ``sum_i row_i / denominator``: the part of the window's loss that these rows contribute.
+
+    | mode | row_i | denominator (``normaliser``) | source |
+    |---|---|---|---|
+    | seq-mean-token-mean | mean over valid tokens | sequences | GRPO, arXiv 2402.03300 |
+    | token-mean | sum over valid tokens | valid tokens | DAPO, arXiv 2503.14476 |
+    | seq-mean-token-sum | sum over valid tokens | sequences | RLOO, arXiv 2402.14740 |
+    | fixed-length | sum over valid tokens | sequences * max_length | Dr.GRPO, arXiv 2503.20783 |
+
+    ``loss`` and ``mask`` are ``[B, L]``. The denominator counts the whole window, so the parts of any split into
+    micro-batches add up to the same loss and gradient. It is a number, or ``[B]`` if the rows belong to agents with
+    different windows. A denominator of 0 (a window without valid tokens) gives 0.
+    """
+    rows = aggregate_rows(loss, mask, mode)
+    limit = _as_tensor_like(denominator, rows)
+    return (rows / limit.masked_fill(limit == 0, 1.0)).sum()
+
+
+def aggregate_rows(loss: Tensor, mask: Tensor, mode: LossNorm) -> Tensor:
+    """Return each row's term ``[B]`` before the denominator; 0 for a row without a valid token."""
+    _check_mode(mode)
+    return masked_mean(loss, mask, -1) if mode == "seq-mean-token-mean" else masked_sum(loss, mask, -1)
+
+
+def normaliser(mask: Tensor, mode: LossNorm, *, max_length: int | None = None) -> float:
+    """Return the denominator that belongs to ``mode`` and to the mask ``[B, L]`` of a whole optimizer window.
+
+    It is additive: the sum over micro-batches or ranks is the value of all their rows together. Rows without a valid
+    token count as sequences. ``fixed-length`` needs ``max_length``, the longest completion that can be sampled, in
+    tokens; without it ValueError is raised.
+    """
+    _check_mode(mode)
+    if mode == "token-mean":
+        return float(mask.sum())
+    if mode != "fixed-length":
+        return float(mask.shape[0])
+    if max_length is None or max_length < 1:
+        raise ValueError(f"fixed-length aggregation needs max_length of at least 1 token, found {max_length}")
+    return float(mask.shape[0] * max_length)
+
+
+def _as_tensor_like(value: float | Tensor, like: Tensor) -> Tensor:
+    """Give a number or tensor the dtype and device of ``like``, so that both divide with the same arithmetic."""
+    return value.detach().to(like) if isinstance(value, Tensor) else like.new_tensor(value)
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(LossNorm):
+        raise ValueError(f"loss_norm must be one of {', '.join(get_args(LossNorm))}, found {mode!r}")

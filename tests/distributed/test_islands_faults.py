@@ -11,8 +11,7 @@ import pytest
 
 from agilerl.config.distributed import DistributedConfig, asked_for, by_accelerate
 from agilerl.config.manifest import load_manifest
-from agilerl.distributed.exchange import Exchange
-from agilerl.distributed.topology import SOLITARY, Topology, arranged, local_share
+from agilerl.distributed.topology import SOLITARY, Exchange, Topology, arranged, local_share
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from tests.distributed.together import check_a_loss_is_noticed, descendants, ends, kill, started, wait_for

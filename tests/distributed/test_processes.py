@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
-from agilerl.distributed.exchange import Exchange
+from agilerl.distributed.topology import Exchange
 from agilerl.errors import ConfigError, EngineError
 from agilerl.processes import ALONE, Processes, joined
 from tests.programs import Program

@@ -6,8 +6,7 @@ import pytest
 
 from agilerl.algorithms import CISPO, GRPO
 from agilerl.config.manifest import load_manifest
-from agilerl.distributed.exchange import Exchange
-from agilerl.distributed.topology import SOLITARY, Topology
+from agilerl.distributed.topology import SOLITARY, Exchange, Topology
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.training.resolved import resolve
