@@ -7,7 +7,7 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.process_settings import described
-from agilerl.runs.environment import collect_hardware, collect_versions
+from agilerl.runs.directory import collect_hardware, collect_versions
 
 
 def run_env(*, as_json: bool) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import yaml
 
-from agilerl.report.figures import row_colour
-from agilerl.report.lineage import Family
-from agilerl.report.load import AgentRecord, RunRecord, Score, number
-from agilerl.report.tree import short_value
+from agilerl.report.figures import row_colour, short_value
+from agilerl.report.load import AgentRecord, Family, RunRecord, Score, number
 
 _WHO = {
     "base": "Base model, untrained",

@@ -1,8 +1,7 @@
 """The run directory: journal, checkpoints, completions, lock. Importing it loads neither torch nor pyarrow."""
 
 from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files
-from agilerl.runs.directory import RunDirectory, RunLayout, read_run
-from agilerl.runs.environment import collect_hardware, collect_versions
+from agilerl.runs.directory import RunDirectory, RunLayout, collect_hardware, collect_versions, read_run
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 
 __all__ = [

@@ -1,11 +1,19 @@
-"""The run directory: the paths of its parts, the lock on it, and the settings that the run was started with."""
+"""The run directory: its paths, the lock on it, the settings and the environment that the run was started with."""
 
+import fcntl
 import hashlib
+import importlib.metadata
+import os
+import platform
 import re
 import shlex
+import socket
 import stat
 import sys
+import time
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -16,9 +24,7 @@ from agilerl.errors import CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import remove_leftovers, write_json
-from agilerl.runs.environment import collect_hardware, collect_versions
 from agilerl.runs.journal import read_lines
-from agilerl.runs.lock import DirectoryLock
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
@@ -95,7 +101,7 @@ class RunLayout:
 class RunDirectory(RunLayout):
     """A run directory that this process has locked, until ``close`` or the end of a ``with`` block."""
 
-    def __init__(self, root: Path, lock: DirectoryLock, info: dict[str, Any]) -> None:
+    def __init__(self, root: Path, lock: "DirectoryLock", info: dict[str, Any]) -> None:
         super().__init__(root)
         self.info = info
         """Content of ``run.json``."""
@@ -331,3 +337,143 @@ def _is_of_interrupted_start(path: Path) -> bool:
 
 def _sha256(config: Any) -> str:
     return hashlib.sha256(strict_json.dumps(config).encode()).hexdigest()
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+
+class DirectoryLock:
+    """An exclusive lock on a file, taken at construction; the system releases it when the process dies.
+
+    Raises CheckpointError at once, with the owner's process id, if another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = _owner(descriptor)
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{path.parent} is in use by {owner}. Wait until it ends, stop it, or choose another directory."
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        self._descriptor = descriptor
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """True until ``release``."""
+        return self._descriptor is not None
+
+    def release(self) -> None:
+        """Release the lock; the file stays, because removing it would race with the next owner."""
+        if self._descriptor is not None:
+            with suppress(OSError):  # then the file keeps the name of a process that no longer holds the lock
+                os.ftruncate(self._descriptor, 0)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _owner(descriptor: int, *, patience: float = 0.3) -> str:
+    """Return which process holds the lock; waits briefly for an owner that has not written its name yet."""
+    deadline = time.monotonic() + patience
+    while True:
+        words = os.pread(descriptor, 200, 0).decode(errors="replace").split()
+        if words:
+            return f"process {words[0]}" + (f" on {words[1]}" if len(words) > 1 else "")
+        if time.monotonic() > deadline:
+            return "another process"
+        time.sleep(0.02)
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A forked worker shares the open file and its lock: it would keep the directory locked after this process dies.
+    for lock in list(_held):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# -- versions and hardware ---------------------------------------------------------------------------------------------
+
+
+_PACKAGES = ("agilerl", "torch", "transformers", "peft", "reasoning-gym", "safetensors", "numpy", "datasets")
+
+
+def collect_versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that affect results, None for those not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            version: str | None = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        versions[package.replace("-", "_")] = version
+    return versions
+
+
+def collect_hardware() -> dict[str, Any]:
+    """Return {platform, cpu, cores, memory_bytes, cuda}: ``cores`` are those that this process may use.
+
+    Imports torch to list the CUDA devices; each is {name, memory_bytes, capability}.
+    """
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "cuda": _cuda_devices(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _cuda_devices() -> list[dict[str, Any]]:
+    try:
+        import torch  # Slow to import, and only needed here.
+    except ImportError:
+        return []
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in found]

@@ -13,8 +13,7 @@ from agilerl.config.manifest import load_manifest
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.report.facts import lineage_table
-from agilerl.report.lineage import trace_family
-from agilerl.report.load import load_run
+from agilerl.report.load import load_run, trace_family
 from agilerl.report.page import render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json

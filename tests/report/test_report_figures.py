@@ -10,13 +10,13 @@ from agilerl.report.figures import (
     fitness_figure,
     hyperparameter_figure,
     hyperparameter_names,
+    short_value,
     throughput_figure,
     time_figure,
+    tree_figure,
 )
-from agilerl.report.lineage import trace_family
-from agilerl.report.load import load_run
-from agilerl.report.samples import _evenly, sample_groups
-from agilerl.report.tree import short_value, tree_figure
+from agilerl.report.load import load_run, trace_family
+from agilerl.report.page import _evenly, sample_groups
 from agilerl.runs.completions import CompletionRecord, write_completions
 
 

@@ -4,8 +4,7 @@ from itertools import pairwise
 import pytest
 from small_run import birth, fitness, train, write_run
 
-from agilerl.report.lineage import hyperparameter_at, trace_family
-from agilerl.report.load import Score, load_run
+from agilerl.report.load import Score, hyperparameter_at, load_run, trace_family
 
 
 @pytest.fixture
