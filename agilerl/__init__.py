@@ -20,9 +20,8 @@ if TYPE_CHECKING:
         PolicyLoss,
     )
     from agilerl.envs.episode_task import EpisodeTask
-    from agilerl.envs.preference import PreferenceTask
+    from agilerl.envs.examples import PreferenceTask, SFTTask
     from agilerl.envs.procedural import ReasoningGymTask
-    from agilerl.envs.sft import SFTTask
     from agilerl.hpo.mutation import Mutations
     from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
     from agilerl.hpo.tournament import TournamentSelection
@@ -75,11 +74,11 @@ _HOMES = {
     "HyperparameterConfig": "agilerl.hpo.parameters",
     "Mutations": "agilerl.hpo.mutation",
     "Population": "agilerl.population",
-    "PreferenceTask": "agilerl.envs.preference",
+    "PreferenceTask": "agilerl.envs.examples",
     "RLParameter": "agilerl.hpo.parameters",
     "ReasoningGymTask": "agilerl.envs.procedural",
     "Runtime": "agilerl.runtime",
-    "SFTTask": "agilerl.envs.sft",
+    "SFTTask": "agilerl.envs.examples",
     "TournamentSelection": "agilerl.hpo.tournament",
 }
 

@@ -4,8 +4,11 @@ Nothing in the package uses a global generator, so the number of workers, the or
 batch cannot change a draw, and resuming needs no generator state.
 """
 
+import random
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -91,3 +94,27 @@ def _philox_keys(entropy: np.ndarray) -> np.ndarray:
 def normal(seed: int, purpose: str, key: tuple[int, ...], count: int) -> np.ndarray:
     """Return ``count`` float64 standard normals of the stream ``(seed, purpose, key)``."""
     return stream(seed, purpose, *key).standard_normal(count)
+
+
+# -- the global generators, from which some third-party code draws ----------------------------------------------------
+
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def sealed(seed: int) -> Iterator[None]:
+    """Run code that uses Python's or numpy's global generator: seeded inside, left as they were outside.
+
+    Otherwise such code would not be reproducible, and would disturb the caller's random numbers. Only one thread at a
+    time is inside.
+    """
+    with _LOCK:
+        python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        try:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002

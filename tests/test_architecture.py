@@ -27,12 +27,12 @@ REEXPORTS, REEXPORT_LINES = ("llm_envs.py", "utils/*.py", "algorithms/core/*.py"
 ALLOWED: dict[str, tuple[str, ...]] = {
     "global_rng": (
         # reasoning_gym, GEM and textarena draw from the global generators: they are seeded for the call and put back.
-        "agilerl.envs.global_generators: random.seed",
-        "agilerl.envs.global_generators: random.getstate",
-        "agilerl.envs.global_generators: random.setstate",
-        "agilerl.envs.global_generators: numpy.random.seed",
-        "agilerl.envs.global_generators: numpy.random.get_state",
-        "agilerl.envs.global_generators: numpy.random.set_state",
+        "agilerl.streams: random.seed",
+        "agilerl.streams: random.getstate",
+        "agilerl.streams: random.setstate",
+        "agilerl.streams: numpy.random.seed",
+        "agilerl.streams: numpy.random.get_state",
+        "agilerl.streams: numpy.random.set_state",
     ),
     "dynamic_imports": (
         "agilerl: import_module",  # names of the package itself, imported when they are asked for

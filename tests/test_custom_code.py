@@ -16,8 +16,7 @@ from agilerl.custom_code import contained, torch_restored
 from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task
-from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.stepping import call_all
+from agilerl.envs.episode_task import EpisodeTask, call_all
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade

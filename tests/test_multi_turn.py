@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from agilerl.algorithms import GRPO, PPO, REINFORCE
 from agilerl.data import collate
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.games.guess_the_number import GuessTheNumber
+from agilerl.envs.games import GuessTheNumber
 from agilerl.envs.probes import GridNavigation
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.base import load_tokenizer

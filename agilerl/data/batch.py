@@ -86,6 +86,9 @@ class Trajectory:
         return float(sum(self.rewards))
 
 
+# -- rows as tensors --------------------------------------------------------------------------------------------------
+
+
 _SHORTEST_PROMPT = 8
 """Tokens: a shorter prompt costs more as a sequence of its own than computing it once saves."""
 
@@ -333,6 +336,9 @@ class LossInputs:
     """[b, L] the critic's values before the update."""
     returns: Tensor | None = None
     """[b, L] the targets of the critic."""
+
+
+# -- micro-batches: what one agent puts into one forward pass ---------------------------------------------------------
 
 
 _COPIED = 0.125

@@ -12,6 +12,9 @@ from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 from agilerl.processes import ALONE, Processes, joined
 
+# -- messages: plain JSON data, and errors ----------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 
@@ -122,6 +125,9 @@ class Exchange:
 def _number(value: Any) -> Any:
     """Convert a numpy number to a Python number."""
     return value.item()
+
+
+# -- islands ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 import gymnasium
 
 from agilerl.envs.core import Row, Task, score_completions
-from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
 from agilerl.envs.order import is_held_out
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
-from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.prompts import decode_completions, render_prompt
 from agilerl.envs.sources import mix, read_dataset
 from agilerl.envs.text_env import TextEnv
@@ -37,9 +36,9 @@ __all__ = [
 ]
 
 ENVIRONMENTS = {
-    "agilerl/GuessTheNumber-v0": "agilerl.envs.games.guess_the_number:GuessTheNumber",
-    "agilerl/Mastermind-v0": "agilerl.envs.games.mastermind:Mastermind",
-    "agilerl/TicTacToe-v0": "agilerl.envs.games.tic_tac_toe:TicTacToe",
+    "agilerl/GuessTheNumber-v0": "agilerl.envs.games:GuessTheNumber",
+    "agilerl/Mastermind-v0": "agilerl.envs.games:Mastermind",
+    "agilerl/TicTacToe-v0": "agilerl.envs.games:TicTacToe",
     "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
     "agilerl/Calculator-v0": "agilerl.envs.tools.environments:calculator_env",
     "agilerl/Python-v0": "agilerl.envs.tools.environments:python_env",

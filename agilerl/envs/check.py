@@ -11,7 +11,7 @@ import numpy as np
 
 from agilerl.custom_code import contained, left
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.conversation import ChatFormat, as_messages
+from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import AgileRLError, EnvError
 from agilerl.streams import stream

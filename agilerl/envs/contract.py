@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.check import ODD_ACTIONS, check_env
-from agilerl.envs.conversation import as_messages
+from agilerl.envs.prompts import as_messages
 from agilerl.envs.text_env import TextEnv
 
 Factory = Callable[[], Any]

@@ -8,8 +8,19 @@ from typing import Any
 
 from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.envs.core import Message, Row, Split, Task
-from agilerl.envs.curation import BadRows, Ruler, Sizes, check_rows, curate
-from agilerl.envs.forms import Form, Needs, Purpose, RowFaultError, Sample, form_of
+from agilerl.envs.curation import (
+    BadRows,
+    Form,
+    Needs,
+    Purpose,
+    RowFaultError,
+    Ruler,
+    Sample,
+    Sizes,
+    check_rows,
+    curate,
+    form_of,
+)
 from agilerl.envs.order import TrainingOrder, warn_of_fewer
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
-from agilerl.envs.conversation import ChatFormat, as_messages
+from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score

@@ -1,17 +1,18 @@
-"""Examples to learn from: conversations as token ids with a loss mask, and their tasks and environments."""
+"""Data to learn from: demonstrations and pairs as token ids, tasks that give them, and gyms that step through them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from agilerl.arguments import Count, Seed, Tokenizer, checked
+import numpy as np
+
+from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.envs.core import AnyTask, Place, Split, Task, TaskWrapper
-from agilerl.envs.curation import check_rows
+from agilerl.envs.core import AnyTask, Message, Place, Row, Split, Task, TaskWrapper
+from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.forms import Form, Sample
 from agilerl.envs.order import TrainingOrder
 from agilerl.envs.prompts import (
     Accelerator,
@@ -23,6 +24,7 @@ from agilerl.envs.prompts import (
 )
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
+from agilerl.streams import stream
 
 LossOn = Literal["completion", "assistant"]
 """What a conversation teaches: its last answer, or every assistant message."""
@@ -296,3 +298,182 @@ class DataGym(ABC):
         rows, form = [self._rows[self._split][place] for place in places], self._forms[self._split]
         made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(form.read(row)), group, row)]
         return collate(made, int(self.tokenizer.pad_token_id))
+
+
+# -- demonstrations: what supervised fine-tuning learns from ----------------------------------------------------------
+
+
+class SFTTask(DataTask):
+    """A task's questions with their right answers."""
+
+    kind: ClassVar[Literal["sft", "preference"]] = "sft"
+
+    @checked
+    def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
+        """Take a task; ``loss_on="assistant"`` also learns earlier assistant messages."""
+        super().__init__(task)
+        self.loss_on = _checked(loss_on)
+
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return the question and its answer."""
+        prompt = self.messages(row)
+        return [_demonstration(tokenizer, prompt, self.answer(row), self.loss_on, max_tokens)]
+
+
+class SFTGym(DataGym):
+    """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
+
+    A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
+    ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
+    ``answer`` or ``chosen``.
+    """
+
+    @checked
+    def __init__(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Tokenizer,
+        *,
+        response_column: Name = "target",
+        loss_on: LossOn = "completion",
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
+    ) -> None:
+        """Make an environment of two datasets.
+
+        Args:
+            train_dataset: anything that ``read_dataset`` takes, or a mixture.
+            test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
+            tokenizer: Hugging Face tokenizer with a pad token.
+            response_column: preferred column of the response to ``prompt``.
+            loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
+                needs an append-only chat template.
+            data_batch_size_per_gpu: rows per batch of this process, 1 or more.
+            accelerator: ``accelerate.Accelerator``; each process gets its share of every batch.
+            max_context_length: most tokens of prompt and response together.
+            seed: decides the order of training.
+
+        Raises:
+            EnvError: a dataset that is empty or lacks a column, or a malformed row.
+            ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
+        """
+        self.response_column, self.loss_on = response_column, _checked(loss_on)
+        super().__init__(
+            train_dataset,
+            test_dataset,
+            tokenizer,
+            data_batch_size_per_gpu=data_batch_size_per_gpu,
+            accelerator=accelerator,
+            max_context_length=max_context_length,
+            seed=seed,
+        )
+
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read: a conversation, else a prompt and its response."""
+        return form_of(rows.columns, "sft", rows.name, response=self.response_column)
+
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the row's conversation."""
+        prompt = as_messages(sample.prompt, "user", "the prompt")
+        response = str(sample.response)
+        return [_demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
+
+
+def _demonstration(
+    tokenizer: Any, prompt: list[Message], response: str, loss_on: LossOn, max_tokens: int | None
+) -> Example:
+    if loss_on == "completion":
+        return render_completion(tokenizer, prompt, response, max_tokens)
+    if prompt and prompt[-1]["role"] == "assistant":
+        prompt, response = prompt[:-1], prompt[-1]["content"] + response
+    return render_conversation(tokenizer, [*prompt, {"role": "assistant", "content": response}], max_tokens)
+
+
+def _checked(loss_on: LossOn) -> LossOn:
+    if loss_on not in get_args(LossOn):
+        raise ConfigError(f"expected loss_on to be one of {', '.join(get_args(LossOn))}, found {loss_on!r}")
+    return loss_on
+
+
+# -- pairs of answers, a better and a worse one: what preference optimisation learns from -----------------------------
+
+
+Mistake = Callable[[Row, np.random.Generator], str | None]
+"""``mistake(row, draws)`` returns a plausible wrong answer to a row, or None."""
+
+BLOCK = 256
+"""Wrong answers come from rows in the same block of this many training positions."""
+TRIES, MOST_TRIES = 16, 256
+
+
+class PreferenceTask(DataTask):
+    """A task's questions with the right answer as ``chosen`` and a wrong one as ``rejected``.
+
+    A row that has a ``rejected`` column keeps it; else ``mistake`` makes one; else it is another row's answer. It is
+    never the right answer, nor one that earns as much.
+    """
+
+    kind: ClassVar[Literal["sft", "preference"]] = "preference"
+
+    @checked
+    def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
+        """Take a task; ``seed`` decides the wrong answers."""
+        super().__init__(task)
+        self.mistake, self.seed = mistake, seed
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return the task's row; in training it has ``rejected``."""
+        row = super().row(split, index)
+        if split == "train" and self.task.counterexample(row) is None:
+            row = {**row, "rejected": self._rejected(row, index)}
+        return row
+
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return the question with its right and with its wrong answer."""
+        prompt, answers = self.messages(row), (self.answer(row), str(self.task.counterexample(row)))
+        return [render_completion(tokenizer, prompt, answer, max_tokens) for answer in answers]
+
+    def _rejected(self, row: Row, index: int) -> str:
+        right = self.answer(row)
+        best = self.reward(right, row)
+        for candidate in self._candidates(row, index):
+            if candidate is None or candidate.strip() == right.strip():
+                continue
+            score = self.reward(candidate, row)
+            if score is None or best is None or score < best:
+                return candidate
+        raise EnvError(
+            f"found no wrong answer to {str(row.get('question'))[:80]!r} among the answers of {MOST_TRIES} other "
+            f"training rows of {self.name}; preferences need answers that differ"
+        )
+
+    def _candidates(self, row: Row, index: int) -> Iterator[str | None]:
+        draws = stream(self.seed, "preference/mistake", index)
+        for _ in range(TRIES if self.mistake is not None else 0):
+            yield self.mistake(row, draws)  # type: ignore[misc]
+        first = index // BLOCK * BLOCK
+        for place in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
+            answer = self.task.row("train", first + int(place)).get("answer")
+            yield None if answer is None else str(answer)
+
+
+class PreferenceGym(DataGym):
+    """Batches of pairs for ``agent.learn(env.reset())``: two rows each, the chosen completion first.
+
+    A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one assistant message).
+    Without ``prompt``, ``chosen`` and ``rejected`` are whole: conversations that differ only in their last message, or
+    texts, which are split after the last whole word that they share.
+    """
+
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read."""
+        return form_of(rows.columns, "preference", rows.name)
+
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the prompt with its chosen and with its rejected completion."""
+        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
+        answers = (str(sample.response), str(sample.rejected))
+        return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]

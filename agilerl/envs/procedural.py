@@ -1,17 +1,107 @@
 """Any reasoning_gym dataset as a single-turn task: endless training problems, fixed exam and test panels."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Name, Seed, Whole, checked
+from agilerl.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
 from agilerl.envs.core import Row, Split, Task
-from agilerl.envs.curriculum import Curriculum
 from agilerl.envs.order import fewer, is_held_out, warn_of_fewer
 from agilerl.envs.scorers import Scorers, check_demands
-from agilerl.envs.upstream import build_dataset, check_params, default_params, draw
+from agilerl.envs.upstream import (
+    build_dataset,
+    check_params,
+    curricula,
+    curriculum_attributes,
+    curriculum_params,
+    default_params,
+    draw,
+)
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.functions import extract_answer
 from agilerl.streams import stream
+
+# -- training that gets harder: reasoning_gym's curricula -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Levels of ``prompts_per_level`` training positions each, counted from 0; the last one never ends.
+
+    At level 2 every attribute of a dataset, such as the number of terms, is at level 2 of reasoning_gym's curriculum;
+    an attribute with fewer levels stays at its last. Most attributes are ranges: they grow, and keep the easier values.
+    Each dataset of a ``composite`` has its own curriculum; one without a curriculum keeps its parameters. Parameters
+    set by the task (or by the ``config`` in a composite) are not changed by any level.
+    """
+
+    prompts_per_level: Count = 512
+    """Training positions of one level, 1 or more. Every agent counts its own prompts."""
+    max_level: Count | None = None
+    """The last level, 1 or more; None is the highest that reasoning_gym has."""
+    attributes: Sequence[str] | None = None
+    """Names of the attributes that rise; the others keep the task's parameters. None means all."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a number out of range or invalid names."""
+        check_fields(self)
+        names = self.attributes
+        if names is not None and (isinstance(names, str) or not names or not all(isinstance(n, str) for n in names)):
+            raise ConfigError(f"expected a list of names for the curriculum's attributes, found {names!r}")
+
+    def levels(self, name: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the parameters of a dataset at each level; ``params`` are the task's, already checked.
+
+        Raises:
+            ConfigError: a dataset without a curriculum, an attribute or level that it does not have, or task parameters
+                that leave nothing to change.
+        """
+        members = {s["name"]: s["config"] for s in params["datasets"]} if name == "composite" else {name: params}
+        known = {member: curriculum_attributes(member) for member in members}
+        if not any(known.values()):
+            found = ", ".join(members)
+            raise ConfigError(
+                f"expected a dataset that reasoning_gym has a curriculum for, found {found}"
+                f"; {nearest(found, curricula())}; use one of those, or remove the curriculum"
+            )
+        every = {attribute for own in known.values() for attribute in own}
+        for attribute in self.attributes or ():
+            if attribute not in every:
+                raise ConfigError(
+                    f"the curriculum of {name} has no attribute {attribute!r}; {nearest(attribute, sorted(every))}"
+                )
+        rising = {m: [a for a in own if self.attributes is None or a in self.attributes] for m, own in known.items()}
+        last = max(known[member][attribute] for member, names in rising.items() for attribute in names)
+        if self.max_level is not None and self.max_level > last:
+            raise ConfigError(
+                f"expected max_level to be at most {last}, the last level for {name}, found {self.max_level}"
+            )
+        most = last if self.max_level is None else self.max_level
+        levels = [_at_level(level, name, params, rising) for level in range(most + 1)]
+        if all(level == levels[0] for level in levels):
+            raise ConfigError(
+                f"the curriculum of {name} changes nothing up to level {most}: what it raises "
+                f"({', '.join(_fields(rising))}) is fixed by params or does not change; remove these from params, or "
+                "choose other attributes or a higher max_level"
+            )
+        return levels
+
+
+def _at_level(level: int, name: str, params: Mapping[str, Any], rising: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    if name != "composite":
+        return {**curriculum_params(name, level, rising[name]), **params}
+    specs = [
+        {**spec, "config": {**curriculum_params(spec["name"], level, rising[spec["name"]]), **spec["config"]}}
+        for spec in params["datasets"]
+    ]
+    return {**params, "datasets": specs}
+
+
+def _fields(rising: Mapping[str, Sequence[str]]) -> list[str]:
+    return sorted({field for member, names in rising.items() for field in curriculum_params(member, 0, names)})
+
+
+# -- the task: endless training problems, fixed exam and test panels --------------------------------------------------
+
 
 CHUNK = 1000
 """Problems of one reasoning_gym dataset object; some build a table of this size, so it must not be huge."""

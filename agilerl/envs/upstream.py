@@ -16,8 +16,8 @@ from typing import Any
 from agilerl.arguments import nearest, shown
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred
-from agilerl.envs.global_generators import sealed
 from agilerl.errors import ConfigError
+from agilerl.streams import sealed
 
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, ordered_sum, spread
 
+# -- importance ratios, pooled over tokens, turns and trajectories; engine-mismatch weights ---------------------------
+
+
 PoolingLevel = Literal["token", "turn", "trajectory"]
 MismatchMode = Literal["off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"]
 
@@ -100,6 +103,9 @@ def mismatch_weights(
     return fill_masked(weights, mask, 1.0)
 
 
+# -- KL to the reference: estimators, and where it enters the objective -----------------------------------------------
+
+
 KLEstimator = Literal["k1", "k2", "k3", "k3+"]
 
 _EXP_LIMIT = 60.0  # exp of more overflows fp32 once a loss multiplies it
@@ -174,6 +180,9 @@ def adaptive_kl_coefficient(beta: float, kl: float, target: float, *, horizon: f
     if not abs(error) < float("inf"):
         return beta
     return beta * (1.0 + min(max(error, -0.2), 0.2) * samples / horizon)
+
+
+# -- objectives: a loss per token (or pooled unit) --------------------------------------------------------------------
 
 
 Divergence = Literal["tv", "kl"]
@@ -328,6 +337,9 @@ def _clip(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
     x = fill_masked(x, mask).double()
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+
+# -- from a loss per token to one number, with a denominator that is fixed for the window -----------------------------
 
 
 LossNorm = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "fixed-length"]

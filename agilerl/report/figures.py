@@ -356,6 +356,9 @@ def _tick(last: int) -> int:
     return max(1, -(-last // 12))
 
 
+# -- the family tree: generations from left to right, agents in rows --------------------------------------------------
+
+
 _ROW_HEIGHT = 104
 _COLUMN_WIDTH = 104
 _LABEL_CHARACTERS = 17

@@ -276,6 +276,9 @@ def _agent_notes(agent: AgentRecord) -> Iterator[str]:
         yield f"Agent {agent.index}: {'; '.join(said)}."
 
 
+# -- which agent descends from which, and its row in the family tree --------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Family:
     """Ancestry of a run's agents, laid out in rows."""

@@ -180,6 +180,9 @@ def _content_policy(*scripts: str) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
+# -- sampled completions: the best and the worst of each group, within a size limit -----------------------------------
+
+
 _MOST_STEPS = 20
 _MOST_GROUPS = 1200
 _MOST_GROUPS_A_STEP = 6

@@ -8,10 +8,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.episode_task import EpisodeTask, call_all
 from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import decode_completions
-from agilerl.envs.stepping import call_all
 from agilerl.errors import EnvError
 from agilerl.rollouts.engine import Ask, Conversation, RolloutEngine
 from agilerl.rollouts.failures import Failure

@@ -14,13 +14,11 @@ from agilerl.config.run import RunConfig
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
-from agilerl.envs.curriculum import Curriculum
+from agilerl.envs.curation import Purpose
 from agilerl.envs.datasets import CuratedTask, fill_template
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.forms import Purpose
-from agilerl.envs.preference import Mistake, PreferenceTask
-from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.sft import SFTTask
+from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask
+from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError

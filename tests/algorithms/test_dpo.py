@@ -14,7 +14,7 @@ from agilerl.algorithms.logprobs import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, cut
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.preference import PreferenceTask
+from agilerl.envs.examples import PreferenceTask
 from agilerl.errors import ConfigError
 from agilerl.functional import PREFERENCE_LOSSES, MetricReducer
 from agilerl.hpo.mutation import Change, Mutation

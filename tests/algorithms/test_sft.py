@@ -11,7 +11,7 @@ from agilerl.algorithms import ALGORITHMS, GRPO, SFT
 from agilerl.algorithms.update import learn_together
 from agilerl.data import RolloutBatch
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.sft import SFTTask
+from agilerl.envs.examples import SFTTask
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.envs.conversation import ChatFormat, as_messages
+from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.errors import ConfigError
 from tests.envs.conftest import TEMPLATE, make_tokenizer
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agilerl.envs.datasets import CuratedTask
-from agilerl.envs.preference import PreferenceTask
+from agilerl.envs.examples import PreferenceTask, SFTTask
 from agilerl.envs.prompts import render_prompt
-from agilerl.envs.sft import SFTTask
 from agilerl.envs.sources import mix
 from agilerl.errors import ConfigError, EnvError
 from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from agilerl.config.named_files import ENDINGS
 from agilerl.envs import sources
-from agilerl.envs.files import FORMATS
-from agilerl.envs.sources import mix, read_dataset
+from agilerl.envs.sources import FORMATS, mix, read_dataset
 from agilerl.errors import EnvError
 
 ROWS = [

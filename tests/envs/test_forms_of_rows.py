@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agilerl.envs.forms import Form, RowFaultError, form_of
+from agilerl.envs.curation import Form, RowFaultError, form_of
 from agilerl.errors import EnvError
 
 ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1"}]

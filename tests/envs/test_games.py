@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from agilerl.envs import GuessTheNumber, Mastermind, TicTacToe
-from agilerl.envs.games.mastermind import _codes, _guesses_needed, _pegs
+from agilerl.envs.games import _codes, _guesses_needed, _pegs
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.tiny import tiny_model_path
 

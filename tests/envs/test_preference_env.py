@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.preference import PreferenceTask
+from agilerl.envs.examples import PreferenceTask
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.errors import EnvError

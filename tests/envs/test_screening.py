@@ -3,7 +3,7 @@ import time
 import pytest
 
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.screening import is_harmless
+from agilerl.envs.scorers import is_harmless
 
 EVALUATING = [
     "binary_matrix",

@@ -7,10 +7,9 @@ import torch
 from datasets import Dataset
 
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.examples import render_completion, render_conversation, trajectories
+from agilerl.envs.examples import SFTTask, render_completion, render_conversation, trajectories
 from agilerl.envs.probes import ConditionalTarget
 from agilerl.envs.prompts import render_prompt
-from agilerl.envs.sft import SFTTask
 from agilerl.errors import ConfigError, EnvError
 from agilerl.llm_envs import SFTGym
 from tests.envs.conftest import TEMPLATE, make_tokenizer

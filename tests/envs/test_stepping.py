@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agilerl.envs.stepping import call_all
+from agilerl.envs.episode_task import call_all
 
 
 def fail() -> None:

@@ -16,8 +16,7 @@ import reasoning_gym
 
 from agilerl.config.named_files import FILE_PARAMS
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS
-from agilerl.envs.screening import ALGEBRA, ARITHMETIC, PYTHON_LISTS
+from agilerl.envs.scorers import ALGEBRA, ARITHMETIC, IN_THIS_PROCESS, PYTHON_LISTS
 from agilerl.envs.upstream import EVALUATED, known_tasks, quiet
 from agilerl.errors import ConfigError
 from tests.envs.what_is_called import EVALUATES, OPENS, calls

@@ -22,8 +22,7 @@ from agilerl.config.named_files import check_unchanged, digests
 from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers
-from agilerl.envs.screening import is_harmless
+from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, is_harmless
 from agilerl.envs.tools.calculator import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError

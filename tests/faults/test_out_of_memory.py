@@ -11,9 +11,8 @@ import torch
 from agilerl.algorithms import DPO, GRPO, PPO, REINFORCE, RLOO, SFT
 from agilerl.config.manifest import load_manifest
 from agilerl.data import collate
-from agilerl.envs.preference import PreferenceTask
+from agilerl.envs.examples import PreferenceTask, SFTTask
 from agilerl.envs.probes import ConstantTarget
-from agilerl.envs.sft import SFTTask
 from agilerl.errors import MemoryExhaustedError
 from agilerl.population import Population
 from agilerl.runs import strict_json

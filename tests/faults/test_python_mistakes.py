@@ -45,9 +45,8 @@ from agilerl.envs import (
     score_completions,
 )
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.examples import PreferenceTask, SFTTask
 from agilerl.envs.graded import GradedTask, TaskGrader
-from agilerl.envs.preference import PreferenceTask
-from agilerl.envs.sft import SFTTask
 from agilerl.envs.tools import LocalSearch, PythonTool, ToolEnv
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, RewardError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability

@@ -42,8 +42,7 @@ from agilerl.envs import (
     score_completions,
 )
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.preference import PreferenceTask
-from agilerl.envs.sft import SFTTask
+from agilerl.envs.examples import PreferenceTask, SFTTask
 from agilerl.envs.tools import (
     LocalSearch,
     PythonTool,

@@ -15,8 +15,8 @@ from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.envs.datasets import DatasetTask
+from agilerl.envs.examples import SFTTask
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.sft import SFTTask
 from agilerl.errors import ConfigError, EnvError
 from agilerl.population import Population
 from agilerl.training.resolved import resolve

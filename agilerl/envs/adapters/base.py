@@ -6,10 +6,9 @@ from typing import Any
 
 from gymnasium.spaces import Space
 
-from agilerl.envs.global_generators import sealed
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
-from agilerl.streams import stream
+from agilerl.streams import sealed, stream
 
 
 class AnyText(Space[str]):

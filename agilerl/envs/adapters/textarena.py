@@ -3,9 +3,9 @@
 from typing import Any
 
 from agilerl.envs.adapters.base import AnyText, SealedAdapter
-from agilerl.envs.global_generators import sealed
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError
+from agilerl.streams import sealed
 
 
 class TextArenaEnv(SealedAdapter):

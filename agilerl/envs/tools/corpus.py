@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from agilerl.arguments import Count, checked, nearest, shown
-from agilerl.envs.files import read_file
+from agilerl.envs.sources import read_file
 from agilerl.errors import ConfigError, EnvError, how_to_install
 
 WORD = re.compile(r"\w+")

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.data import Completion
-from agilerl.envs.conversation import ChatFormat
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.episodes import Episode, EpisodeLimits
 from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.prompts import ChatFormat
 from agilerl.envs.tools import Tool, ToolCall, ToolEnv, calculator
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards import exact_match

@@ -1,0 +1,486 @@
+"""Games in text with known values of perfect and of random play; each episode draws from its own generator."""
+
+import re
+import string
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, Literal, NamedTuple, get_args
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+
+from agilerl.arguments import Count, checked
+from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.errors import ConfigError, EnvError
+from agilerl.streams import stream
+
+PROSE = string.ascii_letters + string.digits + string.punctuation + " \n"
+"""The characters of verbose observations."""
+
+
+class Turn(NamedTuple):
+    """The result of one action."""
+
+    observation: str
+    valid: bool
+    """False for an illegal action, which costs its turn and changes nothing."""
+    score: float | None = None
+    """Reward in [0, 1] if the game ends here; None while it continues."""
+
+
+class Game(TextEnv):
+    """A single-player game; its only reward, in [0, 1], comes with the last turn.
+
+    An illegal action raises nothing: it costs its turn, changes nothing, and ``info["valid"]`` is False.
+    When ``max_turns`` actions are used up the game is over with reward 0 (``terminated``: the limit is a rule of the
+    game). ``info`` of ``reset`` holds ``best_return`` and ``random_return``; of the last step also ``success``.
+    """
+
+    name: str
+    """Purpose of the random stream; the same seed and settings give the same game."""
+    best_return: float
+    """Mean return of perfect play over all seeds."""
+    random_return: float
+    """Mean return of play that draws uniformly from ``legal_actions``."""
+
+    def __init__(self, max_turns: int, observation_space: Text, action_space: Text) -> None:
+        self.max_turns = whole(max_turns, "max_turns", 1, 10_000)
+        self.observation_space, self.action_space = observation_space, action_space
+        self._seed = -1
+        self._turn = 0
+        self._running = False
+
+    @abstractmethod
+    def begin(self) -> str:
+        """Set up the game from ``draws()`` and return the first observation."""
+
+    @abstractmethod
+    def play(self, action: str) -> Turn:
+        """Apply the rules to an action, which may be any text."""
+
+    @abstractmethod
+    def legal_actions(self) -> Sequence[str]:
+        """Return the actions that the rules allow now."""
+
+    @abstractmethod
+    def best_action(self) -> str:
+        """Return an action of perfect play, using only what the player has been told."""
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options.
+
+        Raises:
+            EnvError: the seed is not a whole number of 0 or more.
+        """
+        seed = self._seed + 1 if seed is None else seed
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+            raise EnvError(f"expected a whole number of 0 or more as the seed of {type(self).__name__}, found {seed!r}")
+        self._seed, self._turn, self._running = int(seed), 0, True
+        gymnasium.Env.reset(self, seed=self._seed)  # gymnasium's check_env inspects its generator; games do not use it
+        return self.begin(), {"best_return": self.best_return, "random_return": self.random_return}
+
+    def step(self, action: str) -> StepResult:
+        """Take a turn.
+
+        Raises:
+            EnvError: the game has not begun, or is over.
+        """
+        if not self._running:
+            raise EnvError(
+                f"expected reset() before step(): the game of {type(self).__name__} has not begun, or is over"
+            )
+        self._turn += 1
+        turn = self.play(action)
+        over = turn.score is not None or self._turn == self.max_turns
+        self._running = not over
+        score = turn.score or 0.0
+        info: dict[str, Any] = {"valid": turn.valid} | ({"success": score == 1.0} if over else {})
+        return turn.observation, score, over, False, info
+
+    def draws(self, *key: int) -> np.random.Generator:
+        """Return this episode's generator for ``key``."""
+        return stream(self._seed, self.name, *key)
+
+    @property
+    def turns_left(self) -> int:
+        """Actions left before the game is over."""
+        return self.max_turns - self._turn
+
+
+def last_number(action: str) -> str | None:
+    """Return the last run of ASCII digits in a text, so that reasoning may precede the answer."""
+    found = re.findall(r"[0-9]+", action)
+    return found[-1] if found else None
+
+
+def whole(value: Any, name: str, low: int, high: int) -> int:
+    """Check that a setting is a whole number from ``low`` to ``high``, and return it.
+
+    Raises:
+        ConfigError: it is of another type, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"expected a whole number from {low} to {high} as {name}, found {value!r}")
+    return value
+
+
+# -- guess the number: the smallest game in which the next action depends on earlier turns ----------------------------
+
+
+Style = Literal["range", "hint", "verbose"]
+"""How observations look: ``range`` "3-5" (what is still possible), ``hint`` "h" or "l", ``verbose`` sentences."""
+
+
+class GuessTheNumber(Game):
+    """Find a number from 1 to ``max_number``; each guess is answered by "higher" or "lower".
+
+    Reward 1 for the right guess, 0 if ``max_turns`` guesses were not enough. The number is uniform over seeds. By
+    default there are as many guesses as halving the range needs in the worst case, floor(log2 N) + 1, so perfect play
+    always wins and the best mean return is 1.0.
+
+    The guess is the last run of digits in the action. It is not valid without digits, or outside 1 to ``max_number``.
+    First observation of the styles ``range`` and ``hint``: "1-9". Then ``range`` shows what all hints so far leave
+    possible, so one observation says all there is to know; ``hint`` says "h" (the number is higher), "l" (lower) or "?"
+    (not valid), and the player must remember. A finished game shows "=" (right) or "x" (no guess left).
+    """
+
+    name = "guess_the_number"
+
+    @checked
+    def __init__(self, max_number: int = 9, max_turns: Count | None = None, style: Style = "range") -> None:
+        if style not in get_args(Style):
+            raise ConfigError(f"expected the style {', '.join(get_args(Style))}, found {style!r}")
+        self.max_number = whole(max_number, "max_number", 2, 10**6)
+        self.style = style
+        digits = len(str(max_number))
+        compact = Text(2 * digits + 1, charset="0123456789-hl?=x")
+        super().__init__(
+            max_number.bit_length() if max_turns is None else max_turns,
+            Text(400, charset=PROSE) if style == "verbose" else compact,
+            Text(digits, charset="0123456789"),
+        )
+        self.best_return = min(max_number, 2**self.max_turns - 1) / max_number
+        self.random_return = 1.0 - (1.0 - 1.0 / max_number) ** self.max_turns
+        self._low, self._high, self._number = 1, max_number, 1
+
+    def begin(self) -> str:
+        """Draw the number."""
+        self._number = int(self.draws().integers(self.max_number)) + 1
+        self._low, self._high = 1, self.max_number
+        if self.style != "verbose":
+            return f"1-{self.max_number}"
+        return (
+            f"I have chosen a whole number from 1 to {self.max_number}. Find it in at most {self.max_turns} guesses. "
+            "After each guess I say whether my number is higher or lower. Answer with your guess as the last number."
+        )
+
+    def play(self, action: str) -> Turn:
+        """Compare a guess with the number."""
+        digits = (last_number(action) or "").lstrip("0")
+        # int() refuses very long runs of digits; their length alone shows that they are out of range.
+        guess = int(digits) if digits and len(digits) <= len(str(self.max_number)) else 0
+        if not 1 <= guess <= self.max_number:
+            return Turn(self._told("?", "That is not a guess"), False)
+        if guess == self._number:
+            return Turn("=" if self.style != "verbose" else f"{guess} is right.", True, 1.0)
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return Turn(self._told("h", f"It is higher than {guess}"), True)
+        self._high = min(self._high, guess - 1)
+        return Turn(self._told("l", f"It is lower than {guess}"), True)
+
+    def legal_actions(self) -> Sequence[str]:
+        """Return all numbers: those ruled out by hints may still be guessed, at the cost of a turn."""
+        return [str(number) for number in range(1, self.max_number + 1)]
+
+    def best_action(self) -> str:
+        """Return the middle of what is still possible."""
+        return str((self._low + self._high) // 2)
+
+    def _told(self, hint: str, sentence: str) -> str:
+        left = self.turns_left
+        if self.style == "verbose":
+            what = f"a whole number from 1 to {self.max_number} as the last number of your answer"
+            reason = f"{sentence}: I need {what}." if hint == "?" else f"{sentence}."
+            return f"{reason} No guess is left." if left == 0 else f"{reason} Guesses left: {left}."
+        if left == 0:
+            return "x"
+        return hint if self.style == "hint" else f"{self._low}-{self._high}"
+
+
+# -- mastermind: find a code of digits from how close each guess came -------------------------------------------------
+
+
+MOST_CODES = 1296  # 6**4, the classic game; minimax compares all pairs of codes
+
+
+class Mastermind(Game):
+    """Find a code of ``length`` digits from 1 to ``digits``; each guess is answered by how close it was.
+
+    Reward 1 for the code, 0 if ``max_turns`` guesses were not enough. Codes are uniform over seeds and may repeat a
+    digit. Observations are two digits: how many digits are right in the right place, and how many more are in the code
+    at another place ("10"). The first observation is the form of the code: "2x4" means two digits, each from 1 to 4.
+    "?" answers an invalid guess, "x" means that no guess is left, "=" that the code is found. ``verbose`` uses
+    sentences.
+
+    The guess is the digits of the action's last line, ignoring spaces and signs between them. It is not valid with
+    another number of digits, or one outside 1 to ``digits``. By default there are as many guesses as minimax play
+    (Knuth, The Computer as Master Mind, 1976) needs for the hardest code, so the best mean return is 1.0; with fewer,
+    ``best_return`` is that of minimax play. There are at most 1296 codes.
+    """
+
+    name = "mastermind"
+
+    @checked
+    def __init__(self, length: int = 2, digits: int = 4, max_turns: Count | None = None, verbose: bool = False) -> None:
+        self.length = whole(length, "length", 1, 6)
+        self.digits = whole(digits, "digits", 2, 9)
+        if digits**length > MOST_CODES:
+            raise ConfigError(
+                f"expected at most {MOST_CODES} codes, found {digits} ** {length} = {digits**length}; use fewer digits"
+            )
+        self.verbose = verbose
+        self._codes, self._pegs = _codes(length, digits), _pegs(length, digits)
+        needed = _guesses_needed(length, digits)
+        super().__init__(
+            max(needed) if max_turns is None else max_turns,
+            Text(500, charset=PROSE) if verbose else Text(3, charset="0123456789?=x"),
+            Text(length, min_length=length, charset="123456789"[:digits]),
+        )
+        self.best_return = sum(n <= self.max_turns for n in needed) / len(needed)
+        self.random_return = 1.0 - (1.0 - 1.0 / len(self._codes)) ** self.max_turns
+        self._code = 0
+        self._possible: Sequence[int] = ()
+
+    def begin(self) -> str:
+        """Draw the code."""
+        self._code = int(self.draws().integers(len(self._codes)))
+        self._possible = range(len(self._codes))
+        if not self.verbose:
+            return f"{self.length}x{self.digits}"
+        return (
+            f"I have chosen a code of {self.length} digits, each from 1 to {self.digits}; digits may repeat. Find it "
+            f"in at most {self.max_turns} guesses. After each I say how many digits are right in the right place, "
+            "and how many more are in the code at another place. Write your guess alone on the last line."
+        )
+
+    def play(self, action: str) -> Turn:
+        """Compare a guess with the code."""
+        lines = action.strip().splitlines()
+        text = "".join(c for c in lines[-1] if c in "0123456789") if lines else ""
+        if len(text) != self.length or not set(text) <= set("123456789"[: self.digits]):
+            need = f"{self.length} digits from 1 to {self.digits} alone on the last line"
+            return Turn(self._told("?", f"That is not a guess: I need {need}."), False)
+        guess = self._codes.index(text)
+        if guess == self._code:
+            return Turn(f"{text} is right." if self.verbose else "=", True, 1.0)
+        row = self._pegs[guess]
+        answer = row[self._code]
+        self._possible = [code for code in self._possible if row[code] == answer]
+        return Turn(self._told(f"{answer:02d}", f"Right place: {answer // 10}. Another place: {answer % 10}."), True)
+
+    def legal_actions(self) -> Sequence[str]:
+        """Return all codes, including those that the answers have ruled out."""
+        return self._codes
+
+    def best_action(self) -> str:
+        """Return the guess of minimax play."""
+        return self._codes[_best_guess(self.length, self.digits, tuple(self._possible))]
+
+    def _told(self, answer: str, sentence: str) -> str:
+        left = self.turns_left
+        if self.verbose:
+            return f"{sentence} Guesses left: {left}." if left else f"{sentence} No guess is left."
+        return answer if left else "x"
+
+
+@cache
+def _codes(length: int, digits: int) -> tuple[str, ...]:
+    return tuple("".join(code) for code in product("123456789"[:digits], repeat=length))
+
+
+@cache
+def _pegs(length: int, digits: int) -> np.ndarray:
+    """Return the answer to each guess (row) for each code: ten times the right places, plus the misplaced."""
+    codes = np.array([[int(digit) for digit in code] for code in _codes(length, digits)])
+    exact = (codes[:, None] == codes).sum(2)
+    counts = (codes[:, :, None] == np.arange(1, digits + 1)).sum(1)
+    table: np.ndarray = 9 * exact + np.minimum(counts[:, None], counts).sum(2)
+    table.flags.writeable = False
+    return table
+
+
+@cache
+def _best_guess(length: int, digits: int, possible: tuple[int, ...]) -> int:
+    """Return the first guess with the smallest worst-case remainder, preferring possible codes."""
+    if len(possible) <= 2:
+        return possible[0]
+    answers = _pegs(length, digits)[:, possible]
+    kinds = 10 * length + 1
+    guesses = len(answers)
+    flat = (answers + kinds * np.arange(guesses)[:, None]).ravel()
+    largest_rest = np.bincount(flat, minlength=kinds * guesses).reshape(guesses, kinds).max(1)
+    unlikely = np.ones(guesses, dtype=int)
+    unlikely[list(possible)] = 0
+    return int(np.argmin(2 * largest_rest + unlikely))
+
+
+@cache
+def _guesses_needed(length: int, digits: int) -> tuple[int, ...]:
+    """Return how many guesses minimax play needs for each code."""
+    pegs = _pegs(length, digits)
+    counts = [0] * len(pegs)
+    waiting: list[tuple[tuple[int, ...], int]] = [(tuple(range(len(pegs))), 1)]
+    while waiting:
+        possible, used = waiting.pop()
+        guess = _best_guess(length, digits, possible)
+        rests: dict[int, list[int]] = {}
+        for code in possible:
+            if code == guess:
+                counts[code] = used
+            else:
+                rests.setdefault(int(pegs[guess, code]), []).append(code)
+        waiting += [(tuple(rest), used + 1) for rest in rests.values()]
+    return tuple(counts)
+
+
+# -- tic-tac-toe against an opponent whose moves are drawn from the seed ----------------------------------------------
+
+
+Opponent = Literal["random", "minimax"]
+"""``random`` moves anywhere; ``minimax`` never loses, and chooses randomly among equally good moves."""
+
+EMPTY = "123456789"
+LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
+SCORES = {"X": 1.0, "": 0.5, "O": 0.0}
+
+
+class TicTacToe(Game):
+    """Play X against an opponent that plays O: three in a row, column or diagonal wins.
+
+    Reward 1 for a win, 0.5 for a draw, 0 for a loss. ``begins`` says who moves first: "X", "O", or "seed" (each in half
+    of the games). The observation is the board row by row, in which a free cell shows its number: "12X45O789"; three
+    lines and a sentence with ``verbose``. The move is the last run of digits in the action; anything but the number of
+    a free cell is not valid, and the opponent waits. With ``max_turns`` = 9, at least four such turns are forgiven.
+    """
+
+    name = "tic_tac_toe"
+
+    @checked
+    def __init__(
+        self,
+        opponent: Opponent = "random",
+        begins: Literal["X", "O", "seed"] = "seed",
+        max_turns: int = 9,
+        verbose: bool = False,
+    ) -> None:
+        if opponent not in get_args(Opponent):
+            raise ConfigError(f"expected the opponent {' or '.join(get_args(Opponent))}, found {opponent!r}")
+        if begins not in ("X", "O", "seed"):
+            raise ConfigError(f"expected X, O or seed as who begins, found {begins!r}")
+        self.opponent, self.begins, self.verbose = opponent, begins, verbose
+        compact = Text(9, min_length=9, charset="XO" + EMPTY)
+        super().__init__(
+            whole(max_turns, "max_turns", 5, 10_000),
+            Text(500, charset=PROSE) if verbose else compact,
+            Text(1, charset=EMPTY),
+        )
+        firsts = ["X", "O"] if begins == "seed" else [begins]
+        self.best_return = sum(_value(EMPTY, first, opponent, "best") for first in firsts) / len(firsts)
+        self.random_return = sum(_value(EMPTY, first, opponent, "random") for first in firsts) / len(firsts)
+        self._board = EMPTY
+
+    def begin(self) -> str:
+        """Clear the board; the opponent moves if it is first."""
+        self._board = EMPTY
+        first = self.begins if self.begins != "seed" else "XO"[self.draws().integers(2)]
+        if first == "O":
+            self._reply()
+        if not self.verbose:
+            return self._board
+        return (
+            "We play tic-tac-toe. You are X, I am O. A free cell shows its number. Answer with the number of the cell "
+            f"you take as the last number.\n{_drawn(self._board)}"
+        )
+
+    def play(self, action: str) -> Turn:
+        """Place X, and let the opponent reply."""
+        cell = last_number(action) or ""
+        if cell not in self.legal_actions():
+            return Turn(self._told("That is not the number of a free cell."), False)
+        self._board = self._board.replace(cell, "X")
+        if not _over(self._board):
+            self._reply()
+        if not _over(self._board):
+            return Turn(self._told("Your move."), True)
+        score = SCORES[_winner(self._board)]
+        return Turn(self._told({1.0: "You win.", 0.5: "A draw.", 0.0: "You lose."}[score]), True, score)
+
+    def legal_actions(self) -> Sequence[str]:
+        """Return the numbers of the free cells."""
+        return _free(self._board)
+
+    def best_action(self) -> str:
+        """Return the move with the best mean return against this opponent."""
+        return max(
+            _free(self._board), key=lambda cell: _value(self._board.replace(cell, "X"), "O", self.opponent, "best")
+        )
+
+    def _reply(self) -> None:
+        moves = _replies(self._board, self.opponent)
+        move = moves[self.draws(1 + sum(cell == "O" for cell in self._board)).integers(len(moves))]
+        self._board = self._board.replace(move, "O")
+
+    def _told(self, sentence: str) -> str:
+        return f"{_drawn(self._board)}\n{sentence}" if self.verbose else self._board
+
+
+def _drawn(board: str) -> str:
+    return "\n".join(" ".join(board[row : row + 3]) for row in (0, 3, 6))
+
+
+def _free(board: str) -> list[str]:
+    return [cell for cell in board if cell not in "XO"]
+
+
+def _winner(board: str) -> str:
+    rows = ({board[int(i)] for i in line} for line in LINES)
+    return next((row.pop() for row in rows if row in ({"X"}, {"O"})), "")
+
+
+def _over(board: str) -> bool:
+    return bool(_winner(board)) or not _free(board)
+
+
+@cache
+def _replies(board: str, opponent: Opponent) -> tuple[str, ...]:
+    """Return the moves that an opponent chooses from, uniformly."""
+    moves = _free(board)
+    if opponent == "random":
+        return tuple(moves)
+    worth = {cell: _minimax(board.replace(cell, "O"), "X") for cell in moves}
+    return tuple(cell for cell in moves if worth[cell] == min(worth.values()))
+
+
+@cache
+def _minimax(board: str, turn: str) -> float:
+    """Return the score of X if both play perfectly."""
+    if _over(board):
+        return SCORES[_winner(board)]
+    other, best = ("O", max) if turn == "X" else ("X", min)
+    return best(_minimax(board.replace(cell, turn), other) for cell in _free(board))
+
+
+@cache
+def _value(board: str, turn: str, opponent: Opponent, play: Literal["best", "random"]) -> float:
+    """Return the mean score of X against an opponent, if X plays the best move or a random one."""
+    if _over(board):
+        return SCORES[_winner(board)]
+    if turn == "O":
+        moves = _replies(board, opponent)
+        return sum(_value(board.replace(move, "O"), "X", opponent, play) for move in moves) / len(moves)
+    values = [_value(board.replace(cell, "X"), "O", opponent, play) for cell in _free(board)]
+    return max(values) if play == "best" else sum(values) / len(values)
