@@ -36,10 +36,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "dynamic_imports": (
         "agilerl: import_module",  # names of the package itself, imported when they are asked for
-        "agilerl.envs.adapters.kinds: import_module",  # module:Class, typed on the command line or in Python
         # The grader that IsolatedGrader was given, in a process of its own:
         "agilerl.rewards.worker: import_module",
-        # --allow-code, and nothing else; the file in that process as well:
+        # --allow-code, agilerl check ENV and make_env in Python; the file in that process as well:
         "agilerl.config.own_code: import_module",
         "agilerl.custom_code: exec_module",
         "agilerl.custom_code: source_to_code",

@@ -1,20 +1,16 @@
 """``agilerl check``: what is wrong with an environment or a manifest, in sentences."""
 
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from agilerl.arguments import shown
-from agilerl.errors import AgileRLError, ConfigError
-
-if TYPE_CHECKING:
-    from agilerl.envs.text_env import TextEnv
+from agilerl.errors import ConfigError
 
 
 def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bool, as_json: bool) -> None:
@@ -42,43 +38,17 @@ def _check_manifest(path: Path, overrides: Sequence[str], allow_code: bool) -> N
 
 
 def _check_environment(name: str, settings: dict[str, Any], model: str | None) -> list[dict[str, str]]:
-    import agilerl.envs  # noqa: F401  (tells gymnasium the built-in ids)
-    from agilerl.envs.adapters import make_env
+    from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
     from agilerl.envs.check import check_env
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    make = _factory(name) or partial(make_env, name)
-    _made(make, name, settings).close()  # a name that does not exist is a mistake in the command, not a finding
+    make_env(name, **settings).close()  # a name that does not exist is a mistake in the command, not a finding
     tokenizer = None
     if model is not None:
         from agilerl.models.base import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-    findings = check_env(lambda: _made(make, name, settings), tokenizer)
+    findings = check_env(partial(make_env, name, **settings), tokenizer)
     return [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in findings]
-
-
-def _factory(name: str) -> Callable[..., Any] | None:
-    """Return the class or function that ``path.py:Name`` means, as in a manifest; None for other names."""
-    if not name.rpartition(":")[0].endswith(".py") and not name.endswith(".py"):
-        return None
-    from agilerl.config.own_code import load_code
-
-    found: Callable[..., Any] = load_code("the environment", name, allowed=True)
-    return found
-
-
-def _made(make: Callable[..., Any], name: str, settings: Mapping[str, Any]) -> "TextEnv":
-    from agilerl.envs.adapters import as_text_env
-
-    try:
-        return as_text_env(make(**settings))
-    except AgileRLError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever a foreign constructor raises, the user gets its reason
-        given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
-        raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}") from error
 
 
 def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> None:

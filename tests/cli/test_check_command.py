@@ -78,7 +78,7 @@ def test_warnings_alone_are_exit_code_0(agilerl: Agilerl) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["my_checked_env:Nobody"], "expected Nobody in the module my_checked_env, found Mine, Bad"),
+        (["my_checked_env:Nobody"], "expected Nobody in my_checked_env, found Mine, Bad"),
         (["my_checked_env:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env:Mine", "most"], "expected key=value as a setting of the environment, found 'most'"),
         (["my_checked_env:Mine", "most=["], "expected a YAML value for most"),

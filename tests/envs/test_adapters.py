@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeLimit, TransformObservation
 
 from agilerl.envs import GuessTheNumber, TextEnv
 from agilerl.envs.adapters import AnyText, as_text_env, make_env
-from agilerl.envs.adapters.gymnasium_text import GymnasiumText
+from agilerl.envs.adapters.base import GymnasiumText
 from agilerl.envs.check import check_env
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
@@ -206,10 +206,10 @@ def test_environments_by_name(tmp_path, monkeypatch):
     ("name", "settings", "words"),
     [
         ("agilerl/Nothing-v0", {}, "agilerl/Nothing-v0 cannot be made with no settings: NameNotFound"),
-        ("agilerl.envs.games:Chess", {}, "expected Chess in the module agilerl.envs.games, found "),
-        ("nothing_like_it:Env", {}, "cannot be imported: No module named 'nothing_like_it'"),
+        ("agilerl.envs.games:Chess", {}, "expected Chess in agilerl.envs.games, found "),
+        ("nothing_like_it:Env", {}, "ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("agilerl.envs.games:GuessTheNumber", {"most": 3}, "with most=3: TypeError"),
-        ("agilerl.envs:ENVIRONMENTS", {}, "to be a class or a function"),
+        ("agilerl.envs:ENVIRONMENTS", {}, "to be a function or a class"),
         ("agilerl.envs.games:GuessTheNumber", {"max_number": 1}, "from 2 to 1000000"),
     ],
 )

@@ -1,10 +1,13 @@
-"""What all adapters share: turn counting, consecutive seeds, spaces that hold any text."""
+"""Environments that are not TextEnvs: turn counting, consecutive seeds, spaces that hold any text."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from gymnasium.spaces import Space
+import gymnasium
+from gymnasium.spaces import Space, Text
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
@@ -131,3 +134,107 @@ class SealedAdapter(Adapter):
         draws = stream(max(self._seed, 0), "sealed_adapter", self._turn)
         with sealed(int(draws.integers(2**32))):
             return super().step(action)
+
+
+# -- a plain Python class with the documented protocol ----------------------------------------------------------------
+
+
+class PlainEnv(Adapter):
+    """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)``; optional ``close``, ``system_prompt``, spaces.
+
+    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info).
+    """
+
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        """Wrap ``inner``.
+
+        Raises:
+            ConfigError: ``reset(seed=...)``, ``step(action)`` or a turn limit is missing.
+        """
+        for method, call in (("reset", {"seed": 0}), ("step", None)):
+            function = getattr(inner, method, None)
+            shown = "reset(seed=...)" if method == "reset" else "step(action)"
+            if not callable(function):
+                raise ConfigError(
+                    f"expected an environment with reset(seed=...) and step(action), but {type(inner).__name__} has no "
+                    f"{method}; pass an environment, not {_described(inner)}"
+                )
+            try:
+                inspect.signature(function).bind(*([""] if call is None else []), **(call or {}))
+            except TypeError as error:
+                raise ConfigError(f"expected {type(inner).__name__}.{shown}, but {error}") from error
+        super().__init__(inner, max_turns)
+        self.action_space = getattr(inner, "action_space", self.action_space)
+        self.observation_space = getattr(inner, "observation_space", self.observation_space)
+
+    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return what ``inner.reset`` returns."""
+        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
+        return begun
+
+    def act(self, action: str) -> StepResult:
+        """Return what ``inner.step`` returns."""
+        result: StepResult = self.inner.step(action)
+        return result
+
+
+def _described(thing: Any) -> str:
+    return f"the class {thing.__name__} itself" if isinstance(thing, type) else f"an object of {type(thing).__name__}"
+
+
+# -- a gymnasium environment whose observations and actions are text --------------------------------------------------
+
+
+class GymnasiumText(Adapter):
+    """A gymnasium environment with ``Text`` spaces, or a TextEnv in wrappers.
+
+    ``max_turns`` is the argument, or the environment's attribute, or ``max_episode_steps`` of its registration. Actions
+    are passed on unchanged, even those outside the action space: the environment decides what they lead to.
+    """
+
+    def __init__(self, inner: gymnasium.Env[Any, Any], max_turns: int | None = None) -> None:
+        """Wrap ``inner``.
+
+        Raises:
+            ConfigError: its spaces are not text, no turn limit is known, or wrappers hide an ``act`` that
+                needs the sampled tokens.
+        """
+        core = inner.unwrapped
+        if isinstance(core, TextEnv) and type(core).step_ids is not TextEnv.step_ids:
+            raise ConfigError(
+                f"{type(core).__name__} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it "
+                "without wrappers"
+            )
+        if not isinstance(core, TextEnv):
+            for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
+                if not isinstance(space, Text | AnyText):
+                    raise ConfigError(
+                        f"expected a gymnasium environment with text spaces, but the {what} space of "
+                        f"{type(core).__name__} is {space}; write a wrapper that turns it into gymnasium.spaces.Text"
+                    )
+        limit = inner.spec.max_episode_steps if inner.spec is not None else None
+        super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
+        self.inner = inner
+        self.observation_space, self.action_space = inner.observation_space, inner.action_space
+
+    def bind(self, tokenizer: Any) -> None:
+        """Pass the tokenizer on to a TextEnv."""
+        if isinstance(self.inner.unwrapped, TextEnv):
+            self.inner.unwrapped.bind(tokenizer)
+
+    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return what ``inner.reset`` returns."""
+        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
+        return begun
+
+    def act(self, action: str) -> StepResult:
+        """Return what ``inner.step`` returns."""
+        result: Any = self.inner.step(action)
+        return result  # type: ignore[no-any-return]
+
+
+def without_checks(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Remove the two checking wrappers that ``gymnasium.make`` adds to everything."""
+    while isinstance(env, OrderEnforcing | PassiveEnvChecker):
+        env = env.env
+    return env
