@@ -16,8 +16,7 @@ from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.prompts import render_text, text_ids
 from agilerl.envs.text_env import Observation, StepResult, TextEnv
-from agilerl.envs.tools.calls import MalformedCall, ToolCall, ToolCallParser
-from agilerl.envs.tools.parsers import PARSERS, TextTagParser, parser_for
+from agilerl.envs.tools.parsers import PARSERS, MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 

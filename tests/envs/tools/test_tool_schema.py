@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
 from agilerl.envs.tools import calculator, tool_schema
-from agilerl.envs.tools.schema import Arguments
+from agilerl.envs.tools.tool import Arguments
 from agilerl.errors import ConfigError
 
 
