@@ -144,7 +144,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML file about a run, or about several side by side, and print where it is."""
-    from agilerl.cli.report import run_report
+    from agilerl.cli.commands import run_report
 
     run_report(runs, out)
 
@@ -177,7 +177,7 @@ def check(
 
     agilerl check my_module:MyEnv size=5 --tokenizer embedded
     """
-    from agilerl.cli.check import run_check
+    from agilerl.cli.commands import run_check
 
     run_check(arguments, tokenizer=tokenizer, allow_code=allow_code, as_json=as_json)
 
@@ -222,6 +222,6 @@ def plan(
 @app.command()
 def env(as_json: AsJson = False) -> None:
     """Print versions and hardware, for bug reports."""
-    from agilerl.cli.env import run_env
+    from agilerl.cli.commands import run_env
 
     run_env(as_json=as_json)

@@ -269,7 +269,7 @@ def agreed(
 
 def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:
     """Build this process's part of the run, show the plan, and ``follow`` the run to its end."""
-    from agilerl.cli.preview import plan_document, print_plan
+    from agilerl.cli.progress import plan_document, print_plan
 
     session = prepared(request, job, topology)
     if job.saved is not None:

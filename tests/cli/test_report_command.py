@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.cli.report import default_report
+from agilerl.cli.commands import default_report
 from tests.cli.outcome import Outcome
 from tests.report.synthetic_run import make_run
 

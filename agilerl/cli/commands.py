@@ -1,6 +1,8 @@
-"""``agilerl check``: what is wrong with an environment or a manifest, in sentences."""
+"""The commands that need no run of their own: ``agilerl check``, ``agilerl report`` and ``agilerl env``."""
 
 import json
+import os
+import stat
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -83,3 +85,83 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
         except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a 31st of June
             raise ConfigError(f"expected a YAML value for {key}, found {shown(value)}") from error
     return keywords
+
+
+# -- ``agilerl report``: run directories as one HTML file -------------------------------------------------------------
+
+
+_LONGEST_NAME = 100
+
+
+def run_report(runs: Sequence[Path], out: Path | None) -> None:
+    """Write the report and print where it is; see ``agilerl report --help``."""
+    out = default_report(runs) if out is None else out
+    _check_file(out)
+    from agilerl.report import build_report
+
+    print(build_report(runs, out))
+
+
+def default_report(runs: Sequence[Path]) -> Path:
+    """Return ``report.html`` in a run; for several a file in the working directory that is called after them.
+
+    The report in the folder of a run is about that run alone, and stays so.
+    """
+    if len(runs) == 1:
+        return runs[0] / "report.html"
+    places = [Path(os.path.abspath(path)) for path in runs]
+    names = [place.name for place in places]
+    if len(set(names)) < len(names):
+        names = ["-".join(place.parts[-2:]) for place in places]
+    name = "-".join(names)
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")
+        name = f"{shortened}-and-{len(runs) - 1}-more"
+    return Path(f"report-{name}.html")
+
+
+def _check_file(out: Path) -> None:
+    """Raise ConfigError where writing would replace what is no report, a file of the run say."""
+    try:
+        mode = out.stat().st_mode
+    except OSError:
+        return  # nothing there, or writing says why not
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
+    try:
+        with open(out, "rb") as file:
+            begins = file.read(500).strip().lower()
+    except OSError:
+        return
+    if begins and not begins.startswith((b"<!doctype html", b"<html")):
+        raise ConfigError(
+            f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
+        )
+
+
+# -- ``agilerl env``: versions, hardware and settings of the process --------------------------------------------------
+
+
+def run_env(*, as_json: bool) -> None:
+    """Print what a bug report needs."""
+    from rich.table import Table
+
+    from agilerl.cli.output import console
+    from agilerl.cli.process_settings import described
+    from agilerl.runs import collect_hardware, collect_versions
+
+    found: dict[str, Any] = {
+        "versions": collect_versions(),
+        "hardware": collect_hardware(),
+        "process": described(),
+    }
+    if as_json:
+        print(json.dumps(found, indent=1, sort_keys=True))
+        return
+    table = Table(show_header=False, box=None)
+    for section in found.values():
+        for name, value in section.items():
+            table.add_row(name, "not installed" if value is None else str(value))
+    console().print(table)
