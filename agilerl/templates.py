@@ -10,8 +10,10 @@ Within the bounds nothing changes: the output is that of transformers, byte for 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from datetime import datetime
 from functools import lru_cache, partial, wraps
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -23,8 +25,6 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro, Undefined, markup_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-
-from agilerl.run_date import strftime_now
 
 SECONDS = 5.0
 """Processor time of one rendering; the template of a real model needs less than a thousandth of it."""
@@ -537,3 +537,43 @@ def _uses_jinja(tokenizer: Any) -> bool:
 
     method = getattr(type(tokenizer), "apply_chat_template", None)
     return method is PreTrainedTokenizerBase.apply_chat_template
+
+
+# -- the date that chat templates see: one for a whole run, however long it takes and however often it is resumed -----
+#
+# Templates such as Llama's write today's date into every prompt (``strftime_now``). With the wall clock, a run that is
+# resumed on another day, or that lasts past midnight, would silently sample different completions.
+
+
+_LONGEST_FORMAT = 1000
+_pinned: list[datetime] = []
+"""The dates of the runs that this process works on, for all threads; the innermost run comes last."""
+
+
+@contextmanager
+def at_date(date: datetime) -> Iterator[None]:
+    """Set the date that chat templates see while the context is open."""
+    _pinned.append(date)
+    try:
+        yield
+    finally:
+        _pinned.reverse()  # two runs that take turns may end in either order
+        _pinned.remove(date)
+        _pinned.reverse()
+
+
+def now() -> datetime:
+    """Return the date of the run, local time; without a run, the current date."""
+    return _pinned[-1] if _pinned else datetime.now()
+
+
+def strftime_now(form: str) -> str:
+    """Return the date in the format that a chat template asks for."""
+    if len(form) > _LONGEST_FORMAT:
+        raise ValueError(f"a chat template asks for the date in a format of {len(form)} characters")
+    return now().strftime(form)
+
+
+def asks_for_date(tokenizer: Any) -> bool:
+    """Return whether the output of the chat template depends on the date."""
+    return "strftime_now" in str(getattr(tokenizer, "chat_template", None))

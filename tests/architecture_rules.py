@@ -9,7 +9,7 @@ POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "run_date"),
+        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred"),
         *("processes", "addresses", "redaction", "templates", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),

@@ -12,10 +12,10 @@ _LONGEST = 2000
 
 
 def main() -> None:
-    """Run the command line; what goes wrong ends in one sentence.
+    """Run the command line; an error ends it with one sentence.
 
-    Exit code 2: the user's mistake; 1: the disk refused, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
-    Ctrl-C and SIGTERM; 141: whoever read the output has gone.
+    Exit codes: 2: a mistake of the user; 1: a write failed, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
+    Ctrl-C and SIGTERM; 141: the reader of the output is gone.
     """
     from agilerl.arguments import shown
     from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
@@ -32,15 +32,15 @@ def main() -> None:
     lost = lost_output(output)
     if failure is not None and lost is None:
         if failure.filename is None:
-            raise failure  # neither about the output nor about a file that was named
-        # Whatever is wrong with a path, a name too long or a loop of links, the user gets the reason.
+            raise failure  # not about the output, and not about a named file
+        # Whatever is wrong with a path (too long, a loop of links), the user gets the reason.
         code = _told(f"{shown(str(failure.filename))} cannot be used: {failure.strerror}", 2)
     if isinstance(lost, BrokenPipeError) and code in (0, 1):  # 1: what rich and typer make of it
         code = READER_GONE
     elif lost is not None and code == 0:
         code = _told(str(write_error(lost)), 1)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        # One of several processes: threads of gloo may abort it while the interpreter takes itself apart.
+        # One of several processes: gloo's threads may abort it while the interpreter shuts down.
         with suppress(OSError):
             sys.stderr.flush()
         os._exit(code)
@@ -66,19 +66,19 @@ def _command() -> None:
     except usage_error as error:
         _fail(error.format_message(), 2)
     except BaseException as error:
-        # What Rust libraries raise when a file made them fail (a tokenizer's regular expression) is no Exception.
+        # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.
         if type(error).__name__ != "PanicException":
             raise
-        _fail(f"a library gave up on a file that it was given, a tokenizer's most likely: {error}", 2)
+        _fail(f"a library crashed on a file, most likely a tokenizer's: {error}", 2)
     finally:
-        loading_done()  # where the command ended while it was loading
+        loading_done()  # in case the command ended while it was loading
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)
 
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:
-    """Print a warning as one line, without the place in the code that it came from."""
+    """Print a warning as one line, without its place in the code."""
     from agilerl.cli.output import say
 
     say(f"warning: {_line(str(message))}")
@@ -90,7 +90,7 @@ def _fail(message: str, code: int) -> None:
 
 
 def _told(message: str, code: int) -> int:
-    """Print one line, whatever the message is made of; return the exit code."""
+    """Print a message as one line; return the exit code."""
     from agilerl.cli.output import say
 
     line = _line(message)
@@ -99,8 +99,8 @@ def _told(message: str, code: int) -> int:
 
 
 def _line(message: str) -> str:
-    """Return a message as one line of bounded length that controls no terminal."""
-    # The bytes of a name that is no text in this locale are shown as such.
+    """Return a message as one line of bounded length, without control characters."""
+    # Bytes of a name that this locale cannot decode are shown as such.
     readable = (f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else c for c in message)
     line = " ".join("".join(c if c.isprintable() else " " for c in readable).split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."

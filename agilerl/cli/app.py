@@ -7,15 +7,15 @@ import typer
 
 app = typer.Typer(
     name="agilerl",
-    epilog="Exit codes: 0 done, 1 failed, 2 something you gave is wrong, 129, 130 or 143 stopped by SIGHUP, Ctrl-C or "
-    "SIGTERM, 141 nothing reads the output any more.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong input, 129, 130 or 143 stopped by SIGHUP, Ctrl-C or SIGTERM, 141 the "
+    "reader of the output is gone.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
 def _path(text: str) -> Path:
-    """Return a path; pathlib takes an empty text, from an unset variable say, for the working directory."""
+    """Return a path; pathlib would read an empty text (e.g. an unset variable) as the working directory."""
     if not text:
         raise typer.BadParameter("expected a path, found an empty text; '.' is the working directory")
     return Path(text)
@@ -37,7 +37,7 @@ AllowCode = Annotated[
     bool,
     typer.Option(
         "--allow-code",
-        help="Run the Python that the manifest names (rewards.py:my_reward, module:Name): read it first.",
+        help="Run the Python code that the manifest names (rewards.py:my_reward, module:Name); read it first.",
     ),
 ]
 
@@ -88,7 +88,7 @@ def train(
     """
     from agilerl.cli.process_settings import apply
 
-    apply()  # before the imports that it makes cheaper
+    apply()  # before the imports, which it makes faster
     from agilerl.cli.launch import run_train
 
     run_train(
@@ -110,18 +110,18 @@ def resume(
     allow_code: AllowCode = False,
     allow_changes: Annotated[
         bool,
-        typer.Option("--allow-changes", help="Go on although files that the run reads, rows or code, have changed."),
+        typer.Option("--allow-changes", help="Resume even if files that the run reads (data or code) have changed."),
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run that was stopped or killed, from its newest intact checkpoint; a finished one says so.
+    """Resume a run that was stopped or killed, from its newest intact checkpoint.
 
     On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
     """
     from agilerl.cli.process_settings import apply
 
-    apply()  # before the imports that it makes cheaper
+    apply()  # before the imports, which it makes faster
     from agilerl.cli.launch import run_resume
 
     run_resume(run, allow_code=allow_code, allow_changes=allow_changes, quiet=quiet, as_json=as_json)
@@ -139,11 +139,11 @@ def report(
             "--out",
             parser=_path,
             metavar="FILE",
-            help="HTML file; default report.html in the run, of several runs report-NAME-NAME.html here.",
+            help="HTML file; default: report.html in the run; for several runs, report-NAME-NAME.html here.",
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML file about a run, or about several side by side, and print where it is."""
+    """Write one self-contained HTML file about a run, or several side by side, and print its path."""
     from agilerl.cli.commands import run_report
 
     run_report(runs, out)
@@ -163,17 +163,17 @@ def check(
     ],
     tokenizer: Annotated[
         str | None,
-        typer.Option("--tokenizer", metavar="MODEL", help="Also check that this model's chat template suits it."),
+        typer.Option("--tokenizer", metavar="MODEL", help="Also check that this model's chat template works with it."),
     ] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say in sentences what is wrong with an environment or a manifest.
+    """Check an environment or a manifest, and explain in sentences what is wrong.
 
-    An environment is made and played a little. path.py:Class runs the file, module:Class imports the module (the
-    current folder is searched first), and so runs the code in it: check only what you would run. A manifest is checked
-    as `agilerl train --dry-run` does.
-    Exit code 0: nothing wrong, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
+    An environment is made and played for a few episodes. path.py:Class runs the file, module:Class imports the module
+    (the current folder is searched first), so their code runs: check only what you would run. A manifest is checked as
+    by `agilerl train --dry-run`.
+    Exit code 0: no errors, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
 
     agilerl check my_module:MyEnv size=5 --tokenizer embedded
     """
@@ -186,7 +186,7 @@ def check(
 def plan(
     arguments: Arguments = None,
     *,
-    gpus: Annotated[int, typer.Option("--gpus", help="How many devices there are.", min=1, max=4096)] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", help="Number of devices.", min=1, max=4096)] = 1,
     gpu: Annotated[
         str, typer.Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
     ] = "cpu",
@@ -199,10 +199,10 @@ def plan(
     allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a population needs on other machines: memory, time of each phase, and how to lay it over N GPUs.
+    """Estimate what a population needs on other machines: memory, time of each phase, and a layout on N GPUs.
 
-    Nothing is loaded but the model's config.json. The times are estimates from the devices' data sheets; with --gpu cpu
-    this machine's rates are measured first. docs/plan.md says what is assumed and how large the errors are.
+    Of the model only config.json is loaded. Times are estimates from the devices' data sheets; with --gpu cpu the
+    rates of this machine are measured first. docs/plan.md lists the assumptions and the errors.
 
     agilerl plan mine.yaml training.pop_size=16 --gpus 8 --gpu h200
     """

@@ -1,4 +1,4 @@
-"""The commands that need no run of their own: ``agilerl check``, ``agilerl report`` and ``agilerl env``."""
+"""The commands that do not start a run: ``agilerl check``, ``agilerl report`` and ``agilerl env``."""
 
 import json
 import os
@@ -66,10 +66,10 @@ def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> No
 
 
 def _is_manifest(name: str) -> bool:
-    """Tell a file from the name of an environment: by its ending, or because it is there."""
+    """Return whether a name is a manifest, not an environment: by its suffix, or because the file exists."""
     try:
         return Path(name).suffix in (".yaml", ".yml") or (Path(name).is_file() and not name.endswith(".py"))
-    except OSError:  # a name too long for the file system
+    except OSError:  # the name is too long for the file system
         return False
 
 
@@ -82,7 +82,7 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"expected key=value as a setting of the environment, found {shown(setting)}")
         try:
             keywords[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number of thousands of digits, a 31st of June
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: thousands of digits, or 31 June
             raise ConfigError(f"expected a YAML value for {key}, found {shown(value)}") from error
     return keywords
 
@@ -94,7 +94,7 @@ _LONGEST_NAME = 100
 
 
 def run_report(runs: Sequence[Path], out: Path | None) -> None:
-    """Write the report and print where it is; see ``agilerl report --help``."""
+    """Write the report and print its path; see ``agilerl report --help``."""
     out = default_report(runs) if out is None else out
     _check_file(out)
     from agilerl.report import build_report
@@ -103,9 +103,9 @@ def run_report(runs: Sequence[Path], out: Path | None) -> None:
 
 
 def default_report(runs: Sequence[Path]) -> Path:
-    """Return ``report.html`` in a run; for several a file in the working directory that is called after them.
+    """Return ``report.html`` in a run; for several runs, a file in the working directory that is named after them.
 
-    The report in the folder of a run is about that run alone, and stays so.
+    The report in the folder of a run is always about that run alone.
     """
     if len(runs) == 1:
         return runs[0] / "report.html"
@@ -121,11 +121,11 @@ def default_report(runs: Sequence[Path]) -> Path:
 
 
 def _check_file(out: Path) -> None:
-    """Raise ConfigError where writing would replace what is no report, a file of the run say."""
+    """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
     try:
         mode = out.stat().st_mode
     except OSError:
-        return  # nothing there, or writing says why not
+        return  # nothing there, or writing reports the reason
     if stat.S_ISDIR(mode):
         raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
     if not stat.S_ISREG(mode):

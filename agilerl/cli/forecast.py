@@ -1,6 +1,6 @@
-"""What ``agilerl plan`` computes with: the shape of the model, the workload of the manifest, the rates of this machine.
+"""The inputs of ``agilerl plan``: the shape of the model, the workload of the manifest, the rates of this machine.
 
-The shape is read off config.json alone: the modules are made on the meta device, without weights.
+The shape comes from config.json alone: the modules are made on the meta device, without weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,18 +29,18 @@ from agilerl.training.sampling import largest_rank
 from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
-"""Tokens, where nothing says more."""
+"""Tokens, if nothing else is known."""
 _SECONDS = 0.3
-"""Time that each rate is measured for."""
+"""Seconds for which each rate is measured."""
 
 
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
 def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
-    """Return the shape of the base of a run as it would lie on a device, ``cpu`` or ``cuda``.
+    """Return the shape of a run's base as it would be on a device, ``cpu`` or ``cuda``.
 
-    Raises ConfigError where there is no such model, and for an architecture that cannot be made from its config.json.
+    Raises ConfigError if there is no such model, or its architecture cannot be made from config.json.
     """
     from transformers import AutoConfig
 
@@ -58,7 +58,7 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
         return replace(shape, linear_width=_quantised(resolved.options) or shape.width)
     except AgileRLError:
         raise
-    except Exception as error:  # of any library that reads files: no list of their errors is complete
+    except Exception as error:  # from any library that reads files: no list of their errors is complete
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"cannot read the shape of the model {name!r}: {type(error).__name__}: {reason}; expected a local folder "
@@ -67,9 +67,9 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
 
 
 def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: str | None = None) -> ModelShape:
-    """Return the shape of a causal language model, which may lie on the meta device; ``width`` is bytes a weight.
+    """Return the shape of a causal language model, which may be on the meta device; ``width``: bytes of a weight.
 
-    ``scope`` is ``lora_target_scope``: the part of a module's path that adapted layers lie under.
+    ``scope`` is ``lora_target_scope``: the part of the path that all adapted layers share.
     """
     base = from_model(model, name)
     layers = lora_layers(model, lora_config, scope)
@@ -88,7 +88,7 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
 
 
 def _matrices(model: Any, config: Any) -> tuple[int, int]:
-    """Return the parameters of the layers' matrix products: all that are held, and those that a token passes."""
+    """Return the parameters in the layers' matrix products: all of them, and those that one token uses."""
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     share = _experts_used(config)
     held, active = 0, 0.0
@@ -101,7 +101,7 @@ def _matrices(model: Any, config: Any) -> tuple[int, int]:
 
 
 def _experts_used(config: Any) -> float:
-    """Return the share of a mixture's experts that one token passes; 1 in a dense model."""
+    """Return the share of a mixture's experts that one token uses; 1 for a dense model."""
     chosen = getattr(config, "num_experts_per_tok", None)
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     count = next((number for number in counts if number), None)
@@ -109,7 +109,7 @@ def _experts_used(config: Any) -> float:
 
 
 def _width(config: RunConfig, found: Any, device: str) -> float:
-    """Return the bytes of a weight: ``training.dtype``, of which ``auto`` is fp32 on a CPU and the model's own else."""
+    """Return the bytes of a weight: ``training.dtype``, where ``auto`` is fp32 on a CPU, else the model's dtype."""
     name = config.training.dtype
     if name == "auto":
         own = getattr(found, "dtype", None) or getattr(found.get_text_config(), "dtype", None)
@@ -118,11 +118,11 @@ def _width(config: RunConfig, found: Any, device: str) -> float:
 
 
 def _quantised(options: SharedOptions) -> float | None:
-    """Return the bytes of a quantised weight with its scales; None where nothing is quantised."""
+    """Return the bytes of a quantised weight with its scales; None without quantisation."""
     settings = options.quantization_config
     if settings is None or settings.load_in_8bit:
         return None if settings is None else 1.0
-    # One fp32 scale for 64 weights; quantised themselves, one byte and a little.
+    # One fp32 scale for 64 weights; if scales are quantised too, a little more than one byte.
     return 0.5 + (1.03 if settings.bnb_4bit_use_double_quant else 4.0) / 64
 
 
@@ -137,15 +137,15 @@ class Lengths:
     completion: float
     longest: int
     said: tuple[str, ...]
-    """A sentence for each number that was not given."""
+    """A sentence about each number that was not given."""
 
 
 def lengths(
     resolved: Resolved, shape: ModelShape, prompt: int | None, completion: int | None, *, allow_code: bool = False
 ) -> Lengths:
-    """Return the lengths that were given; else those of the exam's prompts, and the longest completion allowed.
+    """Return the given lengths, or those of the exam's prompts and of the longest completion allowed.
 
-    Raises ConfigError where they leave no room in the context.
+    Raises ConfigError if they do not fit into the context.
     """
     values = resolved.hyperparameters.model_dump()
     limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
@@ -173,12 +173,12 @@ def lengths(
 
 
 def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, str]:
-    """Return the mean length of the exam's prompts, in the tokens of the model where its tokenizer is at hand."""
+    """Return the mean length of the exam's prompts, in tokens of the model if its tokenizer is available."""
     name = config.network.pretrained_model_name_or_path
     assumed = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {{}}; give --prompt-tokens"
     try:
         if resolve_model(name) == name and is_out_of_reach():
-            return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not at hand")
+            return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not available")
         tokenizer = load_tokenizer(name, **config.network.padding)
         made = task(config, allow_code=allow_code)
         made.fit(tokenizer, limit - 1)
@@ -231,14 +231,14 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
 def measured_machine(
     device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
 ) -> Machine:
-    """Return a device with its measured rates, as the present number of threads reaches them; takes about a second."""
+    """Return a device with its rates, measured with the current number of threads; takes about a second."""
     bandwidth = copy_rate(device, clock)
     return Machine(
         name=device,
         flops=matmul_rate(device, dtype, clock),
         bandwidth=bandwidth,
         memory=available_bytes(device) or 0,
-        # Processes of one machine hand bytes on through its memory: written by one, read by another.
+        # Processes of one machine exchange bytes through its memory: one writes, another reads.
         link=bandwidth / 2,
     )
 
@@ -246,7 +246,7 @@ def measured_machine(
 def matmul_rate(
     device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
 ) -> float:
-    """Return floating point operations a second, by a clock, of the best of some products of square matrices."""
+    """Return the floating point operations per second of the fastest of several products of square matrices."""
     size = 1024 if device == "cpu" else 8192
     left = torch.ones((size, size), dtype=dtype, device=device)
     out = torch.empty_like(left)
@@ -254,7 +254,7 @@ def matmul_rate(
 
 
 def copy_rate(device: str = "cpu", clock: Callable[[], float] = perf_counter) -> float:
-    """Return bytes a second, read plus written, by a clock, of the best of some copies too large for any cache."""
+    """Return the bytes per second, read plus written, of the fastest of several copies too large for any cache."""
     count = 2**26 if device == "cpu" else 2**29
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

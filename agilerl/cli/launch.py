@@ -1,7 +1,7 @@
 """``agilerl train`` and ``agilerl resume``: in one process, in several that a launcher has started, or on Ray.
 
-One process is the case of one island. Whatever takes seconds to import is imported once it is known what the run does:
-a typo should not cost seconds.
+One process is one island. What takes seconds to import is imported after the settings are checked: a typo should not
+cost seconds.
 """
 
 import json
@@ -53,10 +53,10 @@ Follow = Callable[[Start, "Session", Path], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; every process of a run knows it."""
+    """What the user asks for; all processes of a run have it."""
 
     config: RunConfig | ConfigError | None
-    """The settings, or what is wrong with them; None: those of the run in ``root``."""
+    """The settings, or the error in them; None: the settings of the run in ``root``."""
     root: Path | None
     """Run directory; None: the default."""
     resumes: bool
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the processes may send tensors on GPUs; the settings of an existing run have not been read yet."""
+        """Whether processes may exchange tensors on GPUs; the settings of an existing run are not known yet."""
         if isinstance(self.config, RunConfig):
             return self.config.training.device.startswith("cuda")
         import torch
@@ -89,7 +89,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """What a run does, as the process that writes has decided."""
+    """What a run does, as decided by the process that writes."""
 
     config: RunConfig
     root: Path
@@ -110,9 +110,9 @@ def run_train(
     try:
         config = configuration(arguments, seed)
     except ConfigError as error:
-        config = error  # raised where it is known whether several processes meet it: they print it once
+        config = error  # raised later, because several processes must print it only once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:
-        raise ConfigError("--resume auto resumes the run in --out, found no --out; name the directory")
+        raise ConfigError("--resume auto resumes the run in --out, found no --out; pass the directory")
     launch(Request(config, out, resume == "auto", **options), manifest_name(arguments))
 
 
@@ -122,9 +122,9 @@ def run_resume(root: Path, **options: bool) -> None:
 
 
 def launch(request: Request, manifest: str = "") -> None:
-    """Start the run, or resume it, on as many processes as there are; exits with code 1 if it ends without an elite.
+    """Start or resume the run, on as many processes as there are; exits with code 1 if it ends without an elite.
 
-    ``manifest`` is what to call the manifest of a run that starts.
+    ``manifest`` is the name of a new run's manifest in messages.
     """
     config = request.config
     on_ray = isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run
@@ -145,19 +145,19 @@ def launch(request: Request, manifest: str = "") -> None:
 
 
 def _announce(request: Request, manifest: str) -> None:
-    """Say what is about to be loaded: that takes seconds, in which nothing else would be said."""
+    """Say what is about to be loaded, because loading takes seconds."""
     assert request.root is not None
     if request.dry_run:
         what = f"Checking {manifest}"
     elif request.resumes and (request.root / "run.json").exists():
-        return  # what is resumed, and from where, is said when the run has been read
+        return  # a resumed run is announced after it has been read
     else:
         what = f"Starting a run of {manifest} in {shown(str(request.root))}"
     new_console().print(f"{what}: loading the libraries and the model.", soft_wrap=True)
 
 
 def _alone(request: Request) -> Path | None:
-    """Do it in this process; returns the directory of the finished run, None after a dry run."""
+    """Run in this process; return the directory of the finished run, None after a dry run."""
     if isinstance(request.config, ConfigError):
         raise request.config
     console = new_console(quiet=request.silent)
@@ -172,9 +172,9 @@ def _alone(request: Request) -> Path | None:
 
 
 def _together(request: Request) -> Path | None:
-    """Do it with the processes that a launcher has started; an error of any of them ends all, and is printed once.
+    """Run in the processes that a launcher has started; an error in any of them ends all, and is printed once.
 
-    Returns the directory of the finished run in the process that writes.
+    Return the directory of the finished run in the process that writes.
     """
     from agilerl.distributed.topology import connected
 
@@ -196,10 +196,10 @@ def _together(request: Request) -> Path | None:
 
 
 def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
-    """Return whether another process prints the error; without a topology, it kept the processes from being divided."""
+    """Return whether another process prints the error; ``topology`` None: it occurred before they were divided."""
     if topology is None:
         return error.everywhere and os.environ["RANK"] != "0"
-    # What one process of an island meets in a run all of them meet, unless it is the loss of another one.
+    # All processes of an island raise the same error, unless it is the loss of another process.
     met_by_all = error.everywhere or (topology.island.rank > 0 and not isinstance(error, EngineError))
     return not topology.is_writer and (topology.world.told or topology.peers.told or met_by_all)
 
@@ -208,9 +208,9 @@ def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool
 
 
 def _decided(request: Request, opened: ExitStack, console: Console, tell: Callable[[str], None] = print) -> Job | None:
-    """Decide what the run does, in the process that writes; None, and said, if the run is finished already.
+    """Decide, in the process that writes, what the run does; print and return None if it is already finished.
 
-    The directory of a run that is resumed is closed with ``opened``.
+    The directory of a resumed run is closed with ``opened``.
     """
     from agilerl.runs.directory import RunLayout
 
@@ -240,9 +240,9 @@ def _root(request: Request) -> Path:
 def agreed(
     request: Request, topology: "Topology", opened: ExitStack, console: Console, tell: Callable[[str], None] = print
 ) -> Job | None:
-    """Return what all processes do; None, and said by one of them, if the run is finished already.
+    """Return what all processes do; one prints, and all return None, if the run is already finished.
 
-    Raises what any process finds wrong, in all of them.
+    An error in any process is raised in all of them.
     """
     from agilerl.training.resolved import resolve
 
@@ -253,7 +253,7 @@ def agreed(
         own.append(job)
         if job is None or topology.world.size == 1:
             return None
-        # One date for all of them, whatever their clocks say.
+        # One date for all processes, whatever their clocks show.
         date = (job.config.date or datetime.now()).isoformat()
         return {"config": resolve(job.config).given(), "date": date, "root": str(job.root)}
 
@@ -286,20 +286,20 @@ def _work(request: Request, job: Job, topology: "Topology", console: Console, fo
 
 
 def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
-    """Return the session of this process, once all processes have theirs; raises what any of them finds wrong."""
+    """Return the session of this process when all processes have theirs; raises the error of any of them."""
     quieten_libraries()
     from agilerl.training.setup import build
 
     checkpoint = None if job.saved is None else job.saved.checkpoint
     with topology.world.telling():
         session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
-        topology.world.all(None)  # everybody is ready
+        topology.world.all(None)  # all are ready
     loading_done()
     return session
 
 
 def events(session: "Session", job: Job, stop: "StopRequest") -> Iterator["Event"]:
-    """Train, or resume: what happens, in every process."""
+    """Train or resume, and return the events, in each process."""
     from agilerl.training.loop import resume, train
 
     if job.saved is not None or session.saved is not None:
@@ -312,7 +312,7 @@ def events(session: "Session", job: Job, stop: "StopRequest") -> Iterator["Event
 
 
 def _on_ray(config: RunConfig, request: Request) -> None:
-    """Start the islands on Ray, and print what they say."""
+    """Start the islands on Ray, and print their output."""
     from agilerl.distributed.ray_launcher import launch, serving
     from agilerl.runs.stopping import stop_on_signals
 
@@ -323,7 +323,7 @@ def _on_ray(config: RunConfig, request: Request) -> None:
             f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
         )
     first = replace(request, root=_root(request).absolute())
-    # A process that was lost has left a run to resume, or nothing at all.
+    # After a lost process there is a run to resume, or nothing at all.
     width = shutil.get_terminal_size().columns
     works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
     ended = launch(d, works, partial(print, flush=True), lambda: stop_on_signals(say_at_once), serving(config))
@@ -340,12 +340,12 @@ def _on_ray(config: RunConfig, request: Request) -> None:
 def work_on_ray(
     request: Request, folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
 ) -> None:
-    """Do the part of one process, and say what the user is to see; an actor calls this."""
+    """Run one process, called by an actor; ``say`` prints for the user."""
     from agilerl.cli.progress import watch
     from agilerl.distributed.topology import connected
 
     if Path(folder).is_dir():
-        os.chdir(folder)  # paths in a manifest may start there
+        os.chdir(folder)  # paths in a manifest may be relative to it
     with connected(request.distributed, cuda=request.on_cuda, server=url) as topology, ExitStack() as opened:
         console = console_of_lines(say, width, quiet=request.silent or not topology.is_writer)
 

@@ -1,4 +1,4 @@
-"""Standard output and standard error: characters that they lack, and what becomes of a command when they go away."""
+"""Standard output and standard error: characters that they cannot encode, and the loss of their reader."""
 
 import codecs
 import errno
@@ -14,15 +14,15 @@ from rich.console import Console
 from agilerl.errors import WriteError
 
 READER_GONE = 141
-"""Exit code of a command whose reader has gone, as of those that SIGPIPE ends."""
+"""Exit code of a command whose reader is gone: that of a process ended by SIGPIPE."""
 _SPELT = {"±": "+-", "→": "->", "…": "...", "“": '"', "”": '"', "’": "'", "×": "x", "•": "*"}
 
 
 def prepare_streams() -> TextIO:
-    """Make the standard streams take any text, and be there; return the one for output.
+    """Make the standard streams exist and accept any text; return the one for output.
 
-    What an encoding lacks is spelt in ASCII. A stream that was closed before the command began is one to nowhere: else
-    the next file that is opened, a checkpoint say, would get its number, and whatever is printed.
+    Characters that an encoding lacks are spelt in ASCII. A stream that was closed before the command began is replaced
+    by /dev/null: otherwise the next file opened (e.g. a checkpoint) would get its number, and everything printed.
     """
     for descriptor in range(3):
         try:
@@ -41,26 +41,26 @@ def prepare_streams() -> TextIO:
 
 
 def console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
-    """Return a console on a file, standard output if there is none."""
+    """Return a console on a file; the default is standard output."""
     return _Console(file=file, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def console_of_lines(say: Callable[[str], None], width: int, *, quiet: bool) -> Console:
-    """Return a console without a terminal: each line that is printed to it is said."""
+    """Return a console without a terminal that passes each printed line to ``say``."""
     file = cast(IO[str], _Lines(say))
     return Console(file=file, width=width, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def say(sentence: str) -> None:
-    """Say on standard error what is no result; without a word where that is gone too."""
+    """Print a message that is not a result to standard error; if that is closed as well, print nothing."""
     with suppress(OSError):
         print(sentence, file=sys.stderr, flush=True)
 
 
 def lost_output(output: TextIO) -> OSError | None:
-    """Write what is still to be written to standard output; return why it cannot be, if that is so.
+    """Flush standard output; return the error if that fails, or if writing failed before.
 
-    After that nothing more is written to it.
+    After an error nothing more is written to it.
     """
     try:
         output.flush()
@@ -68,7 +68,7 @@ def lost_output(output: TextIO) -> OSError | None:
     except OSError as error:
         found = error
     if found is not None:
-        # What is left in the buffer would be tried again, and complained about, when the interpreter ends.
+        # Otherwise the interpreter would try to write the rest of the buffer at its end, and complain.
         with suppress(OSError, io.UnsupportedOperation):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, output.fileno())
@@ -77,28 +77,28 @@ def lost_output(output: TextIO) -> OSError | None:
 
 
 def write_error(error: OSError) -> WriteError:
-    """Return the sentence about an output that was lost."""
+    """Return the error for a lost output."""
     return WriteError(f"the output could not be written: {error.strerror or error}")
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output that remembers why it could not be written to: an OSError alone does not say what it is about."""
+    """Standard output that remembers its first write error: an OSError alone does not say which file it concerns."""
 
     def __init__(self, before: TextIO | None) -> None:
         if before is not None:
             before.flush()
         encoding = "utf-8" if before is None else before.encoding
-        file = open(1, "wb", closefd=False)  # noqa: SIM115  (it is as open as the process)
+        file = open(1, "wb", closefd=False)  # noqa: SIM115  (open as long as the process runs)
         super().__init__(file, encoding=encoding, errors="agilerl", line_buffering=file.isatty())
         self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Write, or remember why not."""
+        """Write; on failure remember the error."""
         with self._watched():
             return super().write(text)
 
     def flush(self) -> None:
-        """Write what is in the buffer, or remember why not."""
+        """Write the buffer; on failure remember the error."""
         with self._watched():
             super().flush()
 
@@ -112,31 +112,31 @@ class _Output(io.TextIOWrapper):
 
 
 class _Console(Console):
-    """A console that leaves it to the command what to do when the reader has gone; rich's ends the program."""
+    """A console that raises BrokenPipeError if the reader is gone; rich's console would end the program."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class _Lines:
-    """A file for a console: each line that is written to it is said once it is whole."""
+    """A file for a console, which passes on each line when it is complete."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._begun = say, ""
 
     def write(self, text: str) -> int:
-        """Say the lines that are whole."""
+        """Pass on the complete lines."""
         *whole, self._begun = (self._begun + text).split("\n")
         for line in whole:
             self._say(line)
         return len(text)
 
     def flush(self) -> None:
-        """A line is said when it is whole."""
+        """Do nothing: lines are passed on when they are complete."""
 
 
 def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Stand in for what an encoding lacks; the bytes of a file name that is no text pass as they are."""
+    """Replace characters that an encoding lacks; undecodable bytes of a file name pass unchanged."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     characters = error.object[error.start : error.end]

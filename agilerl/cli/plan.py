@@ -1,4 +1,4 @@
-"""``agilerl plan``: what a population would need on other machines, and how to lay it over them."""
+"""``agilerl plan``: what a population needs on other machines, and its layout on them."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def run_plan(
     """Compute and print; see ``agilerl plan --help``."""
     config = configuration(arguments)
     known = gpu(kind) if kind != "cpu" else None
-    # Imported once all that was typed is known to be good: a typo should not cost seconds.
+    # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
     from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
@@ -80,11 +80,11 @@ def _document(
     costs: Costs,
     found: "Lengths",
 ) -> dict[str, Any]:
-    """Return everything that is printed, as plain data: bytes, seconds, tokens."""
+    """Return everything that is printed as plain data: bytes, seconds, tokens."""
     best = capacity.best
     sheet = GPUS.get(machine.name)
     source = (
-        "measured here, just now"
+        "measured on this machine just now"
         if sheet is None
         else (f"{sheet.source}; {MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed")
     )
@@ -122,7 +122,7 @@ def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]
-    # What agents take by themselves, or were told to take, may be more than fits, or less than pays.
+    # The agents' default, or the user's choice, may be more than fits or less than is efficient.
     usual = min(load.pass_tokens, load.window * length)
     if not usual <= load.micro_tokens <= load.pass_tokens or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
         found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")

@@ -1,7 +1,7 @@
-"""Settings of the process that a command runs in: how memory is kept, and when garbage is collected.
+"""Settings of the process that a command runs in: memory allocation and garbage collection.
 
-They belong to the process, so the command makes them at its start, and ``import agilerl`` does not. They change no
-number of a run. ``AGILERL_PROCESS_SETTINGS=off`` leaves all of them out.
+The command sets them at its start; ``import agilerl`` does not, because the process belongs to the user. They do not
+change any result. ``AGILERL_PROCESS_SETTINGS=off`` turns all of them off.
 """
 
 import gc
@@ -11,7 +11,7 @@ import sys
 from agilerl.errors import ConfigError
 
 SWITCH = "AGILERL_PROCESS_SETTINGS"
-"""Environment variable: ``on``, as without it, or ``off``."""
+"""Environment variable: ``on`` (the default) or ``off``."""
 
 _MIB = 2**20
 _ALLOCATOR = {
@@ -20,12 +20,12 @@ _ALLOCATOR = {
     "M_TRIM_THRESHOLD": (-1, 256 * _MIB, "MALLOC_TRIM_THRESHOLD_"),
     "M_TOP_PAD": (-2, 16 * _MIB, "MALLOC_TOP_PAD_"),
 }
-"""Tensors of some MiB come and go in every step. By default each is a mapping of its own, which the kernel makes, fills
-with zeros page by page, and takes back; from the heap they get pages that are there already."""
+"""Every step allocates and frees tensors of some MiB. By default each is a separate mapping, which the kernel creates,
+zeroes page by page and removes; from the heap they get pages that already exist."""
 
 
 def are_on() -> bool:
-    """Return whether the user leaves the settings on; raises ConfigError for any value but ``on`` and ``off``."""
+    """Return whether the settings are on; raises ConfigError for any value but ``on`` and ``off``."""
     value = os.environ.get(SWITCH, "on")
     if value not in ("on", "off"):
         raise ConfigError(f"the environment variable {SWITCH} must be on or off, found {value!r}")
@@ -33,41 +33,41 @@ def are_on() -> bool:
 
 
 def apply() -> None:
-    """Make the settings, at the start of a command that trains; :func:`loading_done` ends what is for loading only."""
+    """Apply the settings at the start of a command that trains; :func:`loading_done` ends those for loading only."""
     if are_on():
         keep_memory()
-        # Imports make a million objects that stay: looking for garbage among them takes a fifth of the time to load.
+        # Imports create a million lasting objects: searching them for garbage takes a fifth of the loading time.
         _loading.append(gc.isenabled())
         gc.disable()
 
 
 def loading_done() -> None:
-    """Collect garbage again, if :func:`apply` has stopped it, without looking at what has been loaded."""
+    """Resume garbage collection if :func:`apply` has stopped it, but exempt everything loaded so far."""
     if not _loading:
         return
     was_enabled = any(_loading)
     _loading.clear()
-    if gc.get_freeze_count() == 0:  # a second time, it would keep for ever what a first command has left as garbage
+    if gc.get_freeze_count() == 0:  # a second freeze would keep the first command's garbage forever
         gc.freeze()
     if was_enabled:
         gc.enable()
 
 
 _loading: list[bool] = []
-"""Whether garbage was collected before :func:`apply`; empty if nothing is to be put back."""
+"""Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
 
 
 def described() -> dict[str, str]:
-    """Return what :func:`apply` does here, for bug reports."""
+    """Return what :func:`apply` does on this machine, for bug reports."""
     made = keep_memory() if are_on() else {}
     return {SWITCH: "on" if are_on() else "off"} | {name: f"{value // _MIB} MiB" for name, value in made.items()}
 
 
 def keep_memory() -> dict[str, int]:
-    """Have malloc keep and reuse memory that the program frees; return the settings that were made, in bytes.
+    """Make malloc keep and reuse freed memory; return the values that were set, in bytes.
 
-    Those that the user has made, in the variables of glibc, stay as they are. Other allocators have no such settings:
-    on macOS, on Windows, and on Linux with musl nothing is done.
+    Settings that the user made with glibc's environment variables stay. Other allocators (macOS, Windows, musl) have
+    no such settings, and nothing is done.
     """
     if not _has_glibc() or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return {}

@@ -97,7 +97,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
 
 
 def print_plan(session: Session, out: Path, console: Console) -> None:
-    """Print the plan for a person."""
+    """Print the plan as a table."""
     plan = plan_document(session, out)
     model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -170,19 +170,19 @@ def _span(ends: Sequence[int]) -> str:
 _GAP = 2
 _FAILURES = {
     "nonfinite": "a loss or a gradient was not finite, so the step was skipped",
-    "oom": "memory does not hold a single row of it",
+    "oom": "not enough memory for a single row",
     "reward_error": "none of its samples could be graded",
-    "timeout": "grading ran out of time for all its samples",
+    "timeout": "grading timed out for all its samples",
 }
 
 
 def watch(
     events: Iterator[Event], session: Session, console: Console, *, lost: Callable[[OSError], None] | None = None
 ) -> dict[str, Any]:
-    """Follow a run to its end, showing it; returns its summary.
+    """Show a run to its end; return its summary.
 
-    When the console goes away ``lost`` is told why, and the run is followed without it, so that it can come to a place
-    where it can be continued.
+    If the console is lost, ``lost`` gets the error and the run continues without it, to a point from which it can be
+    resumed.
     """
     view = _View(session, console)
     summary: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def watch(
 
 
 class _View:
-    """One row an agent, a bar for the run and one for the phase."""
+    """One row per agent, a bar for the run and one for the phase."""
 
     def __init__(self, session: Session, console: Console) -> None:
         self.session, self.console = session, console
@@ -230,16 +230,16 @@ class _View:
 
     def __exit__(self, *error: object) -> None:
         if self.live is not None:
-            with suppress(OSError):  # the terminal may have gone
+            with suppress(OSError):  # the terminal may be gone
                 self.live.stop()
 
     def show(self, event: Event) -> None:
-        """Take in an event."""
+        """Show an event."""
         if isinstance(event, RunStarted):
             self.out = event.out
         elif isinstance(event, PhaseStarted):
             total = self.session.config.training.evo_steps if event.name == "train" else None
-            # A new one each time: rich takes total=None as "leave it" for a task that exists.
+            # A new task each time: for an existing one, rich reads total=None as "unchanged".
             self.bars.remove_task(self.phase)
             self.phase = self.bars.add_task(event.name, total=total)
         elif isinstance(event, IterationDone):
@@ -255,9 +255,9 @@ class _View:
             scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
             self._line(f"generation {event.generation}: exam {scores}")
         elif isinstance(event, Evolved):
-            births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "nobody"
-            changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "nobody"
-            elite = "no elite, for nobody is fit" if event.elite is None else f"elite {event.elite}"
+            births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
+            changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
+            elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
             self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
         if self.live is not None:
             self.live.update(Group(self.table(), self.bars), refresh=True)
@@ -267,7 +267,7 @@ class _View:
             self.console.print(text, soft_wrap=True)
 
     def _note_failures(self, event: IterationDone) -> None:
-        """Count failures for the table, and say the first of each agent."""
+        """Count failures for the table, and print the first of each agent."""
         for index, outcome in event.failed.items():
             counts = self.failures.setdefault(index, Counter())
             counts[outcome] += 1
@@ -277,7 +277,7 @@ class _View:
 
     @staticmethod
     def _learned(metrics: Sequence[Mapping[str, float]]) -> "_Column":
-        """Return the rewards, or the losses of algorithms that learn from data."""
+        """Return the rewards, or the losses if the algorithm learns from data."""
         what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
         return _Column(what, [_cell(m.get(what), "{:.3f}") for m in metrics], "right")
 
@@ -288,12 +288,12 @@ class _View:
         return f"iteration {event.iteration} ({event.progress:.0%}{left}): {what} {values}"
 
     def _left(self, event: IterationDone) -> float:
-        """Return the seconds left at the pace of this process."""
+        """Return the seconds left at the speed of this process."""
         spent = perf_counter() - self.started
         return spent / (event.progress - self.resumed_at) * (1 - event.progress)
 
     def table(self) -> Table:
-        """Return one row an agent, with as many columns as the terminal has room for."""
+        """Return one row per agent, with as many columns as fit the terminal."""
         agents = self.session.population.everyone
         metrics = [self.metrics.get(agent.index, {}) for agent in agents]
         fitness = [self.fitness.get(agent.index) for agent in agents]
@@ -315,7 +315,7 @@ class _View:
 
 
 class _Clock(ProgressColumn):
-    """Share, time spent and time left; of a phase without a known length only the time spent."""
+    """Share, time spent and time left; only the time spent if a phase has no known length."""
 
     def render(self, task: Task) -> Text:
         """Return the text beside a bar."""
@@ -328,7 +328,7 @@ class _Clock(ProgressColumn):
 
 @dataclass
 class _Column:
-    """Header and cells; of those that may be left out, the one with the highest ``rank`` goes first."""
+    """Header and cells; columns with a ``rank`` may be left out, the highest first."""
 
     name: str
     cells: list[str]
@@ -341,7 +341,7 @@ class _Column:
 
 
 def _fitted(columns: Sequence[_Column], width: int) -> Table:
-    """Return a table that never wraps: columns are left out as long as it is too wide, and texts cut after that."""
+    """Return a table that never wraps: if it is too wide, columns are left out first, then texts are cut."""
     shown = list(columns)
     while sum(c.width for c in shown) > width and any(c.rank for c in shown):
         shown.remove(max(shown, key=lambda c: c.rank))
@@ -354,7 +354,7 @@ def _fitted(columns: Sequence[_Column], width: int) -> Table:
 
 
 def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
-    """Return gene values in a few words, for instance ``lr=0.0021, group_size=8``."""
+    """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
@@ -386,7 +386,7 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> No
     console.print("Held-out test (greedy)")
     console.print(table)
     if elite is None:
-        console.print("\nNo agent was fit, with a finite fitness and not sick, so there is no elite.")
+        console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:
         line = " -> ".join(f"{a['agent']} ({genes_text(a['hyperparameters'])})" for a in summary["lineage"])
         console.print(f"\nWinning lineage  {line}")

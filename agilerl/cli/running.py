@@ -1,4 +1,4 @@
-"""A run on the command line: where it lies, how it is opened, how it is followed to its end."""
+"""A run on the command line: its settings and directory, opening it, and following it to its end."""
 
 import json
 import os
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from agilerl.training.setup import Session
 
 _LONGEST_NAME = 255
-"""Bytes of a name, on all common file systems; the folders above it would be made before the disk says so."""
+"""Most bytes of a name on common file systems; otherwise its parent folders would be made before the error."""
 _REMEDIES = {
     "nonfinite": "a loss or gradient that was not finite: lower algorithm.lr",
     "oom": "too little memory for a single row: lower network.max_context_length or algorithm.max_output_tokens",
-    "reward_error": "no sample that could be graded: fix the grader or the environment",
-    "timeout": "grading out of time: give the grader more, or make it faster",
+    "reward_error": "no sample graded: fix the grader or the environment",
+    "timeout": "a timeout in grading: raise the grader's timeout, or make it faster",
 }
 
 
 def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfig:
-    """Return the configuration that a command line asks for: a manifest, overrides ``section.key=value``, a seed.
+    """Return the configuration of a command line: a manifest, overrides ``section.key=value``, a seed.
 
-    An argument with ``=`` that is no file is an override. Raises ConfigError for a second manifest, and for what is
-    wrong in the first.
+    An argument with ``=`` that is not a file is an override. Raises ConfigError for a second manifest, and for errors
+    in the first.
     """
     manifests = _manifests_in(arguments)
     if len(manifests) > 1:
@@ -55,13 +55,13 @@ def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfi
 
 
 def manifest_name(arguments: Sequence[str]) -> str:
-    """Return what to call the manifest of a command line."""
+    """Return the name of a command line's manifest for messages."""
     manifests = _manifests_in(arguments)
     return shown(manifests[0]) if manifests else "the embedded default"
 
 
 def check_task(config: RunConfig) -> None:
-    """Raise ConfigError for a task or a parameter that reasoning_gym has not; it needs no torch."""
+    """Raise ConfigError for a task or parameter that reasoning_gym does not have; does not import torch."""
     e = config.environment
     family, _, name = (e.task or "").partition(":")
     if e.env_type != "multiturn" and e.dataset is None and family == "reasoning_gym" and name:
@@ -90,14 +90,14 @@ def opened_run(
     allow_changes: bool,
     as_json: bool,
 ) -> "SavedRun | None":
-    """Open an unfinished run of the ``expected`` configuration, if given; None, and said, if it is finished.
+    """Open an unfinished run, of the ``expected`` configuration if given; print and return None if it is finished.
 
-    ``tell`` prints the summary of a finished run ``as_json``.
+    With ``as_json``, ``tell`` prints the summary of a finished run.
     """
     from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
 
     info, layout = read_run(root), RunLayout(root)
-    check_not_in_use(root)  # before the seconds of imports; who is first is decided by the lock below
+    check_not_in_use(root)  # before slow imports; the lock below decides which process is first
     from agilerl.runs.strict_json import read_json
     from agilerl.training.resolved import recorded, resolve
     from agilerl.training.saved import open_run
@@ -108,21 +108,21 @@ def opened_run(
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)
     _complete(layout)
-    console.print(f"The run in {root} is finished: nothing is left to do. Results: {layout.summary}")
+    console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
     if as_json:
         tell(json.dumps(read_json(layout.summary), indent=1))
     return None
 
 
 def _complete(layout: "RunLayout") -> None:
-    """Write the report of a finished run whose process died between the summary and that."""
+    """Write the report of a finished run if its process died after the summary."""
     if layout.report.exists():
         return
     from agilerl.report import build_report
     from agilerl.runs.atomic import remove_leftovers
     from agilerl.runs.directory import check_not_in_use
 
-    check_not_in_use(layout.root)  # a process may be writing it just now
+    check_not_in_use(layout.root)  # another process may be writing it
     remove_leftovers(layout.root)
     build_report([layout.root], layout.report)
 
@@ -135,7 +135,7 @@ def follow(
     *,
     as_json: bool,
 ) -> None:
-    """Show a run to its end, or to where a signal lets it stop or the disk refuses."""
+    """Show a run until it ends, a signal stops it, or a write fails."""
     from agilerl.cli.progress import watch
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.stopping import Interrupted, stop_on_signals
@@ -155,13 +155,13 @@ def follow(
             if not RunLayout(root).run_json.exists():
                 raise
             told = str(error).rstrip(".")
-            raise WriteError(f"{told}. Free space, or fix what is wrong, then: agilerl resume {root}") from error
+            raise WriteError(f"{told}. Free space or fix the cause, then run: agilerl resume {root}") from error
     if as_json:
         print(json.dumps(summary, indent=1))
 
 
 def work_along(start: "Callable[[StopRequest], Iterator[Event]]", session: "Session", root: Path) -> None:
-    """Do the part of a process that neither writes nor speaks, to the end of the run or to where a signal stops it."""
+    """Run a process that does not write or print, until the run ends or a signal stops it."""
     from agilerl.runs.stopping import Interrupted, stop_on_signals
 
     with stop_on_signals(lambda _: None) as stop:
@@ -175,7 +175,7 @@ def work_along(start: "Callable[[StopRequest], Iterator[Event]]", session: "Sess
 
 
 def fail_without_elite(root: Path) -> None:
-    """Exit with code 1, and say the likely cause, if a finished run has no elite."""
+    """If a finished run has no elite, print the likely cause and exit with code 1."""
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.journal import read_lines
     from agilerl.runs.strict_json import read_json
@@ -189,7 +189,7 @@ def fail_without_elite(root: Path) -> None:
 
 
 def _likely_cause(outcomes: Counter[str]) -> str:
-    """Return in a sentence why no agent was fit, and what to do, from the outcomes of all iterations of all agents."""
+    """Return a sentence: why no agent was fit, judged by the outcomes of all iterations, and what to do."""
     if not outcomes:
         return (
             "training.max_seconds or max_tokens was used up before the first iteration (the base is tested first); "
@@ -207,7 +207,7 @@ def _likely_cause(outcomes: Counter[str]) -> str:
 
 
 def found_text(root: Path, session: "Session") -> str:
-    """Return in a sentence where a run is resumed."""
+    """Return a sentence about where a run is resumed."""
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
         return f"Resuming {root}: no {'intact checkpoint' if damaged else 'checkpoint yet'}, so from the beginning."
@@ -220,7 +220,7 @@ def found_text(root: Path, session: "Session") -> str:
 
 
 def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path) -> None:
-    """Raise ConfigError that names the first setting in which a run differs from what is asked for."""
+    """Raise ConfigError, naming the setting, if a run was started with other settings."""
     for section, settings in wanted.items():
         for name in {**settings, **found.get(section, {})}:
             there, value = found.get(section, {}).get(name), settings.get(name)
@@ -232,13 +232,13 @@ def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path)
 
 
 def say_at_once(sentence: str) -> None:
-    """Say something from within a signal handler, where a stream that is being written to refuses a second writer."""
-    with suppress(OSError):  # nobody may be listening any more
+    """Print from a signal handler, where Python's streams refuse a second writer."""
+    with suppress(OSError):  # standard error may be closed
         os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 def default_out(config: RunConfig) -> Path:
-    """Return ``runs/<what is learned>-<time>``, numbered where another run took the name in the same second."""
+    """Return ``runs/<task>-<time>``, with a number if another run took that name in the same second."""
     e = config.environment
     what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
     task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
@@ -248,22 +248,22 @@ def default_out(config: RunConfig) -> Path:
 
 
 def check_place(root: Path) -> None:
-    """Raise CheckpointError where no run can be written, before anything slow is done; writes nothing."""
+    """Raise CheckpointError if a run cannot be written here; fast, and writes nothing."""
     from agilerl.runs.directory import check_vacant
 
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in root.parts):
         raise CheckpointError(f"the directory {shown(str(root))} cannot be used: File name too long")
     try:
         str(root).encode()
-    except UnicodeEncodeError:  # the tokenizer's library takes no such name, and says so when the run is over
+    except UnicodeEncodeError:  # the tokenizer's library would refuse the name at the end of the run
         raise CheckpointError(
-            f"the run directory {shown(str(root))} has a name that is no text in this locale; choose another name, or "
+            f"the run directory {shown(str(root))} has a name that this locale cannot encode; choose another name, or "
             "set LC_ALL=C.UTF-8"
         ) from None
     for path in (root, *root.absolute().parents):
         if path.is_symlink() and not path.exists():
             raise CheckpointError(
-                f"the run directory {shown(str(root))} cannot be made: {shown(str(path))} is a link that leads nowhere"
+                f"the run directory {shown(str(root))} cannot be made: {shown(str(path))} is a broken link"
             )
     try:
         check_vacant(root)
@@ -271,12 +271,12 @@ def check_place(root: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"the directory {shown(str(root))} cannot be used: {error.strerror or error}") from error
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        problem = "is no directory" if not above.is_dir() else "cannot be written to"
+        problem = "is not a directory" if not above.is_dir() else "cannot be written to"
         raise CheckpointError(f"the run directory {shown(str(root))} cannot be made: {shown(str(above))} {problem}")
 
 
 def quieten_libraries() -> None:
-    """Keep progress bars and advice of the libraries out of ours."""
+    """Turn off the progress bars and advice of libraries."""
     import transformers
 
     logging: Any = transformers.utils.logging

@@ -60,7 +60,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
     for number, grader in enumerate(config.environment.graders or ()):
         where, is_code = f"environment.graders.{number}", names_code(grader.name)
         if grader.isolate and not is_code:
-            raise ConfigError(f"{where}.isolate is for functions of your own, found {shown(grader.name)}; leave it out")
+            raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
         if "timeout" in grader.model_fields_set and not grader.isolate:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "

@@ -24,8 +24,7 @@ from agilerl.envs.curation import (
 from agilerl.envs.order import TrainingOrder, warn_of_fewer
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.base import close, setup
-from agilerl.rewards.functions import exact_match
+from agilerl.rewards.base import close, exact_match, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
 

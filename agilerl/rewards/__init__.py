@@ -1,9 +1,8 @@
 """Rewards: completions are scored by plain functions, or by graders that hold resources such as a model."""
 
-from agilerl.rewards.base import BaseGrader
+from agilerl.rewards.base import BaseGrader, exact_match, extract_answer
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.contract import GRADER_CHECKS, GraderCase, check_grader
-from agilerl.rewards.functions import exact_match, extract_answer
 from agilerl.rewards.grader import Grader, call_grader, check_score
 from agilerl.rewards.grades import Grades, grade
 from agilerl.rewards.isolated import IsolatedGrader

@@ -1,8 +1,10 @@
-"""Graders that hold resources: the base class that opens, closes and names them."""
+"""What graders share: the base class of those that hold resources, and how an answer is found in a completion."""
 
 import os
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
+
+from agilerl.arguments import checked
 
 
 @runtime_checkable
@@ -64,3 +66,23 @@ def close(grader: object) -> None:
     """Call the grader's ``close`` if it has one."""
     if isinstance(grader, Resource):
         grader.close()
+
+
+# -- reward functions that only need text -----------------------------------------------------------------------------
+
+
+OPEN, CLOSE = "<answer>", "</answer>"
+
+
+@checked
+def extract_answer(completion: str) -> str:
+    """Return the text between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
+    end = completion.rfind(CLOSE)
+    start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
+    return completion[start + len(OPEN) : end].strip() if start >= 0 else completion.strip()
+
+
+@checked
+def exact_match(completion: str, answer: str) -> float:
+    """Return 1.0 if the extracted answer equals ``answer``, ignoring outer whitespace; else 0.0."""
+    return 1.0 if extract_answer(completion) == answer.strip() else 0.0

@@ -16,10 +16,10 @@ from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.population import Known
 from agilerl.rollouts.rollout import Rollout
-from agilerl.run_date import asks_for_date, pinned
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
+from agilerl.templates import asks_for_date, at_date
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -125,7 +125,7 @@ def _work(
     try:
         if saved is not None:
             checkpoints.prune(progress)
-        with pinned(session.date):
+        with at_date(session.date):
             for event in _run(session, root, writer, checkpoints, progress, stop):
                 if writer is not None:
                     writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it

@@ -23,8 +23,8 @@ from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
 from agilerl.population import Population
-from agilerl.run_date import pinned
 from agilerl.runtime import Runtime
+from agilerl.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.resolved import Resolved, resolve
@@ -93,7 +93,7 @@ def build(
     resolved = resolve(config)
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
-    with pinned(date):
+    with at_date(date):
         return assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
 
 

@@ -44,7 +44,7 @@ BEFORE_THE_MODEL = {
     "a seed beyond 64 bits": (["--seed", str(2**70)], "training.seed: input should be less than or equal to"),
     "an unknown option": (["--bogus"], "No such option: --bogus"),
     "an option without its value": (["--out"], "'--out' requires an argument"),
-    "a run directory inside a file": (["--out", "/dev/null/x"], "'/dev/null' is no directory"),
+    "a run directory inside a file": (["--out", "/dev/null/x"], "'/dev/null' is not a directory"),
     "a file as run directory": (["--out", "/dev/null"], "found a file; choose another path"),
     "a name too long for a directory": (["--out", "x" * 300], "File name too long"),
     "a task of hardly any question": (

@@ -87,7 +87,7 @@ def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
 
 def test_this_machine_is_measured(agilerl: Agilerl) -> None:
     found = planned(agilerl, "--gpu", "cpu")
-    assert found["machine"]["source"] == "measured here, just now"
+    assert found["machine"]["source"] == "measured on this machine just now"
     assert 1e9 < found["machine"]["flops"] < 1e13
     assert found["model"]["width"] == 4
     assert "measured" in found["machine"]["costs"]

@@ -71,7 +71,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.name != ".lock"}
     outcome = agilerl(*command)
     assert (outcome.code, outcome.errors) == (0, "")
-    assert outcome.output == "The run in run is finished: nothing is left to do. Results: run/summary.json"
+    assert outcome.output == "The run in run is finished; there is nothing left to do. Results: run/summary.json"
     assert {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.name != ".lock"} == before
     as_json = agilerl(*command, "--json")
     assert json.loads(as_json.output) == json.loads((root / "summary.json").read_text())
@@ -150,7 +150,7 @@ def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Pa
     assert (tmp_path / "run" / "summary.json").exists()
     without = agilerl("train", *short, "--resume", "auto")
     assert without.code == 2
-    assert without.errors == "error: --resume auto resumes the run in --out, found no --out; name the directory"
+    assert without.errors == "error: --resume auto resumes the run in --out, found no --out; pass the directory"
 
 
 @pytest.mark.parametrize(

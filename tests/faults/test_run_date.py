@@ -12,7 +12,7 @@ from agilerl.config.run import RunConfig
 from agilerl.envs.prompts import render_prompt, render_text
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer, resolve_model
-from agilerl.run_date import now, pinned
+from agilerl.templates import at_date, now
 from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
@@ -59,9 +59,9 @@ def go_on(root: Path) -> None:
 
 def test_a_template_gets_the_date_of_the_run_and_without_a_run_that_of_the_clock(model: Path) -> None:
     tokenizer = load_tokenizer(str(model))
-    with pinned(LONG_AGO):
+    with at_date(LONG_AGO):
         assert render_text(tokenizer, QUESTION).startswith("2023 12 31 23 59 58")
-        with pinned(datetime(2024, 1, 1)):
+        with at_date(datetime(2024, 1, 1)):
             assert render_text(tokenizer, QUESTION).startswith("2024 01 01 00 00 00")
         ids = render_prompt(tokenizer, QUESTION)
         assert tokenizer.decode(ids) == render_text(tokenizer, QUESTION)
