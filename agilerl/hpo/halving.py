@@ -6,7 +6,7 @@ from dataclasses import replace
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.selection import NoSelection, Plan, SelectionStrategy, check_population
+from agilerl.hpo.selection import AT_THE_START, NoSelection, Plan, SelectionStrategy, Standing, check_population
 
 
 class SuccessiveHalving:
@@ -27,11 +27,18 @@ class SuccessiveHalving:
         self.between = between or NoSelection()
 
     @checked
-    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index)
         if (generation + 1) % self.period or len(fitness) <= self.floor:
-            return self.between.plan(fitness, generation, seed, next_index)
+            return self.between.plan(fitness, generation, seed, next_index, standing)
         ranked = ranking(fitness)
         finite = sum(one.is_finite for one in fitness.values())
         if not finite:

@@ -8,9 +8,11 @@ from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import (
+    AT_THE_START,
     AgentT,
     Birth,
     Plan,
+    Standing,
     apply_plan,
     check_population,
     latest_fitness,
@@ -73,7 +75,14 @@ class MultiFrequencySelection:
         self.seed = 0 if seed is None else seed
 
     @checked
-    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy); the order of ``fitness`` decides the parts."""
         check_population(fitness, next_index, self.population_size)
         elite = ranking(fitness)[0]

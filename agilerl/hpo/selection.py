@@ -1,7 +1,7 @@
 """Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from agilerl.arguments import Seed, Whole, checked
@@ -20,6 +20,31 @@ class Birth:
     parent: int
     hyperparameters_from: int | None = None
     """Agent whose gene values the child takes instead of its parent's (migration of weights alone)."""
+    factor: float = 1.0
+    """The child's learning rates are multiplied by this, within the range of their genes."""
+    from_best: bool = False
+    """The child starts as ``parent`` was at the run's best exam (``Standing.best``), not as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best exam of a run so far, of an agent that need not live any more; the run keeps a copy of it."""
+
+    agent: int
+    fitness: Fitness
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run stands when a selection is planned."""
+
+    spent: float = 0.0
+    """Share of the run's budget that is spent, in [0, 1]."""
+    best: Best | None = None
+    """The best exam before this one; None at the first exam, and where no copy was kept."""
+
+
+AT_THE_START = Standing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +62,8 @@ class Plan:
     """Agents that are open to mutation after the plan, in slot order."""
     reason: str = ""
     """Why the plan is unusual; empty for an ordinary one."""
+    verdicts: Mapping[int, str] = field(default_factory=dict)
+    """Why an agent stays or goes, with the numbers that decided: ``kept: P = .63 < .8``; by its index."""
 
     def __post_init__(self) -> None:
         children = [birth.child for birth in self.births]
@@ -50,10 +77,14 @@ class Plan:
             raise ConfigError(f"A plan may mutate agents in its slots only, and never the elite, found {self}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data for JSON."""
-        return {**asdict(self), "births": [asdict(birth) for birth in self.births]} | {
-            name: list(getattr(self, name)) for name in ("slots", "deaths", "mutants")
-        }
+        """Return the plan as plain data for JSON; what few strategies use stands there only where it is used."""
+        values = asdict(self) | {name: list(getattr(self, name)) for name in ("slots", "deaths", "mutants")}
+        values["births"] = [
+            {name: value for name, value in asdict(birth).items() if name in _ALWAYS or value != _UNUSED[name]}
+            for birth in self.births
+        ]
+        verdicts = values.pop("verdicts")
+        return values | ({"verdicts": {str(index): text for index, text in verdicts.items()}} if verdicts else {})
 
     @classmethod
     @checked
@@ -68,20 +99,34 @@ class Plan:
                 deaths=tuple(data["deaths"]),
                 mutants=tuple(data["mutants"]),
                 reason=str(data["reason"]),
+                verdicts={int(index): str(text) for index, text in data.get("verdicts", {}).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"Expected a selection plan, found {dict(data)!r} ({error}).") from error
 
 
+_ALWAYS = ("child", "parent", "hyperparameters_from")
+_UNUSED = {one.name: one.default for one in fields(Birth)}
+
+
 class SelectionStrategy(Protocol):
     """Decide the next population from fitness alone: pure, so that every process computes the same plan."""
 
-    def plan(self, fitness: Mapping[int, Fitness], generation: int, seed: int, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: int,
+        seed: int,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return the plan of this generation.
 
         ``fitness`` maps agent index to result, in slot order. ``generation`` counts selections from 0. ``next_index``
         is above every index ever used: indices never repeat, children get ``next_index``, ``next_index + 1``, ...
-        Random choices depend on ``seed``, ``generation`` and agent indices only.
+        Random choices depend on ``seed``, ``generation`` and agent indices only. ``standing`` is how much of the budget
+        is spent, and the run's best exam so far. A strategy keeps nothing between calls: a run that is resumed, and
+        every process of a run, asks an object of its own.
         """
         ...
 
@@ -90,7 +135,14 @@ class NoSelection:
     """Keep all agents and mutate none: together with the initial spread this is random search, the baseline."""
 
     @checked
-    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return a plan that only names the elite."""
         check_population(fitness, next_index)
         return keep_all(fitness, generation)

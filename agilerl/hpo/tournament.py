@@ -9,9 +9,11 @@ from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import (
+    AT_THE_START,
     AgentT,
     Birth,
     Plan,
+    Standing,
     apply_plan,
     check_population,
     keep_all,
@@ -46,7 +48,14 @@ class TournamentSelection:
         self.seed = seed
 
     @checked
-    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index, self.population_size)
         ranked = ranking(fitness)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
-from agilerl.hpo.selection import Birth, Plan, check_population, keep_all
+from agilerl.hpo.selection import AT_THE_START, Birth, Plan, Standing, check_population, keep_all
 from agilerl.streams import stream
 
 
@@ -28,7 +28,14 @@ class TruncationSelection:
         self.confidence = confidence
 
     @checked
-    def plan(self, fitness: Mapping[int, Fitness], generation: Whole, seed: Seed, next_index: int) -> Plan:
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index)
         ranked = ranking(fitness)

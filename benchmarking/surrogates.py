@@ -1,0 +1,312 @@
+"""Worlds of numbers in which a whole search takes milliseconds, and the table of all strategies in them.
+
+Run: python -m benchmarking.surrogates [--seeds 60] [--arms ...] [--worlds ...]
+
+An agent has progress, which its hyperparameters earn, and a skill that follows from it: the chance that it solves a
+prompt. The strategies, the mutations, the start and the schedule are the real ones of ``agilerl.hpo``; only training
+and exams are replaced by numbers. Every search has the same budget of tokens, exams included.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.special import ndtri
+
+from agilerl.hpo.annealing import LRSchedule
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.halving import SuccessiveHalving
+from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.multi_frequency import MultiFrequencySelection
+from agilerl.hpo.mutation import Member, Mutations
+from agilerl.hpo.parameters import Gene, Value
+from agilerl.hpo.pulses import PulseSelection
+from agilerl.hpo.selection import Best, NoSelection, SelectionStrategy, Standing
+from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.tournament import TournamentSelection
+from agilerl.hpo.truncation import TruncationSelection
+from agilerl.streams import stream
+
+PROMPTS = 128
+EXAM = 0.003
+"""Cost of an agent's exam, as a share of the budget."""
+STEPS = 4
+"""Updates of a generation."""
+ALIKE = 0.6
+"""Correlation of two agents of equal skill on one prompt: what pairing gains."""
+RIGHT = 1e-3
+HARD = (1e-6, 1e-1)
+"""The range that a learning rate may ever reach."""
+
+
+@dataclass
+class Agent:
+    """What is known about an agent, and what only the world knows."""
+
+    values: dict[str, Value]
+    progress: float = 0.0
+    damage: float = 0.0
+
+    def copy(self) -> "Agent":
+        """Return an independent copy."""
+        return Agent(dict(self.values), self.progress, self.damage)
+
+
+@dataclass(frozen=True)
+class World:
+    """How fast an agent learns, and what it can do with what it has learned."""
+
+    speed: Callable[[float, Agent], float]
+    """Progress in the time of a whole budget at (learning rate, agent)."""
+    solved: Callable[[float], float] = lambda progress: 1 - math.exp(-progress)
+    """Skill at a progress, before noise and damage."""
+    shake: float = 0.0
+    """Skill lost while the learning rate is RIGHT; grows with its square root, returns when it falls."""
+    cliff: float = 1e-2
+    """Learning rate above which an agent breaks."""
+    genes: tuple[str, ...] = ()
+    """Genes besides the learning rate, each with 1 as the user's value."""
+
+    def train(self, agent: Agent, factor: float, time: float) -> None:
+        """Train for a share of the budget's time."""
+        lr = float(agent.values["lr"]) * factor
+        if lr > self.cliff:
+            agent.damage += 40 * time * math.log10(10 * lr / self.cliff)
+        agent.progress += time * self.speed(lr, agent) * math.exp(-agent.damage)
+
+    def skill(self, agent: Agent, factor: float) -> float:
+        """Return the chance to solve a prompt; NaN for an agent that is beyond repair."""
+        if agent.damage > 8:
+            return math.nan
+        lr = float(agent.values["lr"]) * factor
+        whole = 0.05 + 0.9 * self.solved(agent.progress) - self.shake * math.sqrt(lr / RIGHT)
+        return min(max(whole * math.exp(-agent.damage), 0.01), 0.99)
+
+
+def bump(x: float, width: float) -> float:
+    """Return exp(-x^2 / 2 width^2)."""
+    return math.exp(-0.5 * (x / width) ** 2)
+
+
+def near(lr: float, best: float, width: float = 0.4) -> float:
+    """Return how good a learning rate is, by decades from the best one; twice as forgiving below it as above."""
+    decades = math.log10(max(lr, 1e-12) / best)
+    return bump(decades, width if decades > 0 else 2 * width)
+
+
+def _interacting(lr: float, agent: Agent) -> float:
+    a, b, c = (math.log10(float(agent.values[name])) for name in ("a", "b", "c"))
+    return 5 * near(lr, RIGHT * 10 ** (0.7 * a), 0.35) * bump(a - 0.25, 0.4) * bump(b + 0.2, 0.5) * bump(c - 0.1, 0.8)
+
+
+WORLDS = {
+    "easy": World(lambda lr, agent: 8 * near(lr, RIGHT)),
+    "slow": World(lambda lr, agent: 2 * near(lr, RIGHT)),
+    "cliff": World(lambda lr, agent: 4 * (lr / RIGHT) ** 0.5, cliff=2.5e-3),
+    "anneal": World(lambda lr, agent: 5 * near(lr, 1.5 * RIGHT, 0.5), shake=0.12),
+    "interacting": World(_interacting, genes=("a", "b", "c")),
+    "breakout": World(
+        lambda lr, agent: 4 * near(lr, RIGHT), lambda progress: 1 / (1 + math.exp(-(progress - 1.2) / 0.15))
+    ),
+    "moving optimum": World(
+        lambda lr, agent: 6 * near(lr, 2 * RIGHT * 10 ** (-1.2 * min(agent.progress / 2.5, 1)), 0.3)
+    ),
+    "no signal": World(lambda lr, agent: 0.0, lambda progress: 0.5),
+}
+STRATA = {"right": 1.0, "4 times too high": 4.0, "10 times too low": 0.1}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to spend a budget."""
+
+    strategy: Callable[[int], SelectionStrategy]
+    size: int = 4
+    schedule: LRSchedule = LRSchedule()
+    candidates: int = 1
+    """Best exams that sit a second panel at the end."""
+    mutations: Mutations | None = None
+    same: bool = False
+    """Start everyone alike."""
+    gene: Gene | None = None
+    up: float = 3.0
+    """How far above the user's learning rate a founder may start."""
+    down: float = 10.0
+    """How far below."""
+    generation: float = 1 / 32
+    """Share of the budget that an agent trains for between selections."""
+
+
+DECAY = LRSchedule("linear", decay=0.4)
+MOVES = Mutations(0.2, 0, 0, 0, 0, 0.8)
+DEFAULT = Arm(KnockoutSelection, schedule=DECAY, candidates=3)
+ARMS = {
+    "default": DEFAULT,
+    "knockout without pulses": replace(
+        DEFAULT, strategy=lambda size: KnockoutSelection(size, later=PulseSelection(factors=()))
+    ),
+    "pulses": replace(DEFAULT, strategy=lambda size: PulseSelection(), size=1),
+    "tournament": Arm(lambda size: TournamentSelection(2, True, size), mutations=MOVES),
+    "truncation": Arm(lambda size: TruncationSelection(), mutations=MOVES),
+    "halving": Arm(lambda size: SuccessiveHalving()),
+    "halving + truncation": Arm(lambda size: SuccessiveHalving(2, 1, TruncationSelection()), mutations=MOVES),
+    "multi-frequency": Arm(lambda size: MultiFrequencySelection(size), mutations=MOVES),
+    "random": Arm(lambda size: NoSelection()),
+    "formula": Arm(lambda size: NoSelection(), size=1),
+    "formula + decay": Arm(lambda size: NoSelection(), size=1, schedule=DECAY),
+}
+SINGLE = ("formula", "formula + decay")
+
+
+@dataclass
+class Outcome:
+    """What a search did."""
+
+    shipped: float
+    """True skill of the agent that the search hands over, 0 if it is beyond repair."""
+    lr: float
+    births: int = 0
+    generations: int = 0
+    alone_from: float = math.nan
+    """Share of the budget that was spent when one agent was left."""
+    elites: list[float] = field(default_factory=list)
+    """True skill of the best of each exam."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An agent as it was at an exam."""
+
+    index: int
+    agent: Agent
+    fitness: Fitness
+    factor: float
+
+
+def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome:
+    """Spend one budget in a world."""
+    rng = stream(seed, "surrogate world")
+    prior = RIGHT * STRATA[stratum] * 10 ** float(rng.normal(0, 0.15))
+    genes, agents = _founders(world, arm, prior, seed)
+    prompts = rng.standard_normal((2, PROMPTS))
+    strategy = arm.strategy(arm.size)
+    spent, generation, following = 0.0, 0, len(agents)
+    kept: list[Kept] = []
+    outcome = Outcome(0.0, prior)
+    unit = arm.generation
+    while spent < 1 - 1e-9:
+        share = min(1.0, (1 - spent) / (len(agents) * (unit + EXAM)))
+        factor = 1.0
+        for _ in range(STEPS):
+            factor = arm.schedule.factor(spent)
+            for agent in agents.values():
+                world.train(agent, factor, share * unit / STEPS)
+            spent += len(agents) * share * unit / STEPS
+        spent = 1.0 if share < 1 else spent + len(agents) * EXAM
+        fitness = {
+            index: _exam(world.skill(agent, factor), prompts[0], stream(seed, "exam", generation, index))
+            for index, agent in agents.items()
+        }
+        kept = _best([*kept, *(Kept(i, agents[i].copy(), f, factor) for i, f in fitness.items())], arm.candidates)
+        best = Best(kept[0].index, kept[0].fitness) if kept else None
+        plan = strategy.plan(fitness, generation, seed, following, Standing(min(spent, 1.0), best))
+        outcome.elites.append(world.skill(agents[plan.elite], factor))
+        outcome.births += len(plan.births)
+        if len(plan.slots) == 1 and math.isnan(outcome.alone_from):
+            outcome.alone_from = spent
+        agents = _next(plan, agents, kept, genes)
+        following += len(plan.births)
+        if arm.mutations is not None:
+            _mutate(arm.mutations, plan, agents, genes, generation, seed)
+        generation += 1
+    outcome.generations = generation
+    if kept:
+        panel = [_exam(world.skill(k.agent, k.factor), prompts[1], stream(seed, "second", k.index)).mean for k in kept]
+        chosen = kept[int(np.argmax(panel))] if arm.candidates > 1 else kept[0]
+        outcome.shipped, outcome.lr = world.skill(chosen.agent, chosen.factor), float(chosen.agent.values["lr"])
+    return outcome
+
+
+def _founders(world: World, arm: Arm, prior: float, seed: int) -> tuple[dict[str, Gene], dict[int, Agent]]:
+    genes = {"lr": Gene("lr", "float", min=HARD[0], max=HARD[1])}
+    start = {"lr": Gene("lr", "float", min=prior / arm.down, max=prior * arm.up)}
+    for name in world.genes:
+        genes[name] = start[name] = Gene(name, "float", min=1 / 3, max=3.0)
+    values: dict[str, Value] = {"lr": prior, **dict.fromkeys(world.genes, 1.0)}
+    members = initial_hyperparameters(start, values, arm.size, seed, "same" if arm.same else "spread")
+    return genes, {index: Agent(member) for index, member in enumerate(members)}
+
+
+def _exam(skill: float, prompts: np.ndarray, rng: np.random.Generator) -> Fitness:
+    if math.isnan(skill):
+        return Fitness(math.nan, n=PROMPTS)
+    own = rng.standard_normal(PROMPTS)
+    scores = (math.sqrt(ALIKE) * prompts + math.sqrt(1 - ALIKE) * own < float(ndtri(skill))).astype(float)
+    # As Fitness.from_scores does, which checks each of a list's numbers and takes most of a search's time.
+    error = float(scores.std(ddof=1)) / math.sqrt(PROMPTS)
+    return Fitness(float(scores.mean()), error, PROMPTS, tuple(scores.tolist()))
+
+
+def _best(kept: list[Kept], most: int) -> list[Kept]:
+    """Return the best exams, at equal means the later ones."""
+    finite = [one for one in kept if one.fitness.is_finite]
+    ordered = sorted(enumerate(finite), key=lambda pair: (-pair[1].fitness.mean, -pair[0]))
+    return [one for _, one in ordered[:most]]
+
+
+def _next(plan, agents: Mapping[int, Agent], kept: list[Kept], genes: Mapping[str, Gene]) -> dict[int, Agent]:
+    following: dict[int, Agent] = {}
+    births = {birth.child: birth for birth in plan.births}
+    for index in plan.slots:
+        birth = births.get(index)
+        if birth is None:
+            following[index] = agents[index]
+            continue
+        child = (kept[0].agent if birth.from_best else agents[birth.parent]).copy()
+        if birth.hyperparameters_from is not None:
+            child.values = dict(agents[birth.hyperparameters_from].values)
+        lr = float(child.values["lr"]) * birth.factor
+        child.values["lr"] = min(max(lr, genes["lr"].min), genes["lr"].max)
+        following[index] = child
+    return following
+
+
+def _mutate(
+    mutations: Mutations, plan, agents: Mapping[int, Agent], genes: Mapping[str, Gene], generation: int, seed: int
+) -> None:
+    members = [Member(index, agent.values, genes) for index, agent in agents.items()]
+    for mutation in mutations.plan(members, plan.elite, generation, seed, plan.mutants):
+        for change in mutation.changes:
+            agents[mutation.agent].values[change.gene] = change.new
+
+
+def table(seeds: int, arms: list[str], worlds: list[str]) -> str:
+    """Return mean skill x 100 of each arm, by stratum and world, over the seeds."""
+    lines = [f"mean skill x 100 over {seeds} seeds"]
+    for stratum in STRATA:
+        lines += ["", f"| prior {stratum} | " + " | ".join(worlds) + " | mean |", "|---" * (len(worlds) + 2) + "|"]
+        for name in arms:
+            means = [
+                float(np.mean([search(WORLDS[w], ARMS[name], seed, stratum).shipped for seed in range(seeds)]))
+                for w in worlds
+            ]
+            means = [100 * (0.0 if math.isnan(mean) else mean) for mean in means]
+            cells = " | ".join(f"{mean:.1f}" for mean in [*means, float(np.mean(means))])
+            lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=60)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--worlds", nargs="*", default=list(WORLDS))
+    given = parser.parse_args()
+    print(table(given.seeds, given.arms, given.worlds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The knockout and its later rounds: who stays, who challenges, who comes back, and the numbers that say why."""
+
+import math
+
+import pytest
+
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, probability_better
+from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.pulses import PulseSelection
+from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing
+
+
+def solved(right: int, of: int = 40, start: int = 0) -> Fitness:
+    """An exam with ``right`` prompts solved, from prompt ``start`` on."""
+    return Fitness.from_scores([1.0 if start <= place < start + right else 0.0 for place in range(of)])
+
+
+BROKEN = Fitness(math.nan, n=40)
+
+
+def test_the_worse_half_leaves_at_every_exam_until_one_is_left() -> None:
+    fitness = {i: solved(right) for i, right in enumerate((20, 30, 10, 25, 5, 15, 12, 8))}
+    strategy, sizes = KnockoutSelection(8), []
+    for generation in range(3):
+        plan = strategy.plan(fitness, generation, 0, 8)
+        assert plan.births == ()
+        fitness = {i: fitness[i] for i in plan.slots}
+        sizes.append(len(fitness))
+    assert sizes == [4, 2, 1]
+    assert list(fitness) == [1]
+
+
+def test_a_period_leaves_exams_between_the_rounds() -> None:
+    fitness = {i: solved(10 + i) for i in range(4)}
+    strategy = KnockoutSelection(4, period=2)
+    assert strategy.plan(fitness, 0, 0, 4).slots == (0, 1, 2, 3)
+    assert len(strategy.plan(fitness, 1, 0, 4).slots) == 2
+
+
+def test_the_seeded_agent_loses_only_to_evidence() -> None:
+    # 3 prompts more out of 40 are no evidence, 12 are.
+    close = {0: solved(20), 1: solved(23), 2: solved(24), 3: solved(10)}
+    sure = probability_better(close[1], close[0])
+    assert 0.5 < sure < 0.96
+    plan = KnockoutSelection(4, confidence=0.97).plan(close, 0, 0, 4)
+    assert plan.slots == (0, 2)
+    assert plan.verdicts[0] == f"kept: P = {sure:.3f} < 0.97 that agent 1 is better"
+    assert plan.elite == 2
+
+    far = {0: solved(8), 1: solved(20), 2: solved(24), 3: solved(10)}
+    plan = KnockoutSelection(4).plan(far, 0, 0, 4)
+    assert plan.slots == (1, 2)
+    assert plan.verdicts[0].startswith("left: agent 1 is better with P = ")
+
+
+def test_a_tie_is_no_evidence_at_any_confidence() -> None:
+    alike = {0: solved(10), 1: solved(10), 2: solved(10), 3: solved(10)}
+    assert 0 in KnockoutSelection(4, confidence=0.5).plan(alike, 0, 0, 4).slots
+
+
+def test_broken_agents_leave_at_once_and_the_seed_is_no_exception() -> None:
+    fitness = {0: BROKEN, 1: solved(3), 2: BROKEN, 3: solved(4)}
+    assert KnockoutSelection(4, period=2).plan(fitness, 0, 0, 4).slots == (1, 3)
+
+
+def test_a_floor_keeps_its_agents_as_they_are() -> None:
+    fitness = {0: solved(20), 1: solved(5)}
+    plan = KnockoutSelection(4, floor=2).plan(fitness, 7, 0, 4)
+    assert plan.slots == (0, 1)
+    assert plan.births == ()
+
+
+def test_later_rounds_are_planned_by_the_strategy_given() -> None:
+    plan = KnockoutSelection(4, later=NoSelection()).plan({2: solved(20)}, 2, 0, 4)
+    assert plan == Plan(2, 2, (2,))
+
+
+def test_a_pulse_forks_the_agent_into_challengers() -> None:
+    plan = KnockoutSelection(4).plan({2: solved(20)}, 2, 0, 4, Standing(0.3))
+    assert plan.slots == (2, 4)
+    assert plan.births == (Birth(4, 2, factor=3.0),)
+    assert plan.deaths == plan.mutants == ()
+    assert KnockoutSelection(4).plan({2: solved(20)}, 3, 0, 4, Standing(0.3)).births == ()
+    assert KnockoutSelection(4).plan({2: solved(20)}, 2, 0, 4, Standing(0.4)).births == ()
+
+
+def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
+    strategy = PulseSelection(factors=(3.0, 0.4))
+    won = strategy.plan({2: solved(20), 4: solved(33), 5: solved(1)}, 3, 0, 6, Standing(0.3))
+    assert (won.slots, won.deaths) == ((4,), (2, 5))
+    assert "P = 0.9" in won.verdicts[4] or "P = 1.0" in won.verdicts[4]
+    kept = strategy.plan({2: solved(20), 4: solved(21), 5: solved(1)}, 3, 0, 6, Standing(0.3))
+    assert (kept.slots, kept.deaths) == ((2,), (4, 5))
+    assert kept.verdicts[2].startswith("kept: P = ")
+
+
+def test_the_guard_brings_the_best_exam_back() -> None:
+    best = Best(0, solved(35))
+    plan = PulseSelection().plan({7: solved(10)}, 4, 0, 8, Standing(0.8, best))
+    assert plan.births == (Birth(8, 0, hyperparameters_from=7, factor=0.4, from_best=True),)
+    assert (plan.slots, plan.deaths) == ((8,), (7,))
+    assert "0.250 against 0.875 of agent 0" in plan.verdicts[7]
+    # 3 prompts below is what exams do; and a broken agent has fallen below anything.
+    assert PulseSelection().plan({7: solved(32)}, 4, 0, 8, Standing(0.8, best)).births == ()
+    assert PulseSelection().plan({7: BROKEN}, 4, 0, 8, Standing(0.8, best)).slots == (8,)
+    assert PulseSelection(guard=1.0).plan({7: solved(10)}, 4, 0, 8, Standing(0.8, best)).births == ()
+
+
+def test_a_plan_with_everything_survives_json() -> None:
+    plan = PulseSelection().plan({7: solved(10)}, 4, 0, 8, Standing(0.8, Best(0, solved(35))))
+    assert Plan.from_dict(plan.to_dict()) == plan
+    # What only these strategies use stands nowhere else, so that the files of other runs keep their bytes.
+    plain = Plan(0, 0, (0, 2), (Birth(2, 0),), (1,)).to_dict()
+    assert plain["births"] == [{"child": 2, "parent": 0, "hyperparameters_from": None}]
+    assert "verdicts" not in plain
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: KnockoutSelection(4, floor=5),
+        lambda: KnockoutSelection(4, confidence=0.4),
+        lambda: KnockoutSelection(0),
+        lambda: PulseSelection(factors=(1.0,)),
+        lambda: PulseSelection(factors=(-2.0,)),
+        lambda: PulseSelection(challenge=0.3),
+        lambda: PulseSelection(guard_factor=0.0),
+    ],
+)
+def test_impossible_settings_raise(wrong) -> None:
+    with pytest.raises(ConfigError):
+        wrong()
