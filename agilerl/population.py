@@ -7,6 +7,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Any, Literal, Protocol
 
+from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
@@ -23,7 +24,7 @@ from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
-from agilerl.hpo.selection import Plan, SelectionStrategy, apply_plan
+from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import episode_metrics
@@ -429,12 +430,15 @@ class Population:
         generation: Whole,
         seed: Seed,
         collapse_guard: bool = True,
+        standing: Standing = AT_THE_START,
+        best: AgentState | None = None,
     ) -> Evolution:
         """Select, clone and mutate: first a plan from numbers alone, then applying it.
 
         Children are copied from their parents as examined; the elite is not changed. A sick agent is neither elite nor
         parent, and a mutated clone of the elite takes its place; with ``collapse_guard`` a collapsed agent counts as
-        sick.
+        sick. ``standing`` is what else the strategy knows, and ``best`` a copy of the agent of ``standing.best``, which
+        a strategy may bring back.
         """
         known = [agent.index for agent in self.everyone]
         if set(fitness) != set(known):
@@ -443,15 +447,26 @@ class Population:
                 f"found that of {sorted(fitness)}; pass the result of population.evaluate()"
             )
         sick = self.sick(fitness, collapse_guard=collapse_guard)
-        plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index)
+        plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index, standing)
         plan = replaced_by_elite(plan, list(fitness), sick)
-        inherited = self._become(plan)
-        planned = self._mutate(lambda members: mutations.plan(members, plan.elite, generation, seed, plan.mutants))
+        inherited = self._become(plan, best)
+        planned = self._mutate(
+            lambda members: with_factors(
+                plan, members, mutations.plan(members, plan.elite, generation, seed, plan.mutants)
+            )
+        )
         return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
 
-    def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
+    def _become(self, plan: Plan, best: AgentState | None) -> dict[int, dict[str, Value]]:
         """Clone and remove agents by a plan; returns all agents' gene values before any mutation."""
-        _, agents = apply_plan(plan, self.agents)
+
+        def revive(child: int) -> LLMAlgorithm:
+            assert best is not None
+            agent = ALGORITHMS[best.algorithm].from_state(best, self.runtime, self.agents[0].loss)
+            agent.index, agent.parent = child, agent.index
+            return agent
+
+        _, agents = apply_plan(plan, self.agents, None if best is None else revive)
         self._replace(agents)
         self.next_index += len(plan.births)
         return {a.index: dict(a.hyperparameters) for a in agents}

@@ -118,13 +118,17 @@ WORLDS = {
 STRATA = {"right": 1.0, "4 times too high": 4.0, "10 times too low": 0.1}
 
 
+CONSTANT = LRSchedule()
+DECAY = LRSchedule("linear", decay=0.4)
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to spend a budget."""
 
     strategy: Callable[[int], SelectionStrategy]
     size: int = 4
-    schedule: LRSchedule = LRSchedule()
+    schedule: LRSchedule = CONSTANT
     candidates: int = 1
     """Best exams that sit a second panel at the end."""
     mutations: Mutations | None = None
@@ -139,7 +143,6 @@ class Arm:
     """Share of the budget that an agent trains for between selections."""
 
 
-DECAY = LRSchedule("linear", decay=0.4)
 MOVES = Mutations(0.2, 0, 0, 0, 0, 0.8)
 DEFAULT = Arm(KnockoutSelection, schedule=DECAY, candidates=3)
 ARMS = {

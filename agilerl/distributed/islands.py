@@ -141,12 +141,14 @@ class IslandPopulation(Population):
 
     # -- selection ------------------------------------------------------------------------------------------------
 
-    def _become(self, plan: Plan) -> dict[int, dict[str, Value]]:
+    def _become(self, plan: Plan, best: AgentState | None) -> dict[int, dict[str, Value]]:
         """Send agents, or parents of children, to the islands that need them; then clone and remove as usual."""
         owners, rank = self._owners(), self.exchange.rank
         shares = self.exchange.processes.shares(len(plan.slots))
         if not all(shares):
             raise ConfigError(f"the selection leaves {len(plan.slots)} agents, fewer than the {len(shares)} islands")
+        if any(birth.from_best for birth in plan.births):
+            raise ConfigError("the selection brings the best exam back, which only a run on one island can")
         births = {birth.child: birth for birth in plan.births}
         roots = {index: births[index].parent if index in births else index for index in plan.slots}
         journeys = {

@@ -267,6 +267,27 @@ def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[
     return Mutation(agent, "hyperparameters", changes, {"reason": "migration", "hyperparameters_from": donor})
 
 
+LEARNING_RATES = ("lr", "lr_actor", "lr_critic")
+"""Genes that a pulse and the guard multiply."""
+
+
+def rescaled(member: Member, factor: float) -> Mutation:
+    """Return the mutation that multiplies the learning rates of an agent, as far as their ranges reach."""
+    changes = []
+    for name in LEARNING_RATES:
+        gene = member.genes.get(name)
+        if gene is None or gene.dtype != "float":
+            continue
+        old = float(member.hyperparameters[name])
+        # A value outside the range, which only a user can set, moves towards it and not to its end.
+        new = min(old * factor, max(gene.max, old)) if factor > 1 else max(old * factor, min(gene.min, old))
+        if new != old:
+            changes.append(Change(name, old, new))
+    if not changes:
+        return Mutation(member.index, details={"reason": f"no learning rate evolves that {factor:g} could multiply"})
+    return Mutation(member.index, "hyperparameters", tuple(changes), {"reason": "selection", "factor": factor})
+
+
 def _elder_best(population: Sequence[Evolvable]) -> int | None:
     scored = [
         (-agent.fitness[-1] if math.isfinite(agent.fitness[-1]) else math.inf, agent.index)

@@ -107,7 +107,7 @@ class PulseSelection:
         if sure < self.guard:
             return None
         verdicts[winner] = (
-            f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, with "
-            f"P = {sure:.3f} >= {self.guard:g}; that one comes back at {self.guard_factor:g} times the learning rate"
+            f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, "
+            f"with P = {sure:.3f} >= {self.guard:g}; it comes back at {self.guard_factor:g} times the learning rate"
         )
         return best.agent

@@ -1,13 +1,13 @@
 """Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.mutation import Evolvable, inherited
+from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
 
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
@@ -148,22 +148,45 @@ class NoSelection:
         return keep_all(fitness, generation)
 
 
-def apply_plan(plan: Plan, agents: Sequence[AgentT]) -> tuple[AgentT, list[AgentT]]:
+def apply_plan(
+    plan: Plan, agents: Sequence[AgentT], revive: Callable[[int], AgentT] | None = None
+) -> tuple[AgentT, list[AgentT]]:
     """Return the elite (as it was evaluated) and the agents of the next generation in slot order.
 
-    Every child is cloned before anything is mutated. Raises ConfigError when a parent or survivor is not in ``agents``.
+    Every child is cloned before anything is mutated; a birth's ``factor`` is a mutation, too (``with_factors``).
+    ``revive(child)`` makes a child from the run's best exam. Raises ConfigError when a parent or survivor is not in
+    ``agents``, and for a birth from the best exam without ``revive``.
     """
     by_index = {agent.index: agent for agent in agents}
-    missing = {plan.elite, *plan.slots, *(birth.parent for birth in plan.births)} - set(by_index)
+    living = (birth.parent for birth in plan.births if not birth.from_best)
+    missing = {plan.elite, *plan.slots, *living} - set(by_index)
     missing -= {birth.child for birth in plan.births}
     if missing:
         raise ConfigError(f"The plan names agents {sorted(missing)}, but the population is {sorted(by_index)}.")
-    children = {birth.child: by_index[birth.parent].clone(birth.child) for birth in plan.births}
+    children: dict[int, AgentT] = {}
+    for birth in plan.births:
+        if not birth.from_best:
+            children[birth.child] = by_index[birth.parent].clone(birth.child)
+        elif revive is not None:
+            children[birth.child] = revive(birth.child)
+        else:
+            raise ConfigError(
+                f"The plan brings the best exam of agent {birth.parent} back, but no copy of it was kept."
+            )
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
             child, donor = children[birth.child], by_index[birth.hyperparameters_from]
             child.apply_mutation(inherited(birth.child, child.hyperparameters, donor.index, donor.hyperparameters))
     return by_index[plan.elite], [children.get(index) or by_index[index] for index in plan.slots]
+
+
+def with_factors(plan: Plan, members: Sequence[Member], planned: Sequence[Mutation]) -> list[Mutation]:
+    """Return planned mutations, one a member, with those of children that a plan gives other learning rates."""
+    factors = {birth.child: birth.factor for birth in plan.births if birth.factor != 1}
+    return [
+        rescaled(member, factors[member.index]) if member.index in factors else mutation
+        for member, mutation in zip(members, planned, strict=True)
+    ]
 
 
 def keep_all(fitness: Mapping[int, Fitness], generation: int, reason: str = "") -> Plan:

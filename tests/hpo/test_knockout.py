@@ -3,12 +3,15 @@
 import math
 
 import pytest
+from plain_agents import population
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.mutation import Change, Member, Mutation, rescaled
+from agilerl.hpo.parameters import Gene
 from agilerl.hpo.pulses import PulseSelection
-from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing
+from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing, apply_plan, with_factors
 
 
 def solved(right: int, of: int = 40, start: int = 0) -> Fitness:
@@ -114,6 +117,35 @@ def test_a_plan_with_everything_survives_json() -> None:
     plain = Plan(0, 0, (0, 2), (Birth(2, 0),), (1,)).to_dict()
     assert plain["births"] == [{"child": 2, "parent": 0, "hyperparameters_from": None}]
     assert "verdicts" not in plain
+
+
+def test_a_child_gets_other_learning_rates_and_a_fallen_agent_is_revived() -> None:
+    pop = population(0.2)
+    copy = pop[0].clone(0)
+    copy.weights = [7.0]
+    plan = PulseSelection().plan({0: solved(10)}, 4, 0, 1, Standing(0.8, Best(0, solved(35))))
+    _, after = apply_plan(plan, pop, copy.clone)
+    assert [(agent.index, agent.weights) for agent in after] == [(1, [7.0])]
+    planned = with_factors(plan, [Member.of(agent) for agent in after], [Mutation(1)])
+    assert planned[0].changes == (Change("lr", 1e-6, pytest.approx(4e-7)),)
+    with pytest.raises(ConfigError, match="no copy"):
+        apply_plan(plan, pop)
+
+
+def test_rescaled_rates_stay_in_their_range_and_other_genes_where_they_are() -> None:
+    genes = {"lr": Gene("lr", "float", min=1e-6, max=1e-3), "group_size": Gene("group_size", "int", min=2, max=8)}
+
+    def moved(lr: float, factor: float) -> float | None:
+        changes = rescaled(Member(0, {"lr": lr, "group_size": 4}, genes), factor).changes
+        assert all(change.gene == "lr" for change in changes)
+        return float(changes[0].new) if changes else None
+
+    assert moved(1e-4, 3.0) == pytest.approx(3e-4)
+    assert moved(9e-4, 3.0) == 1e-3
+    assert moved(1e-3, 3.0) is None
+    assert moved(5e-3, 3.0) is None
+    assert moved(5e-3, 0.4) == pytest.approx(2e-3)
+    assert "no learning rate evolves" in rescaled(Member(0, {}, {}), 3.0).details["reason"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def mean(name: str, stratum: str, seeds: int, world: str | None = None) -> float
 
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_the_default_is_at_least_as_good_as_every_other_strategy(seeds: int) -> None:
-    # Means over worlds and strata: default 76; halving 74; with truncation 72; pulses alone 73; all that keep N agents 47 to 48.
+    # Over worlds and strata: default 76; halving 74, with truncation 72; pulses alone 73; with all N agents 47 to 48.
     def whole(name: str) -> float:
         return float(np.mean([mean(name, stratum, seeds) for stratum in STRATA]))
 
@@ -46,7 +46,7 @@ def test_no_selection_is_nowhere_better(world: str, seeds: int) -> None:
 
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_insurance_costs_little_where_the_prior_is_right_and_pays_where_it_is_wrong(seeds: int) -> None:
-    # Right: 82 against 83 (85 with decay). Four times too high: 77 against 47 (62). A decade too low: 68 against 71 (66).
+    # Right: 82 against 83 (85 with decay). Four times too high: 77 against 47 (62). A decade too low: 68, 71 (66).
     assert mean("default", "right", seeds) > mean("formula", "right", seeds) - 3
     assert mean("default", "4 times too high", seeds) > mean("formula + decay", "4 times too high", seeds) + 10
     assert mean("default", "10 times too low", seeds) > mean("formula", "10 times too low", seeds) - 7
