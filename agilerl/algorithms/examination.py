@@ -6,7 +6,7 @@ import numpy as np
 
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.arguments import Having, described
-from agilerl.envs.gyms import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 

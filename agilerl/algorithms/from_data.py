@@ -14,7 +14,7 @@ from agilerl.algorithms.examination import Environment, of_all
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.arguments import Count, checked
 from agilerl.data import RolloutBatch
-from agilerl.envs.examples import DataGym
+from agilerl.envs.gyms import DataGym
 from agilerl.errors import ConfigError
 from agilerl.rollouts import SamplingSettings
 

@@ -1,28 +1,22 @@
-"""Data to learn from: demonstrations and pairs as token ids, tasks that give them, and gyms that step through them."""
+"""Data to learn from: demonstrations and pairs as token ids, and the tasks that give them."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
-from agilerl.data import RolloutBatch, Trajectory, collate
+from agilerl.arguments import Seed, checked
+from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Message, Place, Row, Split, Task, TaskWrapper
-from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.order import TrainingOrder
 from agilerl.envs.prompts import (
-    Accelerator,
     PromptTooLongError,
     check_tokenizer,
     render_prompt,
     render_text,
-    saved_batches,
 )
-from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
 
@@ -201,105 +195,6 @@ def examples_at(
     return trajectories(made, 0, row), Place(row, skipped=skipped, level=task.level(position))
 
 
-class DataGym(ABC):
-    """Batches of examples for ``agent.learn``; a subclass defines a row's examples.
-
-    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
-
-    The order depends only on ``seed`` and the number of batches drawn, a new one each epoch. Inside ``eval_mode()`` the
-    rows are those of the test dataset, starting at its first.
-    """
-
-    @checked
-    def __init__(
-        self,
-        train_dataset: Any,
-        test_dataset: Any,
-        tokenizer: Tokenizer,
-        *,
-        data_batch_size_per_gpu: Count = 8,
-        accelerator: Accelerator | None = None,
-        max_context_length: Count | None = None,
-        seed: Seed = 42,
-    ) -> None:
-        check_tokenizer(tokenizer)
-        size = data_batch_size_per_gpu
-        self._rows: dict[Split, Rows] = {
-            "train": read_dataset(train_dataset, name="the train dataset"),
-            "test": read_dataset(test_dataset, name="the test dataset"),
-        }
-        self._forms = {split: self.form(rows) for split, rows in self._rows.items()}
-        for split, rows in self._rows.items():
-            check_rows(rows, self._forms[split])
-        self.tokenizer, self.data_batch_size_per_gpu, self.seed = tokenizer, size, seed
-        self.max_context_length, self.accelerator = max_context_length, accelerator
-        self._rank = 0 if accelerator is None else int(accelerator.process_index)
-        self._world = 1 if accelerator is None else int(accelerator.num_processes)
-        self._split: Split = "train"
-        self._drawn: dict[Split, int] = {"train": 0, "test": 0}
-        self._order = TrainingOrder(self._rows["train"].sizes, self._rows["train"].weights, seed)
-
-    @abstractmethod
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read; raises EnvError if one is missing."""
-
-    @abstractmethod
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the examples of a row; those that belong together are adjacent."""
-
-    def __len__(self) -> int:
-        """Return the number of rows of the current split."""
-        return len(self._rows[self._split])
-
-    @property
-    def num_epochs(self) -> int:
-        """Training epochs completed by the batches drawn so far."""
-        return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // len(self._rows["train"])
-
-    def reset(self, reset_dataloaders: bool = False) -> RolloutBatch:
-        """Draw the next batch; with ``reset_dataloaders`` start the split again."""
-        if reset_dataloaders:
-            self._drawn[self._split] = 0
-        return self._next()
-
-    def step(self, completion_ids: Any = None) -> RolloutBatch:
-        """Draw the next batch; nothing is graded, so completions are ignored."""
-        return self._next()
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset inside; training continues afterwards where it left off."""
-        kept, self._split = self._split, "test"
-        self._drawn["test"] = 0
-        try:
-            yield
-        finally:
-            self._split = kept
-
-    def state(self) -> dict[str, int]:
-        """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
-        return {"batches": self._drawn["train"]}
-
-    @checked
-    def from_state(self, state: Mapping[str, int]) -> None:
-        """Return to a saved position."""
-        self._split, self._drawn["train"] = "train", saved_batches(state)
-
-    def _next(self) -> RolloutBatch:
-        whole, size = self.data_batch_size_per_gpu * self._world, len(self)
-        if self._split == "train":
-            first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
-            places = [self._order(place) for place in range(first, first + self.data_batch_size_per_gpu)]
-        else:
-            # The last batch may be short, because no row counts twice in one pass.
-            first = self._drawn["test"] % -(-size // whole) * whole
-            places = list(range(first, min(first + whole, size)))[self._rank :: self._world]
-        self._drawn[self._split] += 1
-        rows, form = [self._rows[self._split][place] for place in places], self._forms[self._split]
-        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(form.read(row)), group, row)]
-        return collate(made, int(self.tokenizer.pad_token_id))
-
-
 # -- demonstrations: what supervised fine-tuning learns from ----------------------------------------------------------
 
 
@@ -312,79 +207,18 @@ class SFTTask(DataTask):
     def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
         """Take a task; ``loss_on="assistant"`` also learns earlier assistant messages."""
         super().__init__(task)
-        self.loss_on = _checked(loss_on)
+        self.loss_on = checked_loss_on(loss_on)
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question and its answer."""
         prompt = self.messages(row)
-        return [_demonstration(tokenizer, prompt, self.answer(row), self.loss_on, max_tokens)]
+        return [demonstration(tokenizer, prompt, self.answer(row), self.loss_on, max_tokens)]
 
 
-class SFTGym(DataGym):
-    """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
-
-    A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
-    ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
-    ``answer`` or ``chosen``.
-    """
-
-    @checked
-    def __init__(
-        self,
-        train_dataset: Any,
-        test_dataset: Any,
-        tokenizer: Tokenizer,
-        *,
-        response_column: Name = "target",
-        loss_on: LossOn = "completion",
-        data_batch_size_per_gpu: Count = 8,
-        accelerator: Accelerator | None = None,
-        max_context_length: Count | None = None,
-        seed: Seed = 42,
-    ) -> None:
-        """Make an environment of two datasets.
-
-        Args:
-            train_dataset: anything that ``read_dataset`` takes, or a mixture.
-            test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
-            tokenizer: Hugging Face tokenizer with a pad token.
-            response_column: preferred column of the response to ``prompt``.
-            loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
-                needs an append-only chat template.
-            data_batch_size_per_gpu: rows per batch of this process, 1 or more.
-            accelerator: ``accelerate.Accelerator``; each process gets its share of every batch.
-            max_context_length: most tokens of prompt and response together.
-            seed: decides the order of training.
-
-        Raises:
-            EnvError: a dataset that is empty or lacks a column, or a malformed row.
-            ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
-        """
-        self.response_column, self.loss_on = response_column, _checked(loss_on)
-        super().__init__(
-            train_dataset,
-            test_dataset,
-            tokenizer,
-            data_batch_size_per_gpu=data_batch_size_per_gpu,
-            accelerator=accelerator,
-            max_context_length=max_context_length,
-            seed=seed,
-        )
-
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read: a conversation, else a prompt and its response."""
-        return form_of(rows.columns, "sft", rows.name, response=self.response_column)
-
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the row's conversation."""
-        prompt = as_messages(sample.prompt, "user", "the prompt")
-        response = str(sample.response)
-        return [_demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
-
-
-def _demonstration(
+def demonstration(
     tokenizer: Any, prompt: list[Message], response: str, loss_on: LossOn, max_tokens: int | None
 ) -> Example:
+    """Return a prompt and its response as an example of which ``loss_on`` is learned."""
     if loss_on == "completion":
         return render_completion(tokenizer, prompt, response, max_tokens)
     if prompt and prompt[-1]["role"] == "assistant":
@@ -392,7 +226,8 @@ def _demonstration(
     return render_conversation(tokenizer, [*prompt, {"role": "assistant", "content": response}], max_tokens)
 
 
-def _checked(loss_on: LossOn) -> LossOn:
+def checked_loss_on(loss_on: LossOn) -> LossOn:
+    """Return ``loss_on``; raises ConfigError for an unknown value."""
     if loss_on not in get_args(LossOn):
         raise ConfigError(f"expected loss_on to be one of {', '.join(get_args(LossOn))}, found {loss_on!r}")
     return loss_on
@@ -458,22 +293,3 @@ class PreferenceTask(DataTask):
         for place in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
             answer = self.task.row("train", first + int(place)).get("answer")
             yield None if answer is None else str(answer)
-
-
-class PreferenceGym(DataGym):
-    """Batches of pairs for ``agent.learn(env.reset())``: two rows each, the chosen completion first.
-
-    A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one assistant message).
-    Without ``prompt``, ``chosen`` and ``rejected`` are whole: conversations that differ only in their last message, or
-    texts, which are split after the last whole word that they share.
-    """
-
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read."""
-        return form_of(rows.columns, "preference", rows.name)
-
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the prompt with its chosen and with its rejected completion."""
-        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
-        answers = (str(sample.response), str(sample.rejected))
-        return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]

@@ -1,44 +1,116 @@
-"""The documented environments that sample: ReasoningGym in batches of prompts, and episodes at the level of tokens."""
+"""The environments that AgileRL documents for single turns: batches of prompts, of demonstrations or of pairs."""
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Seed, Tokenizer, Whole, checked
-from agilerl.data import Completion, RolloutBatch, Trajectory, collate
-from agilerl.data.checks import one_row
+from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
+from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, score_completions
+from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.episodes import Episode
+from agilerl.envs.examples import Example, LossOn, checked_loss_on, demonstration, render_completion, trajectories
+from agilerl.envs.order import TrainingOrder
 from agilerl.envs.prompts import (
     Accelerator,
-    ChatFormat,
     check_tokenizer,
-    completion_length,
     decode_completions,
-    end_token_ids,
     render_prompt,
     saved_batches,
 )
-from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.envs.sources import Rows, read_dataset
+from agilerl.errors import EnvError
 from agilerl.rewards.grader import Grader
 
+Batch = TypeVar("Batch")
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, ``text``, ``question``, ``answer``, and ``row`` (all columns)."""
 
 
-class ReasoningGym:
+class Gym(ABC, Generic[Batch]):
+    """Batches of one split at a time; a subclass defines what a batch holds.
+
+    The order depends only on the seed and the number of batches drawn. Inside ``eval_mode()`` the rows are those of the
+    panel, always from its first.
+    """
+
+    _panel: ClassVar[Split]
+    """The split of ``eval_mode()``."""
+
+    def _begin(
+        self, tokenizer: Any, batch_size: int, accelerator: Accelerator | None, max_context_length: int | None
+    ) -> None:
+        check_tokenizer(tokenizer)
+        self.tokenizer, self.max_context_length = tokenizer, max_context_length
+        self.data_batch_size_per_gpu, self.accelerator = batch_size, accelerator
+        self._rank = 0 if accelerator is None else int(accelerator.process_index)
+        self._world = 1 if accelerator is None else int(accelerator.num_processes)
+        self._split: Split = "train"
+        self._drawn: dict[Split, int] = {"train": 0, self._panel: 0}
+
+    @abstractmethod
+    def _size(self, split: Split) -> int:
+        """Return the number of rows of a split; 0 for an endless stream."""
+
+    @abstractmethod
+    def _next(self) -> Batch:
+        """Draw the next batch."""
+
+    def __len__(self) -> int:
+        """Return the number of rows of the current split; 0 for an endless stream."""
+        return self._size(self._split)
+
+    @property
+    def num_epochs(self) -> int:
+        """Training epochs completed by the batches drawn so far; always 0 for an endless stream."""
+        size = self._size("train")
+        return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // size if size else 0
+
+    def reset(self, reset_dataloaders: bool = False) -> Batch:
+        """Draw the next batch; with ``reset_dataloaders`` start the split again."""
+        if reset_dataloaders:
+            self._drawn[self._split] = 0
+        return self._next()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Use the test dataset (a task's exam) inside; afterwards training continues from its last batch."""
+        kept, self._split = self._split, self._panel
+        self._drawn[self._panel] = 0
+        try:
+            yield
+        finally:
+            self._split = kept
+
+    def state(self) -> dict[str, int]:
+        """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
+        return {"batches": self._drawn["train"]}
+
+    def _places(self) -> Sequence[int]:
+        """Return the places of this process's share of the next batch in the current split."""
+        own, drawn = self.data_batch_size_per_gpu, self._drawn[self._split]
+        whole, size = own * self._world, len(self)
+        self._drawn[self._split] += 1
+        if self._split == "train":
+            first = drawn * whole + self._rank * own
+            return range(first, first + own)
+        # A panel's last batch may be short, because no row counts twice in one pass.
+        first = drawn % -(-size // whole) * whole
+        return range(first, min(first + whole, size))[self._rank :: self._world]
+
+
+class ReasoningGym(Gym[list[Prompt]]):
     """Batches of prompts out, completions in, rewards back.
 
     The order of prompts depends only on ``seed`` and the number of batches drawn. Inside ``eval_mode()`` the prompts
     are those of the test dataset, always from its first row, so that every agent takes the same exam.
     """
+
+    _panel = "exam"
 
     @checked
     def __init__(
@@ -104,30 +176,12 @@ class ReasoningGym:
         return env
 
     def _setup(self, task: Task, tokenizer: Any, batch_size: int, accelerator: Any, max_tokens: int | None) -> None:
-        check_tokenizer(tokenizer)
-        self.task, self.tokenizer, self.max_context_length = task, tokenizer, max_tokens
-        self.data_batch_size_per_gpu, self.accelerator = batch_size, accelerator
-        self._rank = 0 if accelerator is None else int(accelerator.process_index)
-        self._world = 1 if accelerator is None else int(accelerator.num_processes)
-        self._split: Split = "train"
-        self._drawn: dict[Split, int] = {"train": 0, "exam": 0}
+        self._begin(tokenizer, batch_size, accelerator, max_tokens)
+        self.task = task
         self._prompts: list[Prompt] = []
 
-    def __len__(self) -> int:
-        """Return the number of prompts of the current split; 0 for an endless stream."""
-        return (self.task.train_size or 0) if self._split == "train" else self.task.exam_prompts
-
-    @property
-    def num_epochs(self) -> int:
-        """Training epochs completed by the batches drawn so far; always 0 for an endless stream."""
-        size = self.task.train_size
-        return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // size if size else 0
-
-    def reset(self, reset_dataloaders: bool = False) -> list[Prompt]:
-        """Draw the next batch of prompts; with ``reset_dataloaders`` start the split again."""
-        if reset_dataloaders:
-            self._drawn[self._split] = 0
-        return self._next()
+    def _size(self, split: Split) -> int:
+        return (self.task.train_size or 0) if split == "train" else self.task.exam_prompts
 
     @checked
     def step(self, completion_ids: Sequence[Tensor]) -> tuple[list[Prompt], Tensor]:
@@ -157,17 +211,13 @@ class ReasoningGym:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset (a task's exam) inside; training continues afterwards where it left off."""
-        kept = self._split, self._prompts
-        self._split, self._prompts, self._drawn["exam"] = "exam", [], 0
+        """Use the test dataset (a task's exam) inside; afterwards training continues with its current prompts."""
+        kept, self._prompts = self._prompts, []
         try:
-            yield
+            with super().eval_mode():
+                yield
         finally:
-            self._split, self._prompts = kept
-
-    def state(self) -> dict[str, int]:
-        """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
-        return {"batches": self._drawn["train"]}
+            self._prompts = kept
 
     @checked
     def from_state(self, state: Mapping[str, int]) -> list[Prompt]:
@@ -179,17 +229,8 @@ class ReasoningGym:
         return self._prompts
 
     def _next(self) -> list[Prompt]:
-        whole = self.data_batch_size_per_gpu * self._world
-        if self._split == "train":
-            first = self._drawn["train"] * whole + self._rank * self.data_batch_size_per_gpu
-            places: Sequence[int] = range(first, first + self.data_batch_size_per_gpu)
-        else:
-            # A panel's last batch may be short, because no row counts twice in one pass.
-            size = self.task.exam_prompts
-            first = self._drawn["exam"] % -(-size // whole) * whole
-            places = range(first, min(first + whole, size))[self._rank :: self._world]
-        self._drawn[self._split] += 1
-        self._prompts = [self._prompt(self.task.row(self._split, place)) for place in places]
+        split = self._split
+        self._prompts = [self._prompt(self.task.row(split, place)) for place in self._places()]
         return self._prompts
 
     def _prompt(self, row: Row) -> Prompt:
@@ -227,293 +268,145 @@ class ReasoningGym:
                 )
 
 
-# -- multi-turn environments at the level of tokens, stepped by hand: the two classes documented by AgileRL -----------
+class DataGym(Gym[RolloutBatch]):
+    """Batches of examples for ``agent.learn``; a subclass defines a row's examples.
+
+    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
+
+    The order depends only on ``seed`` and the number of batches drawn, a new one each epoch. Inside ``eval_mode()`` the
+    rows are those of the test dataset, starting at its first.
+    """
+
+    _panel = "test"
+
+    @checked
+    def __init__(
+        self,
+        train_dataset: Any,
+        test_dataset: Any,
+        tokenizer: Tokenizer,
+        *,
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
+    ) -> None:
+        self._begin(tokenizer, data_batch_size_per_gpu, accelerator, max_context_length)
+        self.seed = seed
+        self._rows: dict[Split, Rows] = {
+            "train": read_dataset(train_dataset, name="the train dataset"),
+            "test": read_dataset(test_dataset, name="the test dataset"),
+        }
+        self._forms = {split: self.form(rows) for split, rows in self._rows.items()}
+        for split, rows in self._rows.items():
+            check_rows(rows, self._forms[split])
+        self._order = TrainingOrder(self._rows["train"].sizes, self._rows["train"].weights, seed)
+
+    @abstractmethod
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read; raises EnvError if one is missing."""
+
+    @abstractmethod
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the examples of a row; those that belong together are adjacent."""
+
+    def _size(self, split: Split) -> int:
+        return len(self._rows[split])
+
+    def step(self, completion_ids: Any = None) -> RolloutBatch:
+        """Draw the next batch; nothing is graded, so completions are ignored."""
+        return self._next()
+
+    @checked
+    def from_state(self, state: Mapping[str, int]) -> None:
+        """Return to a saved position."""
+        self._split, self._drawn["train"] = "train", saved_batches(state)
+
+    def _next(self) -> RolloutBatch:
+        places = self._places()
+        if self._split == "train":
+            places = [self._order(place) for place in places]
+        rows, form = [self._rows[self._split][place] for place in places], self._forms[self._split]
+        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(form.read(row)), group, row)]
+        return collate(made, int(self.tokenizer.pad_token_id))
 
 
-class TokenObservationWrapper:
-    """One environment whose observations are prompts and whose actions are token ids.
+class SFTGym(DataGym):
+    """Batches of demonstrations, one row each, for ``agent.learn(env.reset())``.
 
-    Generated tokens stay as sampled; environment tokens are masked out of training. ``Population`` plays whole
-    populations in one batch and needs no wrapper; this one is for custom loops.
+    A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
+    ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
+    ``answer`` or ``chosen``.
     """
 
     @checked
     def __init__(
         self,
-        env: Any,
+        train_dataset: Any,
+        test_dataset: Any,
         tokenizer: Tokenizer,
-        max_turns: Count,
-        pad_id: Whole | None = None,
-        apply_chat_template: bool = True,
-        max_model_len: Count | None = None,
         *,
-        max_output_tokens: Count | None = None,
-        enable_sliding_window: bool = False,
-        strict_chat_template_boundary: bool = True,
-        eos_token_ids: Collection[int] | None = None,
+        response_column: Name = "target",
+        loss_on: LossOn = "completion",
+        data_batch_size_per_gpu: Count = 8,
+        accelerator: Accelerator | None = None,
+        max_context_length: Count | None = None,
+        seed: Seed = 42,
     ) -> None:
-        """Wrap an environment.
+        """Make an environment of two datasets.
 
         Args:
-            env: a TextEnv, or anything that ``as_text_env`` turns into one.
+            train_dataset: anything that ``read_dataset`` takes, or a mixture.
+            test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
             tokenizer: Hugging Face tokenizer with a pad token.
-            max_turns: most actions of an episode, 1 or more.
-            pad_id: padding token; by default the tokenizer's.
-            apply_chat_template: if False, observations are written as they are.
-            max_model_len: most tokens of prompt and completion together; None for no limit.
-            max_output_tokens: tokens reserved for the completion.
-            enable_sliding_window: if the context is full, drop the oldest turns instead of truncating the episode.
-            strict_chat_template_boundary: refuse a chat template that rewrites earlier turns.
-            eos_token_ids: tokens that end a completion; by default those of the tokenizer and of the generation
-                configuration next to its files.
+            response_column: preferred column of the response to ``prompt``.
+            loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
+                needs an append-only chat template.
+            data_batch_size_per_gpu: rows per batch of this process, 1 or more.
+            accelerator: ``accelerate.Accelerator``; each process gets its share of every batch.
+            max_context_length: most tokens of prompt and response together.
+            seed: decides the order of training.
 
         Raises:
-            ConfigError: a setting out of range, or a chat template that does not suit the environment.
+            EnvError: a dataset that is empty or lacks a column, or a malformed row.
+            ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
         """
-        self._task = EpisodeTask(
-            lambda: env,
-            max_turns=max_turns,
-            apply_chat_template=apply_chat_template,
-            strict_chat_template_boundary=strict_chat_template_boundary,
-            enable_sliding_window=enable_sliding_window,
+        self.response_column, self.loss_on = response_column, checked_loss_on(loss_on)
+        super().__init__(
+            train_dataset,
+            test_dataset,
+            tokenizer,
+            data_batch_size_per_gpu=data_batch_size_per_gpu,
+            accelerator=accelerator,
+            max_context_length=max_context_length,
+            seed=seed,
         )
-        self.tokenizer, self.max_turns = tokenizer, max_turns
-        self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
-        self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
-        self._chat: ChatFormat = self._task.chat(tokenizer)
-        for name, value in (("max_model_len", max_model_len), ("max_output_tokens", max_output_tokens)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"expected a whole number of 1 or more as {name}, or None, found {value!r}")
-        self._context = (max_model_len, 1 if max_output_tokens is None else max_output_tokens)
-        self._episode: Episode | None = None
-        self._drawn = 0
-        self._closed = False
 
-    @checked
-    def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:
-        """Begin the episode of ``seed`` (by default a new one each time); return the first prompt and info.
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read: a conversation, else a prompt and its response."""
+        return form_of(rows.columns, "sft", rows.name, response=self.response_column)
 
-        Raises:
-            EnvError: a prompt that is empty or over the budget, or an observation that is not text.
-        """
-        self._check_open()
-        if self._episode is not None:
-            self._task.give_back(self._episode.env)
-        if seed is None:
-            seed, self._drawn = self._drawn, self._drawn + 1
-        self._episode = self._task.episode(self._chat, *self._context)
-        self._episode.begin(seed)
-        return self._prompt(self._episode), dict(self._episode.info)
-
-    @checked
-    def step(
-        self, completion_ids: Any, sampling_logps: Tensor | None = None, action_mask: Tensor | None = None
-    ) -> tuple[Prompt, float, bool, bool, dict[str, Any]]:
-        """Take a completion ``[1, P + L]``, prompt included; return the next prompt (empty at the end) and the rest.
-
-        ``sampling_logps`` [n] are the log-probs of the sampled tokens, and ``action_mask`` [1, P + L - 1] marks them;
-        ``get_action`` returns both. Either gives the completion's length; without them it ends at its first end token,
-        or else before the trailing padding. Without ``sampling_logps`` the update computes the log-probs that it needs.
-
-        Raises:
-            EnvError: no episode is running, ids that do not begin with the prompt, log-probs or a mask that do not
-                match the ids, or a broken environment.
-        """
-        episode = self._running()
-        prompt, ids = episode.prompt_ids, one_row(completion_ids, "step(completion_ids=...)")
-        if ids[: len(prompt)] != prompt:
-            raise EnvError(
-                f"expected ids that begin with the {len(prompt)} tokens of the prompt, found others; pass whole "
-                "sequences, prompt and completion"
-            )
-        logps = None if sampling_logps is None else torch.as_tensor(sampling_logps).reshape(-1).tolist()
-        said = self._said(ids[len(prompt) :], logps, _marked(action_mask, len(prompt), len(ids)))
-        (text,) = decode_completions(self.tokenizer, [said])
-        reward = episode.act(Completion(said, logps, "stop" if said[-1] in self._ends else "length"), text)
-        cut = episode.outcome.truncated is not None
-        info = {**episode.info, "truncated_by": episode.outcome.truncated} if cut else dict(episode.info)
-        return self._prompt(episode) if not episode.done else {}, reward, episode.done and not cut, cut, info
-
-    def get_episode_data(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the episode so far: ids ``[1, T]``, action mask and turn ids ``[1, T-1]``, turn rewards ``[1, K]``.
-
-        Raises:
-            EnvError: nothing has been played, or the context was rewritten, which gives several rows: use
-                :meth:`trajectories` then.
-        """
-        rows = self.trajectories()
-        if len(rows) != 1:
-            raise EnvError(
-                f"expected an episode of one training row, found {len(rows)}; use env.trajectories() and collate them"
-            )
-        batch = collate(rows, self.pad_id)
-        length = int(batch.lengths[0])
-        return batch.ids[:, :length], batch.action_mask[:, : length - 1], batch.turn_ids[:, : length - 1], batch.rewards
-
-    def trajectories(self, group: int = 0, number: int = 0) -> list[Trajectory]:
-        """Return the training rows of the episode so far, with a group and a number within it."""
-        if self._episode is None:
-            raise EnvError("expected reset() first: no episode has begun")
-        return self._episode.trajectories(group, number)
-
-    def close(self) -> None:
-        """Close the environment; ``reset`` and ``step`` raise EnvError afterwards. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._episode is not None:
-            self._episode.env.close()
-        self._task.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EnvError("this environment was closed; wrap a new one")
-
-    def _running(self) -> Episode:
-        self._check_open()
-        if self._episode is None or self._episode.done:
-            raise EnvError("expected reset() before step(): no episode is running")
-        return self._episode
-
-    def _prompt(self, episode: Episode) -> Prompt:
-        ids = torch.tensor([episode.prompt_ids], dtype=torch.int64)
-        text = self.tokenizer.decode(episode.prompt_ids, clean_up_tokenization_spaces=False)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": text}
-
-    def _said(self, tail: list[int], logps: list[float] | None, marked: int | None) -> list[int]:
-        """Return the tokens after the prompt that were sampled."""
-        if logps is not None and marked is not None and len(logps) != marked:
-            raise EnvError(f"expected a log-prob for each of {marked} sampled tokens, found {len(logps)}")
-        known = marked if logps is None else len(logps)
-        length = completion_length(tail, ends=self._ends, pad=self.pad_id, known=known)
-        if not length:
-            raise EnvError("expected a completion of at least one token, found none")
-        if known is None and tail[length - 1 :][:2] == [self.pad_id] * 2:
-            _warn_of_padding()
-        return tail[:length]
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the row's conversation."""
+        prompt = as_messages(sample.prompt, "user", "the prompt")
+        response = str(sample.response)
+        return [demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
 
 
-def _marked(action_mask: Tensor | None, prompt: int, length: int) -> int | None:
-    """Return how many tokens a mask ``[1, length - 1]`` marks after a prompt; None without a mask."""
-    if action_mask is None:
-        return None
-    mask = torch.as_tensor(action_mask).reshape(-1).bool()
-    count = int(mask.sum())
-    # Position t is about token t + 1, so the first token after the prompt has the position of the prompt's last one.
-    if len(mask) != length - 1 or not bool(mask[prompt - 1 : prompt - 1 + count].all()):
-        raise EnvError(
-            f"expected an action mask of {length - 1} places that marks the tokens after the {prompt} prompt tokens, "
-            f"without gaps, found {len(mask)} places of which {count} are marked; pass the mask from get_action"
-        )
-    return count
+class PreferenceGym(DataGym):
+    """Batches of pairs for ``agent.learn(env.reset())``: two rows each, the chosen completion first.
 
+    A row has ``prompt`` (text, or messages), ``chosen`` and ``rejected`` (text, or one assistant message).
+    Without ``prompt``, ``chosen`` and ``rejected`` are whole: conversations that differ only in their last message, or
+    texts, which are split after the last whole word that they share.
+    """
 
-@cache  # once a process
-def _warn_of_padding() -> None:
-    warnings.warn(
-        "the pad token also ends completions, so without log-probs or an action mask a completion truncated by its "
-        "length looks like one that ended, and counts as ended. Pass step(..., sampling_logps) or "
-        "step(..., action_mask=...)",
-        stacklevel=2,
-    )
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read."""
+        return form_of(rows.columns, "preference", rows.name)
 
-
-class SyncMultiTurnVecEnv:
-    """``batch_size`` episodes, each played ``group_size`` times from the same seed, all stepped together."""
-
-    @checked
-    def __init__(
-        self,
-        env_factory: Callable[..., TokenObservationWrapper],
-        batch_size: Count,
-        group_size: Count,
-        env_config: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Make ``batch_size * group_size`` wrapped environments.
-
-        Raises:
-            ConfigError: a size below 1, or a factory that does not return a TokenObservationWrapper.
-        """
-        self.batch_size, self.group_size = batch_size, group_size
-        try:
-            self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
-        except AgileRLError:
-            raise
-        except Exception as error:  # a factory may raise anything; report its reason
-            raise ConfigError(
-                f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not all(isinstance(env, TokenObservationWrapper) for env in self.envs):
-            raise ConfigError(
-                f"expected env_factory to return a TokenObservationWrapper, found {type(self.envs[0]).__name__}"
-            )
-        self._prompts: list[Prompt] = []
-        self._drawn = 0
-
-    @checked
-    def reset(self, seed: Whole | None = None) -> list[Prompt]:
-        """Begin all episodes; group ``b`` shares the seed ``seed + b``. The default is new seeds each time."""
-        if seed is None:
-            seed, self._drawn = self._drawn, self._drawn + self.batch_size
-        self._prompts = [env.reset(seed + place // self.group_size)[0] for place, env in enumerate(self.envs)]
-        return list(self._prompts)
-
-    @checked
-    def step(
-        self,
-        completion_ids: Sequence[Tensor],
-        sampling_logps: Sequence[Tensor | None] | None = None,
-        action_masks: Sequence[Tensor | None] | None = None,
-    ) -> list[Prompt] | None:
-        """Take one completion ``[1, P + L]`` for each running episode, in order; return the next prompts.
-
-        ``sampling_logps`` and ``action_masks`` are those of ``get_action``; see :meth:`TokenObservationWrapper.step`.
-        Returns None when all episodes are over. Raises EnvError if the number of completions, log-probs or masks
-        differs.
-        """
-        going = [place for place, prompt in enumerate(self._prompts) if prompt]
-        given = {"completions": completion_ids, "log-probs": sampling_logps, "action masks": action_masks}
-        for what, values in given.items():
-            if values is not None and len(values) != len(going):
-                raise EnvError(f"expected {what} for the {len(going)} running episodes, found {len(values)}")
-        nothing = [None] * len(going)
-        rows = zip(going, completion_ids, sampling_logps or nothing, action_masks or nothing, strict=True)
-        for place, ids, logps, mask in rows:
-            self._prompts[place] = self.envs[place].step(ids, logps, mask)[0]
-        return [prompt for prompt in self._prompts if prompt] or None
-
-    def get_trajectories(
-        self,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], int, list[Tensor | None] | None]:
-        """Return lists by episode of ids, action masks, turn ids, turn rewards; the number of turns; sampled log-probs.
-
-        An episode's log-probs are None if any of its steps had none; the whole list is None if no episode has any.
-        """
-        data = [env.get_episode_data() for env in self.envs]
-        rows = [row for env in self.envs for row in env.trajectories()]
-        logps = [
-            None if t.logprobs is None else torch.tensor([p for p, action in zip(t.logprobs, t.action_mask) if action])
-            for t in rows
-        ]
-        known = any(own is not None for own in logps)
-        ids, masks, turn_ids, rewards = ([part[k] for part in data] for k in range(4))
-        return ids, masks, turn_ids, rewards, sum(r.shape[1] for r in rewards), logps if known else None
-
-    def batch(self) -> RolloutBatch:
-        """Return all episodes as one batch, which ``agent.learn`` takes; a group shares one seed."""
-        rows = [
-            row
-            for place, env in enumerate(self.envs)
-            for row in env.trajectories(place // self.group_size, place % self.group_size)
-        ]
-        return collate(rows, self.envs[0].pad_id)
-
-    def returns(self) -> list[float]:
-        """Return the sum of each episode's rewards."""
-        return [env.trajectories()[0].episode_return for env in self.envs]
-
-    def close(self) -> None:
-        """Close all environments."""
-        for env in self.envs:
-            env.close()
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the prompt with its chosen and with its rejected completion."""
+        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
+        answers = (str(sample.response), str(sample.rejected))
+        return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]

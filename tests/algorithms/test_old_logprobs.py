@@ -10,7 +10,7 @@ import torch
 from agilerl.algorithms import GRPO, GSPO, PPO, RLOO
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.batch import union
-from agilerl.envs.gyms import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.functional import log_ratio, pool_log_ratio
 from agilerl.models.base import BaseModel
 from agilerl.processes import ALONE

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.gyms import SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.tools import SearchTool
 from agilerl.errors import EnvError
 from agilerl.rewards.base import BaseGrader

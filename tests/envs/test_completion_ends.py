@@ -14,8 +14,9 @@ from agilerl.algorithms.experiences import ActionResult, action_result
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.gyms import ReasoningGym, SyncMultiTurnVecEnv, TokenObservationWrapper
+from agilerl.envs.gyms import ReasoningGym
 from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids
+from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Ask
@@ -199,7 +200,7 @@ def test_the_documented_loop(case: Case, tokenizer: Any) -> None:
 
 
 def test_a_completion_that_may_be_padding_is_told_once(tmp_path: Path) -> None:
-    from agilerl.envs.gyms import _warn_of_padding
+    from agilerl.envs.tokenized import _warn_of_padding
 
     _warn_of_padding.cache_clear()
     tokenizer = tokenizer_of("pad is eos", tmp_path)
