@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from agilerl.arguments import Location, Seed, checked, shown
@@ -24,7 +23,7 @@ from agilerl.errors import CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import remove_leftovers, write_json
-from agilerl.runs.journal import read_lines
+from agilerl.runs.journal import Closing, read_lines
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
@@ -98,7 +97,7 @@ class RunLayout:
         return ""
 
 
-class RunDirectory(RunLayout):
+class RunDirectory(RunLayout, Closing):
     """A run directory that this process has locked, until ``close`` or the end of a ``with`` block."""
 
     def __init__(self, root: Path, lock: "DirectoryLock", info: dict[str, Any]) -> None:
@@ -202,14 +201,6 @@ class RunDirectory(RunLayout):
     def close(self) -> None:
         """Release the lock on the directory; closing twice is allowed."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "finished" if self.is_finished else "unfinished"

@@ -24,7 +24,22 @@ _LONGEST_LINE = 1 << 26
 _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 
 
-class JsonLines:
+class Closing:
+    """A context manager that is closed at the end of the ``with`` block."""
+
+    def close(self) -> None:
+        """Release what it holds; closing twice is allowed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLines(Closing):
     """Writer of metrics and lineage: one JSON object per line, with sorted keys, written line by line.
 
     Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). Bytes after
@@ -70,16 +85,8 @@ class JsonLines:
         """Close the file; closing twice is allowed."""
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Journal:
+class Journal(Closing):
     """The record of decisions from which a run can be replayed: each line has a sequence number and its own crc32.
 
     Opening reads and checks every record, and cuts off a torn tail. A damaged record before intact ones is not a torn
@@ -125,14 +132,6 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self.records)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def missing_bytes(path: Path, keep: int) -> str:
