@@ -2,10 +2,9 @@
 
 import gymnasium
 
-from agilerl.envs.core import Row, Task, score_completions
+from agilerl.envs.core import Row, Task, is_held_out, score_completions
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
-from agilerl.envs.order import is_held_out
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.prompts import decode_completions, render_prompt

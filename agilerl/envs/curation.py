@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agilerl.arguments import nearest, shown
-from agilerl.envs.core import Message, Split
-from agilerl.envs.order import LEAST, apportion, fewer
+from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
 from agilerl.envs.prompts import render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError

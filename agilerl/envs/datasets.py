@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agilerl.arguments import Count, Seed, Whole, checked
-from agilerl.envs.core import Message, Row, Split, Task
+from agilerl.envs.core import Message, Row, Split, Task, TrainingOrder, warn_of_fewer
 from agilerl.envs.curation import (
     BadRows,
     Form,
@@ -21,7 +21,6 @@ from agilerl.envs.curation import (
     curate,
     form_of,
 )
-from agilerl.envs.order import TrainingOrder, warn_of_fewer
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.base import close, exact_match, setup

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, collate
-from agilerl.envs.core import AnyTask, Row, Split, Task, score_completions
+from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
 from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import Example, LossOn, checked_loss_on, demonstration, render_completion, trajectories
-from agilerl.envs.order import TrainingOrder
 from agilerl.envs.prompts import (
     Accelerator,
     check_tokenizer,

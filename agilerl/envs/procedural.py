@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agilerl.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
-from agilerl.envs.core import Row, Split, Task
-from agilerl.envs.order import fewer, is_held_out, warn_of_fewer
+from agilerl.envs.core import Row, Split, Task, fewer, is_held_out, warn_of_fewer
 from agilerl.envs.scorers import Scorers, check_demands
 from agilerl.envs.upstream import (
     build_dataset,
@@ -117,7 +116,7 @@ class ReasoningGymTask(Task):
 
     Training problem ``position`` depends on ``(seed, position)`` alone. Exam and test are fixed panels of distinct
     questions that training never shows; by default all their questions come from the reserved fifth of all questions
-    (``agilerl.envs.order.is_held_out``) and all training questions from the rest. So no run with any seed trains on an
+    (``agilerl.envs.core.is_held_out``) and all training questions from the rest. So no run with any seed trains on an
     exam, and a base model trained under the same rule has not seen one either. The panels are drawn on first use
     (``prepare`` draws them at once) with five draws per panel question, which takes minutes for the few generators that
     need 0.1 s or more per problem (knight_swap, sokoban, futoshiki). One dataset is not deterministic: 5 in 1000 of

@@ -7,8 +7,8 @@ import pytest
 
 from agilerl import PreferenceTask, SFTTask
 from agilerl.config.manifest import load_manifest
+from agilerl.envs.core import is_held_out
 from agilerl.envs.graded import GradedTask, TaskGrader
-from agilerl.envs.order import is_held_out
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.upstream import build_dataset, curricula, known_tasks
 from agilerl.errors import ConfigError, EnvError

@@ -4,8 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from agilerl.envs.core import score_completions
-from agilerl.envs.order import fewer, is_held_out
+from agilerl.envs.core import fewer, is_held_out, score_completions
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.errors import ConfigError, EnvError, RewardError
 

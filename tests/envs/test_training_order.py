@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agilerl.envs.order import BLOCK, TrainingOrder, apportion
+from agilerl.envs.core import BLOCK, TrainingOrder, apportion
 from agilerl.errors import ConfigError
 
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=1, max_size=5)

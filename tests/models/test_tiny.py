@@ -13,7 +13,7 @@ import reasoning_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from agilerl.envs.order import is_held_out
+from agilerl.envs.core import is_held_out
 from agilerl.errors import CheckpointError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.models.tiny.mistakes import MISTAKES

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import reasoning_gym
 
-from agilerl.envs.order import is_held_out
+from agilerl.envs.core import is_held_out
 from agilerl.models.tiny.mistakes import MISTAKES
 
 Entry: TypeAlias = dict[str, Any]
@@ -34,7 +34,7 @@ def demonstrations(
 ) -> tuple[list[tuple[str, str]], int]:
     """Return ``count`` pairs (question, careless answer) from index ``start`` on, and the index after the last one.
 
-    Held-out questions (``agilerl.envs.order``) are skipped, so that exams and tests ask what was never shown.
+    Held-out questions (``agilerl.envs.core``) are skipped, so that exams and tests ask what was never shown.
     """
     dataset = reasoning_gym.create_dataset(task.name, seed=0, size=1, **task.parameters)
     pairs: list[tuple[str, str]] = []

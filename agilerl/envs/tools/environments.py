@@ -7,9 +7,8 @@ import numpy as np
 
 from agilerl.arguments import Count, Name, NotNegative, Positive, Seed, checked
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.core import Row
+from agilerl.envs.core import Row, is_held_out
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.order import is_held_out
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.envs.tools.compute import PythonTool, calculator
