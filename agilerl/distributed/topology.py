@@ -211,13 +211,13 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
     count = world.size // size
     rows = [range(number * size, (number + 1) * size) for number in range(count)]
     columns = [range(place, world.size, size) for place in range(size)]
-    everybody = Exchange(world)
+    everyone = Exchange(world)
     if size == 1:
-        return Topology(everybody, ALONE, everybody)
+        return Topology(everyone, ALONE, everyone)
     # Every process takes part in creating every group, so all must use the same order.
     island = world if count == 1 else world.subgroup(rows)
     peers = ALONE if count == 1 else world.subgroup(columns)
-    return Topology(everybody, island, Exchange(peers))
+    return Topology(everyone, island, Exchange(peers))
 
 
 def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:

@@ -110,7 +110,7 @@ def curricula() -> list[str]:
 
 
 def curriculum_attributes(name: str) -> dict[str, int]:
-    """Return the attributes of a dataset's curriculum with the highest level of each; none where it has none."""
+    """Return the attributes of a dataset's curriculum with the highest level of each; empty if it has no curriculum."""
     if name not in curricula():
         return {}
     found = _library().factory.create_curriculum(name)
