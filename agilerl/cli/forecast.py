@@ -228,16 +228,14 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
 # -- this machine ---------------------------------------------------------------------------------------------------
 
 
-def measured_machine(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
-) -> Machine:
-    """Return a device with its rates, measured with the current number of threads; takes about a second."""
-    bandwidth = copy_rate(device, clock)
+def measured_machine(clock: Callable[[], float] = perf_counter) -> Machine:
+    """Return the CPU with its rates, measured with the current number of threads; takes about a second."""
+    bandwidth = copy_rate(clock=clock)
     return Machine(
-        name=device,
-        flops=matmul_rate(device, dtype, clock),
+        name="cpu",
+        flops=matmul_rate(clock=clock),
         bandwidth=bandwidth,
-        memory=available_bytes(device) or 0,
+        memory=available_bytes("cpu") or 0,
         # Processes of one machine exchange bytes through its memory: one writes, another reads.
         link=bandwidth / 2,
     )

@@ -385,9 +385,9 @@ class DirectoryLock:
             self._descriptor = None
 
 
-def _owner(descriptor: int, *, patience: float = 0.3) -> str:
+def _owner(descriptor: int) -> str:
     """Return which process holds the lock; waits briefly for an owner that has not written its name yet."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 0.3
     while True:
         words = os.pread(descriptor, 200, 0).decode(errors="replace").split()
         if words:

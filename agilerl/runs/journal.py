@@ -16,12 +16,10 @@ from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
 
-_BLOCK = 1 << 20
-_LONGEST_LINE = 1 << 26
-"""The most bytes of a line; a thousand agents with a hundred genes need fewer."""
-
-
+_BLOCK, _TAIL = 1 << 20, 1 << 16
+"""Bytes read at once: forward for a digest, backward for the last line."""
 _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
+"""The most bytes of a journal, and of a line: a thousand agents with a hundred genes need fewer."""
 
 
 class Closing:
@@ -163,7 +161,7 @@ def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
             number = 0
             while (place := file.tell()) < keep:
                 number += 1
-                line = file.readline(min(_LONGEST_LINE, keep - place))
+                line = file.readline(min(_LINE_BYTES, keep - place))
                 try:
                     _parse_line(path, number, line)
                 except CheckpointError as error:
@@ -347,7 +345,7 @@ def _digest(path: Path, size: int) -> "hashlib._Hash":
     return digest
 
 
-def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
+def _end_of_last_line(path: Path) -> int:
     """Return the number of bytes up to and including the last newline, reading backwards."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
@@ -355,7 +353,7 @@ def _end_of_last_line(path: Path, block: int = 1 << 16) -> int:
         while end > 0:
             if end < first:
                 raise CheckpointError(f"the last line of {path} has more than {_LINE_BYTES:,} bytes.")
-            start = max(0, end - block)
+            start = max(0, end - _TAIL)
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:

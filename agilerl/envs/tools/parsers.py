@@ -19,6 +19,8 @@ from agilerl.errors import ConfigError
 
 
 CONTENT_SHOWN = 80
+KEYS = ("arguments", "parameters")
+SEPARATORS = ";, \n\t\r"
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,17 @@ class ToolCallParser(Protocol):
         """
 
 
-def json_call(text: str, *, keys: Sequence[str] = ("arguments", "parameters")) -> ToolCall | MalformedCall:
-    """Read one call ``{"name": ..., "arguments": {...}}``; the arguments may be under any of ``keys``."""
+def json_call(text: str) -> ToolCall | MalformedCall:
+    """Read one call ``{"name": ..., "arguments": {...}}``, or with ``parameters``."""
     try:
-        return call_of(json.loads(text), keys=keys)
+        return call_of(json.loads(text))
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        return MalformedCall(f"{_expected(keys)}, found {_excerpt(text)}, which is no JSON: {why}")
+        return MalformedCall(f"{_expected(KEYS)}, found {_excerpt(text)}, which is no JSON: {why}")
 
 
-def call_of(value: Any, *, keys: Sequence[str] = ("arguments", "parameters")) -> ToolCall | MalformedCall:
-    """Read a call from parsed JSON."""
+def call_of(value: Any, *, keys: Sequence[str] = KEYS) -> ToolCall | MalformedCall:
+    """Read a call from parsed JSON; the arguments may be under any of ``keys``."""
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         given: Any = next((value[key] for key in keys if key in value), {})
         if isinstance(given, str):  # arguments that are JSON inside JSON
@@ -81,7 +83,7 @@ def call_of(value: Any, *, keys: Sequence[str] = ("arguments", "parameters")) ->
     return MalformedCall(f"{_expected(keys)}, found {shown(value)}")
 
 
-def json_values(text: str, separators: str = ";, \n\t\r") -> Iterator[Any]:
+def json_values(text: str) -> Iterator[Any]:
     """Yield the consecutive JSON values in a text.
 
     Raises:
@@ -89,9 +91,9 @@ def json_values(text: str, separators: str = ";, \n\t\r") -> Iterator[Any]:
     """
     decoder = json.JSONDecoder()
     place = 0
-    text = text.rstrip(separators)
+    text = text.rstrip(SEPARATORS)
     while place < len(text):
-        if text[place] in separators:
+        if text[place] in SEPARATORS:
             place += 1
             continue
         try:
