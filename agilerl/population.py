@@ -32,7 +32,7 @@ from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
 from agilerl.rollouts.questions import grader_metrics
 from agilerl.rollouts.rollout import Rollout, teaches_nothing
 
-Panels = Literal["exam", "test"]
+Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[
     Task | EpisodeTask,
     Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, e.g. ReasoningGymTask('spell_backward')"),
@@ -109,6 +109,8 @@ class Population:
     ``prompts_per_step`` is the number of prompts (or episode seeds) in one training batch of each agent. Every agent
     reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
+    ``second_panel`` is the share of the task's test that is set aside as the panel ``second``: questions that neither
+    selection nor the test uses, for a choice among candidates.
     """
 
     @checked
@@ -121,6 +123,7 @@ class Population:
         prompts_per_step: Count = 8,
         eval_max_new_tokens: Count | None = None,
         max_error_rate: Share = 0.5,
+        second_panel: Share = 0.0,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -142,14 +145,15 @@ class Population:
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
+        self.second_panel = second_panel
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
         self.ungraded: dict[int, int] = {}
         """Number of each agent's answers in the latest exam without a grade and without a failure."""
         self.next_index = max(a.index for a in agents) + 1
-        self._panels: dict[tuple[Split, int, int], list[Place]] = {}
-        self._lengths: dict[tuple[Split, int, int], Lengths] = {}
+        self._panels: dict[tuple[str, int, int], list[Place]] = {}
+        self._lengths: dict[tuple[str, int, int], Lengths] = {}
         """Cached panels and lengths, by split, size and context."""
         task.fit(self.tokenizer, self.context_length - 1)
 
@@ -320,9 +324,9 @@ class Population:
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine agents on a fixed panel: the same prompts for all, greedy, with the run's settings instead of genes.
 
-        ``split`` is ``exam`` (selection) or ``test`` (reported numbers). A completion that could not be computed or
-        graded scores NaN, which gives its agent a fitness that ranks last. The mean of an exam is appended to
-        ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
+        ``split`` is ``exam`` (selection), ``test`` (reported numbers) or ``second`` (the choice among candidates). A
+        completion that could not be computed or graded scores NaN, which gives its agent a fitness that ranks last. The
+        mean of an exam is appended to ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
 
         Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
         examined, which may have caused it. Raises ConfigError for no agents, or agents of another runtime.
@@ -352,12 +356,13 @@ class Population:
         return Fitness.from_scores(self._examine(split, [(None, None)], everybody=True)[0])
 
     def _examine(
-        self, split: Split, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, everybody: bool
+        self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, everybody: bool
     ) -> list[list[float]]:
         panel, limit, reserve = self.places(split), self.context_length, self.eval_max_new_tokens or 1
         size = len(panel)
+        of_task, first, _ = self._rows_of(split)
         asks = [
-            Ask(slot, place, 1, self._exam_sampling, limit, number, split, (number,), reserve)
+            Ask(slot, place, 1, self._exam_sampling, limit, number, of_task, (first + number,), reserve)
             for slot, _ in who
             for number, place in enumerate(panel)
         ]
@@ -397,15 +402,27 @@ class Population:
             raise ConfigError(f"{self.task.name} is an environment, which has episodes and not a panel of questions")
         return [(place.row, list(place.prompt_ids)) for place in self.places(split)]
 
-    def places(self, split: Split) -> list[Place]:
+    def _rows_of(self, split: Split | Panels) -> tuple[Split, int, int]:
+        """Return the task's split that a panel is part of, its first row there and the row after its last."""
+        if split == "train":
+            return "train", 0, TRIED_ROWS
+        if split == "exam":
+            return "exam", 0, self.task.panel_size("exam")
+        size = self.task.panel_size("test")
+        first = size - round(size * self.second_panel)
+        return ("test", 0, first) if split == "test" else ("test", first, size)
+
+    def places(self, split: Split | Panels) -> list[Place]:
         """Return the places of a fixed panel; for training, those checked before it begins."""
-        size = TRIED_ROWS if split == "train" else self.task.panel_size(split)
-        key = (split, size, self.context_length)
+        of_task, first, end = self._rows_of(split)
+        key = (split, end - first, self.context_length)
         if key not in self._panels:
-            self._panels[key] = [self.task.place_at(split, k, self.tokenizer, self.context_length) for k in range(size)]
+            self._panels[key] = [
+                self.task.place_at(of_task, k, self.tokenizer, self.context_length) for k in range(first, end)
+            ]
         return self._panels[key]
 
-    def lengths(self, split: Split) -> Lengths:
+    def lengths(self, split: Split | Panels) -> Lengths:
         """Return the lengths of the rows at these places; raises EnvError if one does not fit."""
         places = self.places(split)
         key = (split, len(places), self.context_length)

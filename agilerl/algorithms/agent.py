@@ -143,6 +143,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Prompts of the training stream that this agent has consumed."""
         self.updates = 0
         """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
+        self.schedule_factor = 1.0
+        """Factor on the learning rates that the run's schedule sets before each iteration; not part of the state."""
         self.rollouts = 0
         """Batches of prompts sampled so far; part of the key of every sampled token."""
         self.tokens = {"generated": 0, "trained": 0, "evaluated": 0}
@@ -323,7 +325,12 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     @property
     def current_lr(self) -> float:
         """Learning rate of the next step, the schedule applied."""
-        return self.config.lr * lr_factor(self.cosine_lr_schedule_config, self.updates)
+        return self.config.lr * self.lr_factor
+
+    @property
+    def lr_factor(self) -> float:
+        """What the schedules, the agent's own and the run's, make of a learning rate."""
+        return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
         """Return the settings of the next optimizer step for each slot that this agent trains, the actor's first."""

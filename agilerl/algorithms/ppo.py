@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
-from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig, lr_factor
+from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.keywords import PPOKeywords
 from agilerl.algorithms.learner import Experience
@@ -232,11 +232,11 @@ class PPO(LLMAlgorithm):
     @property
     def current_lr(self) -> float:
         """Learning rate of the actor's next step, the schedule applied."""
-        return self.config.lr_actor * lr_factor(self.cosine_lr_schedule_config, self.updates)
+        return self.config.lr_actor * self.lr_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
         """Return the settings of the next optimizer step of the actor and of the critic; each is clipped by itself."""
-        critic = self.config.lr_critic * lr_factor(self.cosine_lr_schedule_config, self.updates)
+        critic = self.config.lr_critic * self.lr_factor
         return {self.slot: self.adamw(self.current_lr), self.critic_slot: self.adamw(critic)}
 
     def get_lr_names(self) -> list[str]:

@@ -84,7 +84,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
             "exam_prompts": session.task.panel_size("exam"),
-            "test_prompts": session.task.panel_size("test"),
+            "test_prompts": len(session.population.places("test")),
         },
         "islands": {
             "processes_per_island": topology.island.size,

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
-from agilerl.config.named_files import locate, locate_within
+from agilerl.config.named_files import locate, locate_strategy, locate_within
 from agilerl.config.own_code import names_code
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
@@ -38,6 +38,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     values = _read(path)
     if path is not None:
         locate_within(values.get("environment"), path.parent)
+        locate_strategy(values.get("selection_strategy"), path.parent)
     changed = [_split(override) for override in overrides]
     environment = values.get("environment")
     if isinstance(environment, dict):
@@ -46,6 +47,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     for keys, value in changed:
         _put(values, keys, value)
     locate(values.get("environment"))
+    locate_strategy(values.get("selection_strategy"))
     config = RunConfig.from_dict(values)
     config._typed = tuple(address for _, value in changed for address in addresses_in(value))
     _refuse_meaningless(config)
@@ -65,6 +67,13 @@ def _refuse_meaningless(config: RunConfig) -> None:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
                 + ("set isolate: true, or leave timeout out" if is_code else "give it in params, if the grader has one")
+            )
+    selection = config.selection_strategy
+    for name in ("tournament_size", "elitism"):
+        if name in selection.model_fields_set and selection.strategy != "tournament":
+            raise ConfigError(
+                f"selection_strategy.{name} is a setting of name: tournament, found name: {selection.strategy}; remove "
+                "it, or name the tournament"
             )
     mutation = config.mutation
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation

@@ -92,6 +92,25 @@ def locate_within(environment: Any, folder: Path) -> None:
             inside(leads_to(text, root), text, key)
 
 
+def locate_strategy(section: Any, folder: Path | None = None) -> None:
+    """Make the path of a selection strategy's code absolute, in place.
+
+    Raises ConfigError for code that a manifest in ``folder`` names outside of it.
+    """
+
+    def found(path: str, key: str) -> str:
+        target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
+        if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"selection_strategy.{key}: the code {shown(path)} is not in the folder of the manifest; move it "
+                "there, or name it on the command line"
+            )
+        return str(target.absolute())
+
+    if isinstance(section, dict):
+        _replace_code_at(section, "name", "name", found)
+
+
 def locate(environment: Any) -> None:
     """Make all other paths absolute, in place, so that they mean the same wherever a run is resumed."""
     _replace(environment, lambda path, key: str(Path(path).expanduser().absolute()) if names_a_file(path) else path)
@@ -167,9 +186,13 @@ def _replace_code(environment: Any, found: Callable[[str, str], str]) -> None:
     if isinstance(graders, list):
         named += [(g, "name", f"graders.{n}.name") for n, g in enumerate(graders) if isinstance(g, dict)]
     for owner, name, key in named:
-        path, colon, attribute = str(owner.get(name)).rpartition(":")
-        if colon and path.endswith(".py") and path.isprintable():
-            owner[name] = f"{found(path, key)}:{attribute}"
+        _replace_code_at(owner, name, key, found)
+
+
+def _replace_code_at(owner: dict[str, Any], name: str, key: str, found: Callable[[str, str], str]) -> None:
+    path, colon, attribute = str(owner.get(name)).rpartition(":")
+    if colon and path.endswith(".py") and path.isprintable():
+        owner[name] = f"{found(path, key)}:{attribute}"
 
 
 def _replaced(entry: Any, key: str, found: Callable[[str, str], str]) -> Any:
@@ -227,7 +250,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
                 yield "data", Path(dataset.path).expanduser().absolute()
     for path in _files_of_params(environment):
         yield "data", path
-    for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ())):
+    strategy = config.selection_strategy.strategy
+    for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ()), strategy):
         code = file_of(name) if names_code(name) else None
         if code is not None:
             yield "code", code

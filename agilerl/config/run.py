@@ -7,12 +7,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from agilerl.arguments import checked, shown
+from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
+from agilerl.config.own_code import names_code
 from agilerl.errors import ConfigError
+from agilerl.hpo.annealing import LRSchedule
+from agilerl.hpo.strategies import ANNEALED, SHRINKING, STRATEGIES, settings_of
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
@@ -20,11 +23,47 @@ _LARGEST_SEED = 2**63 - 1
 
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 
+DEFAULT = "tournament"
+"""The strategy of a manifest that names none."""
+ANNEALING = LRSchedule("linear", decay=0.4)
+"""The learning rate's course in runs that end with one agent."""
+
+
+def _strategy(name: str | None) -> str | None:
+    if name is None or name in STRATEGIES or names_code(name):
+        return name
+    raise ValueError(
+        f"expected one of the strategies {', '.join(STRATEGIES)}, or code of your own (strategy.py:MySelection), found "
+        f"{shown(name)}; {nearest(name, STRATEGIES)}"
+    )
+
 
 def _device(name: str) -> str:
     if re.fullmatch(r"cpu|cuda(:\d{1,2})?", name) is None:
         raise ValueError(f"expected cpu, cuda, or cuda with a number such as cuda:1, found {shown(name)}")
     return name
+
+
+class LRScheduleConfig(Section):
+    """The course of every agent's learning rate over the run: a factor on it, by the share of the budget spent."""
+
+    name: Literal["constant", "linear", "cosine"]
+    """How it decays."""
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the budget in which the factor rises from 0 to 1."""
+    decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Last share of the budget, in which it falls to ``end``; 1 is all that the warm-up leaves."""
+    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Factor at the end."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        self.schedule()
+        return self
+
+    def schedule(self) -> LRSchedule:
+        """Return the schedule; raises ConfigError if warm-up and decay overlap."""
+        return LRSchedule(self.name, self.warmup, self.decay, self.end)
 
 
 class TrainingConfig(Section):
@@ -44,6 +83,8 @@ class TrainingConfig(Section):
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
     """Seed of everything random in the run."""
+    lr_schedule: LRScheduleConfig | None = None
+    """Course of the learning rate; None: constant, and for knockout and pulses linear over the last 40 %."""
     init: Literal["spread", "same"] = "spread"
     """Start the population spread over the genes' ranges, or all alike."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -125,17 +166,100 @@ class MutationConfig(Section):
     """Seed of mutations; None takes ``training.seed``."""
 
 
-class SelectionConfig(Section):
-    """Who survives."""
+class PulseConfig(Section):
+    """Later rounds of a knockout, once one agent is left, and the whole of ``name: pulses``."""
 
-    name: Literal["tournament", "truncation", "none"] = "tournament"
-    """Strategy; ``none`` keeps everybody, which is random search."""
+    every: Annotated[int, Field(ge=1)] = 3
+    """Generations from one fork into challengers to the next."""
+    factors: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [3.0])
+    """One challenger each: its learning rates are the agent's times this. An empty list forks none."""
+    challenge: Annotated[float, Field(ge=0.5, le=1)] = 0.8
+    """Probability of being better, by the paired exam, with which a challenger takes over."""
+    until: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Share of the budget from which on there are no more challengers."""
+    guard: Annotated[float, Field(ge=0.5, le=1)] = 0.99
+    """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""
+    guard_factor: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """What its learning rates are multiplied by then."""
+
+
+class SelectionConfig(Section):
+    """Who survives. What is left out has the strategy's own default; what another strategy has is refused."""
+
+    name: Annotated[str | None, AfterValidator(_strategy)] = None
+    """``knockout``, ``pulses``, ``tournament``, ``truncation``, ``halving``, ``multi_frequency``, ``none`` (keep all
+    agents, which is random search), or code of your own, ``strategy.py:MySelection``. None: ``tournament`` where
+    ``tournament_size`` or ``elitism`` is given, else the default."""
     tournament_size: Annotated[int, Field(ge=1)] = 2
-    """Agents that compete for one place; where it is not given, at most as many as there are."""
+    """Tournament: agents that compete for one place; where it is not given, at most as many as there are."""
     elitism: bool = True
-    """The best agent keeps its place."""
+    """Tournament: the best agent keeps its place."""
+    gate: Annotated[float | None, Field(ge=0.5, lt=1)] = None
+    """Tournament: replace an agent only by one that is better with this probability; None always replaces."""
+    fraction: Annotated[float | None, Field(gt=0, le=0.5)] = None
+    """Truncation: share of the agents that is replaced by copies of as many best ones (0.25)."""
+    confidence: Annotated[float | None, Field(ge=0.5, le=1)] = None
+    """Probability of being better from which on a copy replaces an agent (truncation, 0.8), or an agent displaces the
+    user's configuration (knockout, 0.8)."""
+    period: Annotated[int | None, Field(ge=1)] = None
+    """Knockout and halving: generations from one halving to the next (1)."""
+    floor: Annotated[int | None, Field(ge=1)] = None
+    """Knockout and halving: agents that are left in the end (1)."""
+    between: Literal["none", "truncation"] | None = None
+    """Halving: what happens between two halvings (none)."""
+    n_subpopulations: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: parts of the population (2)."""
+    evolution_frequency_ratios: list[Annotated[int, Field(ge=1)]] | None = None
+    """Multi-frequency: each part's generations between selections (1, 4, 16, ...)."""
+    n_winners: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: agents of a part that are copied (a quarter, at least one)."""
+    n_survivors: Annotated[int | None, Field(ge=0)] = None
+    """Multi-frequency: agents of a part that stay (the rest)."""
+    n_open_for_migration: Annotated[int | None, Field(ge=0)] = None
+    """Multi-frequency: agents of a part that better ones of other parts replace (a quarter)."""
+    n_losers: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: agents of a part that copies of winners replace (a quarter, at least one)."""
+    pulses: PulseConfig | None = None
+    """Knockout and pulses: later rounds."""
+    params: dict[str, Any] | None = None
+    """Code of your own: keywords of its class."""
+    candidates: Annotated[int | None, Field(ge=1, le=16)] = None
+    """Best exams whose agents sit a second panel at the end, as large as the exam, which chooses the elite.
+    None: 3 for knockout and pulses on tasks that make questions, else 1, which is the best exam's."""
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy in force."""
+        if self.name is not None:
+            return self.name
+        return "tournament" if self.model_fields_set & {"tournament_size", "elitism"} else DEFAULT
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was set of the strategy's own settings."""
+        names = {"params"} if names_code(self.strategy) else settings_of(self.strategy)
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        if self.pulses is not None and "pulses" in given:
+            given["pulses"] = self.pulses.model_dump(exclude_unset=True)
+        return {name: value for name, value in given.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _fits_the_strategy(self) -> Self:
+        own = {"params"} if names_code(self.strategy) else set(settings_of(self.strategy))
+        if self.strategy == "halving" and self.between != "truncation":
+            own -= {"fraction", "confidence"}
+        # Both have always been in the run.json of every run, whatever its strategy.
+        foreign = self.model_fields_set - own - {"name", "collapse_guard", "candidates", "tournament_size", "elitism"}
+        for name in sorted(foreign):
+            if getattr(self, name) is not None:
+                known = ", ".join(sorted(own)) or "none of its own"
+                raise ValueError(
+                    f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
+                    "it, or name another strategy"
+                )
+        return self
 
 
 class RunConfig(Section):
@@ -171,7 +295,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         size, tournament = self.training.pop_size, self.tournament_size
-        if self.selection_strategy.name == "tournament" and tournament > size:
+        if self.selection_strategy.strategy == "tournament" and tournament > size:
             raise ValueError(
                 f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
                 "first, or raise the second"
@@ -194,6 +318,34 @@ class RunConfig(Section):
         copy = self.model_copy()
         copy._date = date
         return copy
+
+    @property
+    def smallest_population(self) -> int:
+        """Agents that selection may leave."""
+        section, size = self.selection_strategy, self.training.pop_size
+        return min(section.floor or 1, size) if section.strategy in SHRINKING else size
+
+    @property
+    def candidates(self) -> int:
+        """Best exams whose agents sit the second panel; 1 if there is none."""
+        given = self.selection_strategy.candidates
+        if given is not None:
+            return given
+        return 3 if self.selection_strategy.strategy in ANNEALED and self.environment.dataset is None else 1
+
+    @property
+    def kept_exams(self) -> int:
+        """Best exams whose agents are kept with their scores, for selection or a second panel; 0: none."""
+        strategy = self.selection_strategy.strategy
+        return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
+
+    @property
+    def lr_schedule(self) -> LRSchedule:
+        """The course of the learning rate over the run."""
+        given = self.training.lr_schedule
+        if given is not None:
+            return given.schedule()
+        return ANNEALING if self.selection_strategy.strategy in ANNEALED else LRSchedule()
 
     @property
     def tournament_size(self) -> int:

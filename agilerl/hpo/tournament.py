@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from agilerl.arguments import Seed, Whole, checked
+from agilerl.arguments import Number, Seed, Whole, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.selection import (
     AT_THE_START,
     AgentT,
@@ -31,18 +31,31 @@ class TournamentSelection:
     further wins become clones in the slots of agents that never won, and these die. The plan opens only the clones to
     mutation: mutating the kept agents too costs up to 6 points in the surrogate worlds of the tests. An agent whose
     fitness is not finite enters no tournament; if no agent has a finite one, the population stays as it is.
-    Raises ConfigError if the tournament is larger than the population or either is below one.
+    With a ``gate``, in [0.5, 1), an agent that never won stays nevertheless, unless the winner that would replace it is
+    better with at least this probability by the paired exam (``probability_better``).
+    Raises ConfigError if the tournament is larger than the population or either is below one, and for another gate.
     """
 
     @checked
-    def __init__(self, tournament_size: int, elitism: bool, population_size: int, *, seed: Seed = 0) -> None:
+    def __init__(
+        self,
+        tournament_size: int,
+        elitism: bool,
+        population_size: int,
+        *,
+        gate: Number | None = None,
+        seed: Seed = 0,
+    ) -> None:
         if population_size < 1:
             raise ConfigError(f"A population needs at least one agent, found population_size={population_size}.")
         if not 1 <= tournament_size <= population_size:
             raise ConfigError(
                 f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}."
             )
+        if gate is not None and not 0.5 <= gate < 1:
+            raise ConfigError(f"gate must be in [0.5, 1), found {gate}.")
         self.tournament_size = tournament_size
+        self.gate = gate
         self.elitism = elitism
         self.population_size = population_size
         self.seed = seed
@@ -69,7 +82,9 @@ class TournamentSelection:
             wins[elite] += 1
         deaths = tuple(sorted(index for index in fitness if not wins[index]))
         parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]
-        births = [Birth(next_index + offset, parent) for offset, parent in enumerate(parents)]
+        pairs = [pair for pair in zip(deaths, parents, strict=True) if self._passes(fitness, *pair)]
+        births = [Birth(next_index + offset, parent) for offset, (_, parent) in enumerate(pairs)]
+        deaths = tuple(dead for dead, _ in pairs)
         replaced = {dead: birth.child for dead, birth in zip(deaths, births, strict=True)}
         slots = tuple(replaced.get(index, index) for index in fitness)
         children = {birth.child for birth in births}
@@ -86,6 +101,13 @@ class TournamentSelection:
         plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
         elite, population = apply_plan(plan, pop)
         return elite, population, None
+
+    def _passes(self, fitness: Mapping[int, Fitness], dead: int, parent: int) -> bool:
+        """Say whether an agent may be replaced: without a gate always, and never by a tie with one."""
+        if self.gate is None:
+            return True
+        sure = probability_better(fitness[parent], fitness[dead])
+        return sure >= self.gate and sure > 0.5
 
     def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
         """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.state import AgentState
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
+from agilerl.hpo.selection import Best, Standing
 from agilerl.population import Known
 from agilerl.rollouts.rollout import Rollout
 from agilerl.runs.completions import CompletionRecord
@@ -30,7 +33,7 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
-from agilerl.training.progress import Progress
+from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import RunWriter
 from agilerl.training.saved import SavedCheckpoint
 from agilerl.training.setup import Session
@@ -246,6 +249,9 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     start = perf_counter()
     before = {agent.index: dict(agent.tokens) for agent in population.agents}
     progress.exam = None  # its scores are out of date once the agents learn
+    factor = session.config.lr_schedule.factor(min(_spent(session, progress), 1.0))
+    for agent in population.agents:
+        agent.schedule_factor = factor
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)
@@ -333,8 +339,19 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
         progress.best = sound[best].mean
         progress.elite = population.state_of(best)
         progress.elite_iteration = progress.iteration
+    _keep(session, progress, best, sound[best])
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds)
+
+
+def _keep(session: Session, progress: Progress, best: int, exam: Fitness) -> None:
+    """Keep the best agent of an exam if the exam is one of the best of the run."""
+    most = session.config.kept_exams
+    full = len(progress.kept) >= most
+    if not exam.is_finite or not most or (full and exam.mean < progress.kept[-1].fitness.mean):
+        return
+    state = progress.elite if progress.elite_iteration == progress.iteration else session.population.state_of(best)
+    progress.keep(Kept(best, progress.iteration, exam, state), most)
 
 
 def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
@@ -357,6 +374,7 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
 def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
     config, population = session.config, session.population
     start = perf_counter()
+    best = progress.kept[0] if progress.kept else None
     seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
     evolution = population.evolve(
         exam,
@@ -365,6 +383,8 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
         generation=progress.generation,
         seed=seed,
         collapse_guard=config.selection_strategy.collapse_guard,
+        standing=Standing(min(_spent(session, progress), 1.0), Best(best.agent, best.fitness) if best else None),
+        best=best.state if best else None,
     )
     seconds = perf_counter() - start
     elite = evolution.plan.elite
@@ -402,15 +422,35 @@ def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) 
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None or peers.rank > 0:
         return None
-    assert progress.elite is not None
-    first = population.agents[0]
-    elite = type(first).from_state(progress.elite, population.runtime, first.loss)
+    elite = _chosen(session, progress)
     if writer is not None:
         writer.elite(elite)
     tested = population.evaluate("test", agents=[elite])[elite.index]
     found = Tested(elite.index, dict(elite.hyperparameters), tested)
     elite.clean_up()
     return found
+
+
+def _chosen(session: Session, progress: Progress) -> LLMAlgorithm:
+    """Return the agent of the best exam or, of several best exams, the one that does best on a second panel."""
+    population, assessed = session.population, list[float]()
+
+    def revived(state: AgentState) -> LLMAlgorithm:
+        return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
+
+    if len(progress.kept) > 1 and session.config.candidates > 1:
+        for kept in progress.kept:
+            assert kept.state is not None
+            agent = revived(kept.state)
+            found = population.evaluate("second", agents=[agent])[agent.index]
+            assessed.append(found.value)
+            agent.clean_up()
+        # At equal results the better exam's; kept exams are in that order.
+        place = assessed.index(max(assessed))
+        chosen = progress.kept[place]
+        progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
+    assert progress.elite is not None
+    return revived(progress.elite)
 
 
 def _finish(session: Session, writer: RunWriter | None, progress: Progress, tested: Tested | None) -> dict[str, Any]:

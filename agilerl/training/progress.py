@@ -1,6 +1,6 @@
 """How far a run has come: counters and results that a checkpoint stores along with the agents."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -8,6 +8,21 @@ from typing import Any
 from agilerl.algorithms.state import AgentState
 from agilerl.config.run import RunConfig
 from agilerl.hpo.fitness import Fitness
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One of the best exams of a run, with the agent as it was."""
+
+    agent: int
+    iteration: int
+    fitness: Fitness
+    state: AgentState | None
+    """None on processes that do not hold it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but the weights as plain data."""
+        return {"agent": self.agent, "iteration": self.iteration, "fitness": self.fitness.state()}
 
 
 @dataclass
@@ -26,6 +41,8 @@ class Progress:
     elite: AgentState | None = None
     """The agent that took it."""
     elite_iteration: int | None = None
+    kept: list[Kept] = field(default_factory=list)
+    """The best exams, best first, one agent each; empty where no more than the elite is kept."""
     fitness: dict[int, Fitness] = field(default_factory=dict)
     """Last exam of every agent, living or dead."""
     exam: dict[int, Fitness] | None = None
@@ -43,6 +60,11 @@ class Progress:
         """Wall seconds spent on the run."""
         return self.seconds_before + perf_counter() - self.started
 
+    def keep(self, exam: Kept, most: int) -> None:
+        """Add an exam if it is among the ``most`` best ones; at equal fitness the later is better."""
+        ordered = sorted([*self.kept, exam], key=lambda kept: (-kept.fitness.mean, -kept.iteration))
+        self.kept = ordered[:most]
+
     def spent(self, config: RunConfig, seconds: float | None = None) -> float:
         """Return the largest share spent of any budget, by this clock or ``seconds`` of another."""
         t = config.training
@@ -54,8 +76,9 @@ class Progress:
         return max(shares)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the elite's weights and the clock as plain data."""
-        return {
+        """Return everything but the weights of the elite and of kept exams, and the clock, as plain data."""
+        kept = {"kept": [kept.to_dict() for kept in self.kept]} if self.kept else {}
+        return kept | {
             "iteration": self.iteration,
             "generation": self.generation,
             "step": self.step,
@@ -70,14 +93,29 @@ class Progress:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], elite: AgentState | None, *, seconds: float) -> "Progress":
-        """Return the progress from :meth:`to_dict`'s values; the clock continues from ``seconds``."""
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        elite: AgentState | None,
+        *,
+        seconds: float,
+        others: Sequence[AgentState | None] = (),
+    ) -> "Progress":
+        """Return the progress from :meth:`to_dict`'s values; the clock continues from ``seconds``.
+
+        ``elite`` is the agent of the best exam, ``others`` those of the next ones.
+        """
+        states = [elite, *others]
         exam, base, median = values["exam"], values["base"], values["median"]
         return cls(
             **{name: values[name] for name in ("iteration", "generation", "step", "samples", "best")},
             tokens=dict(values["tokens"]),
             elite=elite,
             elite_iteration=values["elite_iteration"],
+            kept=[
+                Kept(kept["agent"], kept["iteration"], Fitness.from_state(kept["fitness"]), state)
+                for kept, state in zip(values.get("kept", []), states, strict=False)
+            ],
             fitness={int(index): Fitness.from_state(f) for index, f in values["fitness"].items()},
             exam=None if exam is None else {int(index): Fitness.from_state(f) for index, f in exam.items()},
             base=None if base is None else Fitness.from_state(base),

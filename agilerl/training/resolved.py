@@ -4,7 +4,7 @@ All later code reads the typed result. It is written to run.json, and restored f
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
@@ -13,14 +13,14 @@ from agilerl.arguments import nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.algorithm_names import check_gene, check_hyperparameters, check_source, chosen
 from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.run import GeneConfig, RunConfig
+from agilerl.config.own_code import names_code
+from agilerl.config.run import GeneConfig, PulseConfig, RunConfig
 from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
-from agilerl.hpo.selection import NoSelection, SelectionStrategy
-from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
+from agilerl.hpo.selection import SelectionStrategy
+from agilerl.hpo.strategies import make_strategy, settings_of
 from agilerl.runs.directory import run_date
 from agilerl.training.graders import own_weights
 from agilerl.validation import validated
@@ -43,7 +43,8 @@ class Resolved:
     genes: Mapping[str, Gene]
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
-    selection: SelectionStrategy
+    selection: SelectionStrategy | None
+    """None for code of the user's, until it is loaded (``agilerl.training.strategies``)."""
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
@@ -154,8 +155,23 @@ def _document(
     if len(algorithms) > 1 or not _is_valid(type(made), values):
         values = made.model_dump(mode="json", exclude_unset=True)
     resolved = config.model_dump(mode="json", exclude={"distributed"})
-    resolved["selection_strategy"]["tournament_size"] = config.tournament_size
+    resolved["selection_strategy"] = _strategy_document(config)
+    resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
+
+
+def _strategy_document(config: RunConfig) -> dict[str, Any]:
+    """Return the strategy with all of its settings, defaults included, and without those of others."""
+    s = config.selection_strategy
+    values = {"name": s.strategy, "tournament_size": config.tournament_size, "elitism": s.elitism}
+    if names_code(s.strategy):
+        own: dict[str, Any] = {"params": s.params}
+    else:
+        own = {**settings_of(s.strategy), **s.settings}
+        if "pulses" in own:
+            own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
+    own = {name: value for name, value in own.items() if name not in values}
+    return {**values, "candidates": config.candidates, "collapse_guard": s.collapse_guard, **own}
 
 
 def _document_of(config: RunConfig) -> dict[str, Any]:
@@ -253,11 +269,17 @@ def _mutations(config: RunConfig) -> Mutations:
     )
 
 
-def _selection(config: RunConfig) -> SelectionStrategy:
-    s, size = config.selection_strategy, config.training.pop_size
-    if s.name == "tournament":
-        return TournamentSelection(config.tournament_size, s.elitism, size)
-    return TruncationSelection() if s.name == "truncation" else NoSelection()
+def _selection(config: RunConfig) -> SelectionStrategy | None:
+    s = config.selection_strategy
+    if names_code(s.strategy):
+        return None
+    settings = s.settings
+    if s.strategy == "tournament":
+        settings |= {"tournament_size": config.tournament_size, "elitism": s.elitism}
+    try:
+        return make_strategy(s.strategy, config.training.pop_size, settings)
+    except ConfigError as error:
+        raise ConfigError(f"selection_strategy: {error}") from error
 
 
 def recorded(info: Mapping[str, Any]) -> RunConfig:

@@ -52,6 +52,12 @@ class _Median(SavedValues):
     fitness: _Fitness
 
 
+class _Kept(SavedValues):
+    agent: Count
+    iteration: Count
+    fitness: _Fitness
+
+
 class _Progress(SavedValues):
     model_config = ConfigDict(extra="ignore")
 
@@ -66,6 +72,7 @@ class _Progress(SavedValues):
     exam: dict[_Index, _Fitness] | None
     base: _Fitness | None
     median: _Median | None
+    kept: Annotated[list[_Kept], Field(max_length=16)] = Field(default_factory=list)
 
 
 class _Memory(SavedValues):
@@ -231,6 +238,9 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     }
     if progress.elite is not None:
         _write_state(progress.elite, folder / _ELITE, runtime)
+    for place, kept in enumerate(progress.kept[1:], start=2):
+        if kept.state is not None:
+            _write_state(kept.state, folder / f"{_ELITE}_{place}", runtime)
     clock = {
         "seconds": progress.seconds,
         "metrics_bytes": positions.metrics_bytes,
@@ -261,19 +271,31 @@ def read_checkpoint(folder: Path, runtime: Runtime) -> SavedCheckpoint:
     states = [
         _agent(agent_files(folder, index).root, layers, index, finite=index not in broken) for index in state["agents"]
     ]
-    has_elite = state["progress"]["elite_iteration"] is not None
-    return _checkpoint(folder, state, clock, states, read_state(folder / _ELITE, layers) if has_elite else None)
+    elites = [read_state(folder / name, layers) for name in _elites(state)]
+    return _checkpoint(folder, state, clock, states, elites)
+
+
+def _elites(state: dict[str, Any]) -> list[str]:
+    """Return the folders of the agents of the best exams, the elite's first."""
+    if state["progress"]["elite_iteration"] is None:
+        return []
+    return [_ELITE, *(f"{_ELITE}_{place}" for place in range(2, len(state["progress"].get("kept", [])) + 1))]
 
 
 def _checkpoint(
-    path: Path, state: dict[str, Any], clock: dict[str, Any], states: list[AgentState], elite: AgentState | None
+    path: Path, state: dict[str, Any], clock: dict[str, Any], states: list[AgentState], elites: list[AgentState]
 ) -> SavedCheckpoint:
+    """Put a checkpoint together; ``elites`` is empty on processes that do not hold them."""
+    kept = len(state["progress"].get("kept", []))
+    others: list[AgentState | None] = list(elites[1:]) if elites else [None] * max(kept - 1, 0)
     both: dict[str, Any] = {**state, **clock}
     return SavedCheckpoint(
         path,
         states,
         state["next_index"],
-        Progress.from_dict(state["progress"], elite, seconds=float(clock["seconds"])),
+        Progress.from_dict(
+            state["progress"], elites[0] if elites else None, seconds=float(clock["seconds"]), others=others
+        ),
         Positions(**{f.name: both[f.name] for f in fields(Positions) if f.name in both}),
         MemoryLimits(**state["memory"]),
         state["bank_rank"],
@@ -295,14 +317,15 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
     if common is None:
         return None
     path, state, clock = common
-    count, has_elite = len(state["agents"]), state["progress"]["elite_iteration"] is not None
-    sent = [] if whole is None else [*whole.states, *filter(None, [whole.progress.elite])]
+    count, elites = len(state["agents"]), len(_elites(state))
+    best = [] if whole is None else [whole.progress.elite, *(kept.state for kept in whole.progress.kept[1:])]
+    sent = [] if whole is None else [*whole.states, *filter(None, best)]
     own, arrived = topology.places(count), list[AgentState]()
-    for place in range(count + has_elite):
+    for place in range(count + elites):
         data = world.processes.broadcast(packed(sent[place]) if sent else None)
-        if place in own or (place == count and topology.peers.rank == 0):
+        if place in own or (place >= count and topology.peers.rank == 0):
             arrived.append(unpacked(data))
-    return _checkpoint(Path(path), state, clock, arrived[: len(own)], next(iter(arrived[len(own) :]), None))
+    return _checkpoint(Path(path), state, clock, arrived[: len(own)], arrived[len(own) :])
 
 
 def _is_finite(state: AgentState) -> bool:

@@ -1,7 +1,7 @@
 """From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from agilerl.training.memory import check_memory, estimate
 from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.tasks import task
+from agilerl.training.strategies import selection_strategy
+from agilerl.training.tasks import second_panel, task
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Session:
     @property
     def selection(self) -> SelectionStrategy:
         """The selection strategy."""
+        assert self.resolved.selection is not None, "code is loaded with the base"
         return self.resolved.selection
 
     @property
@@ -90,11 +92,24 @@ def build(
     that does not fit.
     """
     topology.check(config.training.pop_size)
+    _check_islands(config, topology)
     resolved = resolve(config)
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
     with at_date(date):
         return assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
+
+
+def _check_islands(config: RunConfig, topology: Topology) -> None:
+    islands, left = topology.peers.size, config.smallest_population
+    if left < islands:
+        name = config.selection_strategy.strategy
+        remedy = f"set selection_strategy.floor={islands}, " if name != "pulses" else ""
+        raise ConfigError(
+            f"selection_strategy.name={name} leaves {left} of training.pop_size={config.training.pop_size} agents, "
+            f"fewer than the {islands} islands, each of which needs one; {remedy}name a strategy that keeps all agents "
+            "(tournament, truncation), or run in one process"
+        )
 
 
 def check(config: RunConfig) -> None:
@@ -113,6 +128,8 @@ def _check_loadable(resolved: Resolved) -> None:
 def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool = False) -> Loaded:
     """Make the task and load the base, on the device of this process."""
     _check_loadable(resolved)
+    if resolved.selection is None:
+        resolved = replace(resolved, selection=selection_strategy(resolved.config, allow_code=allow_code))
     here = resolved.seen_from(topology)
     check_device(here.config.training.device, "training.device")
     torch.set_num_threads(here.config.training.threads)
@@ -135,6 +152,7 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         prompts_per_step=config.environment.data_batch_size_per_gpu,
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         max_error_rate=t.max_error_rate,
+        second_panel=second_panel(config) / (config.environment.test_prompts + second_panel(config)),
     )
     if saved is not None:
         population.next_index = saved.next_index

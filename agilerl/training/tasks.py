@@ -44,9 +44,10 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
     """
     e, seed = config.environment, config.training.seed
     if e.env_type == "multiturn":
-        return _episodes(e, seed, allow_code)
+        return _episodes(e, seed, allow_code, e.test_prompts + second_panel(config))
     if e.dataset is not None:
-        return _wrapped(config, _from_data(e, e.dataset, e.env_type, seed), None, allow_code)
+        made_of_rows = _from_data(e, e.dataset, e.env_type, seed, e.test_prompts + second_panel(config))
+        return _wrapped(config, made_of_rows, None, allow_code)
     known = e.task or ""
     family, _, name = known.partition(":")
     if family != "reasoning_gym" or not name:
@@ -57,7 +58,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
         params=e.params,
         seed=config.training.seed,
         exam_prompts=e.eval_prompts,
-        test_prompts=e.test_prompts,
+        test_prompts=e.test_prompts + second_panel(config),
         reward=e.reward,
         holdout=e.holdout,
         curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
@@ -78,7 +79,14 @@ def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code:
     return graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
 
 
-def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int) -> CuratedTask:
+def second_panel(config: RunConfig) -> int:
+    """Return the questions of the panel that chooses among candidates; they follow those of the test."""
+    return config.environment.eval_prompts if config.candidates > 1 else 0
+
+
+def _from_data(
+    config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int, test_prompts: int
+) -> CuratedTask:
     # Rows need an answer only if it is compared.
     own = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
     sides = [None if given is None else _rows(config, given) for given in (config.dataset_exam, config.dataset_test)]
@@ -87,7 +95,7 @@ def _from_data(config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purp
         exam=sides[0],
         test=sides[1],
         exam_prompts=config.eval_prompts,
-        test_prompts=config.test_prompts,
+        test_prompts=test_prompts,
         grader=own,
         conversation_template=config.conversation_template,
         purpose=purpose,
@@ -109,7 +117,7 @@ def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
     return mix(read)
 
 
-def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> EpisodeTask:
+def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episodes: int) -> EpisodeTask:
     env_id = config.env_id or ""
     params = dict(config.params)
     if names_code(env_id):
@@ -126,7 +134,7 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool) -> Episode
         name=code_name(env_id).removeprefix("agilerl/"),
         max_turns=config.max_turns,
         exam_episodes=config.eval_prompts,
-        test_episodes=config.test_prompts,
+        test_episodes=test_episodes,
         seed=seed,
         apply_chat_template=config.apply_chat_template,
         strict_chat_template_boundary=config.strict_chat_template_boundary,

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.distributed.topology import Exchange, Topology
+from agilerl.errors import ConfigError
+from agilerl.processes import Processes
+from agilerl.training.setup import build
 from tests.distributed.together import Job, run_jobs
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin, go_on, stop_after, whole
@@ -33,7 +38,8 @@ def picky(completion):
 
 PICKY = "a grader that fails"
 FEW = ("PPO", "truncation", "episodes", PICKY)
-OTHERS = tuple(name for name in KINDS if name not in FEW)
+OTHERS = tuple(name for name in KINDS if name not in (*FEW, "knockout", "halving"))
+"""Those that shrink the population to one agent need one island."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +116,14 @@ def test_every_kind_of_agent_and_source(names: Sequence[str], folder: Path) -> N
         found = evidence(folder / f"{names[0]}_{number}")
         assert differences(found, evidence(alone)) == [], name
         assert any(path.startswith("checkpoints/") for path in found), name
+
+
+@pytest.mark.parametrize("name", ["knockout", "halving"])
+def test_a_population_that_shrinks_below_the_islands_is_refused_at_the_start(name: str) -> None:
+    two = Topology(peers=Exchange(Processes(size=2)))
+    settings = [*SHORT, *TINY, "training.pop_size=4", f"selection_strategy.name={name}"]
+    with pytest.raises(ConfigError, match="fewer than the 2 islands"):
+        build(load_manifest(None, settings), topology=two)
 
 
 @pytest.mark.processes

@@ -16,6 +16,7 @@ TINY = ("training.pop_size=2", "training.max_steps=48", "environment.data_batch_
 TINY += ("environment.eval_prompts=4", "environment.test_prompts=4")
 """3 iterations of 2 agents, a selection after 2."""
 HOT = ("algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {}}")
+LONGER = ("training.pop_size=4", "training.max_steps=160", "training.evo_steps=1")
 EVERYBODY_MUTATES = "mutation.mutate_elite=true"
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -40,6 +41,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "dynamic sampling": (*HOT, "algorithm.dynamic_sampling=true", "algorithm.update_epochs=2", "training.max_steps=96"),
     "truncation": (*HOT, "selection_strategy={name: truncation}", "training.pop_size=4", "training.max_steps=96"),
+    "knockout": (*HOT, "selection_strategy={name: knockout, pulses: {every: 2, until: 0.9, guard: 0.5}}", *LONGER),
+    "halving": (*HOT, "selection_strategy={name: halving, between: truncation, period: 2}", *LONGER),
+    "multi-frequency": (*HOT, "selection_strategy={name: multi_frequency}", *LONGER),
     "DPO": (
         "algorithm={name: DPO, lr: 1e-3, beta: 0.1, batch_size: 4, max_output_tokens: 6}",
         *("environment.env_type=preference", "training.max_steps=24"),

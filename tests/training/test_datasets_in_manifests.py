@@ -153,9 +153,7 @@ environment:
     assert {made.row("exam", i)["question"] for i in range(4)} <= {row["problem"] for row in renamed[40:50]}
     assert {made.row("test", i)["question"] for i in range(6)} <= {row["problem"] for row in renamed[50:]}
     assert made.messages(made.row("exam", 0))[0]["content"].startswith("Please: Spell")
-    assert RunConfig.from_dict(resolve(config).document()) == config.model_copy(
-        update={"algorithm": resolve(config).document()["algorithm"]}
-    )
+    assert RunConfig.from_dict(resolve(config).document()).environment == config.environment
     mixed = load_manifest(None, ["environment.dataset=[{path: rows.jsonl, weight: 3}, rows.csv]", *SIZES])
     assert [entry.weight for entry in mixed.environment.dataset] == [3.0, 1.0]
     assert task(mixed).counts["read"] == 120

@@ -42,8 +42,11 @@ def names_read() -> frozenset[str]:
 
 
 def passed_whole() -> set[str]:
-    """Return the settings of sections that are handed on as they are (``LoraConfig(**section.model_dump())``)."""
-    whole = ("LoraSection", "QuantizationConfig")
+    """Return the settings of sections that are handed on as they are (``LoraConfig(**section.model_dump())``).
+
+    For each strategy's settings see ``test_strategies_in_manifests.py``.
+    """
+    whole = ("LoraSection", "QuantizationConfig", "PulseConfig", "SelectionConfig")
     return {name for s in sections(RunConfig) if s.__name__ in whole for name in s.model_fields}
 
 
