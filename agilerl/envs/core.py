@@ -17,6 +17,7 @@ from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import ScoreOrError, check_score, score_or_error
 from agilerl.rewards.grades import Grades, grades_of
+from agilerl.rewards.waiting import WaitingGrader, speaks_for
 from agilerl.streams import stream
 
 Split = Literal["train", "exam", "test"]
@@ -133,6 +134,14 @@ class Task(ABC):
         """Return the grades of completions of an exam or test; by default as in training."""
         return self.grade(completions, rows)
 
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the graders among those that ``grade`` (or ``grade_exam``) calls that may begin early.
+
+        They are handed completions as these end, while others are still being generated. Override it along with these
+        two methods: a subclass that overrides one of them without it grades complete batches only.
+        """
+        return []
+
     def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
         """Return the rewards of ``grade`` alone."""
         return self.grade(completions, rows).rewards
@@ -246,6 +255,10 @@ class TaskWrapper(Task):
         """Return the task's grades of an exam."""
         return self.task.grade_exam(completions, rows)
 
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the task's graders that may begin early."""
+        return waiting_graders(self.task, exam=exam)
+
     def demonstration(self, row: Mapping[str, Any]) -> str | None:
         """Return the task's response to imitate."""
         return self.task.demonstration(row)
@@ -266,6 +279,11 @@ class TaskWrapper(Task):
     def close(self) -> None:
         """Close what the task has opened."""
         self.task.close()
+
+
+def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:
+    """Return a task's graders that may begin early; none if a subclass overrides how it grades and not ``waiting``."""
+    return task.waiting(exam=exam) if speaks_for(type(task), "waiting", "grade", "grade_exam") else []
 
 
 AnyTask = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]

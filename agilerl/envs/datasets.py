@@ -26,6 +26,7 @@ from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.base import close, exact_match, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PLAIN = ({"role": "user", "content": "{question}"},)
@@ -126,6 +127,10 @@ class DatasetTask(Task):
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Call the reward function for all completions; one on which it fails gets no grade and is counted."""
         return grade(self._grader, completions, rows)
+
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the parts of the reward function that may begin early."""
+        return waiting_parts(self._grader)
 
     def prepare(self) -> None:
         """Set up the grader."""

@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
-from types import MappingProxyType
-from typing import Any, ClassVar
+from types import MappingProxyType, TracebackType
+from typing import Any, ClassVar, Self
 
 import gymnasium
 
@@ -84,6 +85,8 @@ class EpisodeTask:
         self.exam_prompts, self.test_prompts, self.seed = exam_episodes, test_episodes, seed
         self.apply_chat_template, self.strict = apply_chat_template, strict_chat_template_boundary
         self.sliding_window, self.step_timeout = enable_sliding_window, step_timeout
+        self.step_seconds = 0.0
+        """Mean seconds of the latest calls of its environments; slow ones step while other completions are decoded."""
         self._idle: list[TextEnv] = []
         self._chat: ChatFormat | None = None
         self._wanted_turns = max_turns
@@ -223,13 +226,100 @@ def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> li
         timeout: seconds for each call, from its own start; None calls them in sequence in this thread. A call that
             takes longer counts as a TimeoutError: its thread is abandoned and its later results are lost.
     """
-    with torch_restored():
-        if timeout is None:
-            return [_caught(call) for call in calls]
-        batch = _Batch(calls)
-        for _ in range(min(_WORKERS, len(calls))):
-            batch.start_worker()
-        return batch.results(timeout)
+    with Stepping(timeout) as stepping:
+        for call in calls:
+            stepping.add(call)
+        return stepping.results()
+
+
+class Stepping:
+    """Calls that share no state, made in threads as they are added; the meaning of ``timeout`` is that of ``call_all``.
+
+    Whoever adds a call may do something else until ``results``. Without a timeout nothing is called before that.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self.seconds: list[float] = []
+        """Those of each call that has ended in time."""
+        self._calls: list[Callable[[], object]] = []
+        self._next = 0
+        self._started: dict[int, float] = {}
+        self._done: SimpleQueue[tuple[int, Exception | None, float]] = SimpleQueue()
+        self._workers: set[threading.Thread] = set()
+        self._abandoned: set[int] = set()
+        self._lock = threading.Lock()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(torch_restored())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            self._next = len(self._calls)  # nothing new begins
+        if kind is not None and issubclass(kind, Exception):  # Ctrl-C does not wait
+            deadline = monotonic() + (self.timeout or 0)
+            for worker in list(self._workers):
+                worker.join(max(0.0, deadline - monotonic()))
+        self._stack.close()
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Make a call as soon as one of the threads is free."""
+        with self._lock:
+            self._calls.append(call)
+            if self.timeout is not None and len(self._workers) < _WORKERS:
+                self._start_worker()
+
+    def results(self) -> list[Exception | None]:
+        """Return what each call raised, or None, in the order of ``add``, when all have ended or run out of time."""
+        if self.timeout is None:
+            return [self._timed(call)[0] for call in self._calls]
+        found: dict[int, Exception | None] = {}
+        late = TimeoutError(f"no answer within {self.timeout:g} seconds")
+        while len(found) < len(self._calls):
+            try:
+                number, error, seconds = self._done.get(timeout=min(_POLL, self.timeout))
+                # It may have ended too late before anybody looked.
+                found.setdefault(number, error if seconds <= self.timeout else late)
+            except Empty:
+                now = monotonic()
+                for number, start in list(self._started.items()):
+                    if number not in found and now - start > self.timeout:
+                        found[number] = late
+                        self._replace(number)
+        return [found[number] for number in range(len(self._calls))]
+
+    def _start_worker(self) -> None:
+        # A daemon, because a call that never returns must not keep the process from ending.
+        worker = threading.Thread(target=self._work, daemon=True)
+        self._workers.add(worker)
+        worker.start()
+
+    def _replace(self, number: int) -> None:
+        """Give up on the thread of a call that hangs."""
+        with self._lock:
+            self._abandoned.add(number)
+            if self._next < len(self._calls):
+                self._start_worker()
+
+    def _work(self) -> None:
+        number = None
+        while True:
+            with self._lock:
+                if number in self._abandoned or self._next == len(self._calls):
+                    self._workers.discard(threading.current_thread())
+                    return
+                number, self._next = self._next, self._next + 1
+                self._started[number] = monotonic()
+            self._done.put((number, *self._timed(self._calls[number])))
+
+    def _timed(self, call: Callable[[], object]) -> tuple[Exception | None, float]:
+        start = monotonic()
+        error = _caught(call)
+        seconds = monotonic() - start
+        self.seconds.append(seconds)
+        return error, seconds
 
 
 def _caught(call: Callable[[], object]) -> Exception | None:
@@ -240,42 +330,3 @@ def _caught(call: Callable[[], object]) -> Exception | None:
     except SystemExit as error:  # an environment must not end the process
         return left(error)
     return None
-
-
-class _Batch:
-    """Calls, the threads that run them, and their results."""
-
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
-        self.calls = calls
-        self.waiting: SimpleQueue[int] = SimpleQueue()
-        for number in range(len(calls)):
-            self.waiting.put(number)
-        self.started: dict[int, float] = {}
-        self.done: SimpleQueue[tuple[int, Exception | None]] = SimpleQueue()
-
-    def start_worker(self) -> None:
-        # A daemon, because a call that never returns must not keep the process from ending.
-        threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            try:
-                number = self.waiting.get_nowait()
-            except Empty:
-                return
-            self.started[number] = monotonic()
-            self.done.put((number, _caught(self.calls[number])))
-
-    def results(self, timeout: float) -> list[Exception | None]:
-        found: dict[int, Exception | None] = {}
-        while len(found) < len(self.calls):
-            try:
-                number, error = self.done.get(timeout=min(_POLL, timeout))
-                found.setdefault(number, error)
-            except Empty:
-                now = monotonic()
-                for number, start in list(self.started.items()):
-                    if number not in found and now - start > timeout:
-                        found[number] = TimeoutError(f"no answer within {timeout:g} seconds")
-                        self.start_worker()  # replaces the one that hangs
-        return [found[number] for number in range(len(self.calls))]

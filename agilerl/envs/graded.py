@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agilerl.arguments import checked, nearest
-from agilerl.envs.core import AnyTask, Task, TaskWrapper
+from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 
 class TaskGrader(BaseGrader):
@@ -33,6 +34,10 @@ class TaskGrader(BaseGrader):
     ) -> Grades:
         """Return the task's grades."""
         return self.task.grade(completions, rows)
+
+    def waiting(self) -> list[WaitingGrader]:
+        """Return the task's graders that may begin before a batch is complete."""
+        return waiting_graders(self.task, exam=False)
 
 
 class GradedTask(TaskWrapper):
@@ -72,6 +77,10 @@ class GradedTask(TaskWrapper):
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the exam grades."""
         return grade(self._grader if self.fitness_grader is None else self.fitness_grader, completions, rows)
+
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the parts of the grader that may begin early."""
+        return waiting_parts(self.fitness_grader if exam and self.fitness_grader is not None else self._grader)
 
     def prepare(self) -> None:
         """Prepare the task and set up the graders."""

@@ -20,6 +20,7 @@ from agilerl.rewards.library import (
 )
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader, SandboxResult, run_python
+from agilerl.rewards.waiting import ThreadedGrader, WaitingGrader
 
 __all__ = [
     "GRADER_CHECKS",
@@ -40,7 +41,9 @@ __all__ = [
     "RewardModelGrader",
     "SandboxGrader",
     "SandboxResult",
+    "ThreadedGrader",
     "TokenLength",
+    "WaitingGrader",
     "call_grader",
     "check_grader",
     "check_score",

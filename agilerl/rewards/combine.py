@@ -8,6 +8,7 @@ from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.grader import Grader, grader_name
 from agilerl.rewards.grades import Grade, Grades, grade
+from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 from agilerl.validation import LARGEST_FLOAT32
 
 Part = Grader | tuple[Grader, float]
@@ -90,6 +91,10 @@ class CombinedGrader(BaseGrader):
                 failures |= {f"{name}/{inside}": places for inside, places in part.failures.items()}
         grades = Grades([None] * len(completions), scores, failures)
         return Grades(weighted(grades, self.weights), scores, failures, reasons)
+
+    def waiting(self) -> list[WaitingGrader]:
+        """Return those of the graders that may begin before a batch is complete."""
+        return [part for grader in self.graders.values() for part in waiting_parts(grader)]
 
     def open(self) -> None:
         """Set up every grader."""

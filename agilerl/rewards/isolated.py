@@ -15,15 +15,14 @@ import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.base import BaseGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.sandbox import CHILD
+from agilerl.rewards.waiting import Answer, WaitingGrader
 
 WORKER = Path(__file__).with_name("worker.py")
 ENDING = 5.0
@@ -38,7 +37,7 @@ INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The only environment variables that a confined worker gets: others may hold keys."""
 
 
-class IsolatedGrader(BaseGrader):
+class IsolatedGrader(WaitingGrader):
     """Run a function in worker processes, one completion at a time, each with a limit on time and memory.
 
     A completion whose grading times out, kills its process or raises has no score (None) and counts as a failure of the
@@ -47,6 +46,8 @@ class IsolatedGrader(BaseGrader):
     for trusted graders and untrusted texts. It is not a sandbox: the grader can do whatever its user can. It can avoid
     being killed by killing its worker's parent process, by becoming another user (sudo), by having a process started
     from outside (cron, a container daemon), or by forking faster than it is killed for five seconds.
+
+    One process gets the completions in the order of the rows; several get them as they end (``EarlyGrading``).
 
     With ``confined`` the process is also under the limits of ``run_python``, for graders that a text could trick into
     running it: no root, no capabilities, no environment variables, at most 32 processes and threads; on Linux with
@@ -95,12 +96,22 @@ class IsolatedGrader(BaseGrader):
     ) -> list[float | Exception | None]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
-        requests = [
-            {"completion": text, "prompt": prompt, "row": {key: column[place] for key, column in columns.items()}}
-            for place, (text, prompt) in enumerate(zip(completions, prompts))
-        ]
-        with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(self._ask, requests))
+        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
+        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
+
+    @property
+    def at_once(self) -> int:
+        """The number of processes."""
+        return self.workers
+
+    @property
+    def in_order(self) -> bool:
+        """Whether there is only one process: what the function remembers there then depends on nothing but the rows."""
+        return self.workers == 1
+
+    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is sent to a process."""
+        return {"completion": completion, "prompt": prompt, "row": row}
 
     def open(self) -> None:
         """Start the workers; raises RewardError if they cannot import the grader."""
@@ -117,10 +128,11 @@ class IsolatedGrader(BaseGrader):
         for _ in range(self.workers):
             self._idle.get().stop()
 
-    def _ask(self, request: Mapping[str, Any]) -> float | Exception | None:
+    def answer(self, question: Mapping[str, Any]) -> Answer:
+        """Return the score that a process answers with, or why there is none."""
         worker = self._idle.get()
         try:
-            return worker.ask(request)
+            return worker.ask(question)
         except RewardError as error:
             return error
         finally:

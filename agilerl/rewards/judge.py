@@ -5,7 +5,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -20,7 +19,7 @@ from agilerl.addresses import request
 from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
 from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.base import BaseGrader
+from agilerl.rewards.waiting import Answer, WaitingGrader
 from agilerl.templates import BoundedEnvironment, rendered
 
 TEMPLATE = """\
@@ -47,7 +46,7 @@ LONGEST_WAIT = 60.0
 _CACHE_BYTES = 2**30
 
 
-class JudgeGrader(BaseGrader):
+class JudgeGrader(WaitingGrader):
     """Ask a model for a score, which is scaled to [0, 1].
 
     A question is asked only once: replies are cached by the whole request, in memory and, with ``cache``, in a file of
@@ -60,6 +59,7 @@ class JudgeGrader(BaseGrader):
     """
 
     name = "judge"
+    asks_once = True
 
     @checked
     def __init__(
@@ -147,22 +147,22 @@ class JudgeGrader(BaseGrader):
         """Close the connections."""
         self._client.close()
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | Exception]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
         bodies = [
-            self._body(prompt, completion, {key: column[place] for key, column in columns.items()})
+            self.question(completion, prompt, {key: column[place] for key, column in columns.items()})
             for place, (prompt, completion) in enumerate(zip(prompts, completions))
         ]
-        keys = [hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() for body in bodies]
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            asked = dict(zip(keys, bodies))
-            scores = dict(zip(asked, pool.map(self._score, asked, asked.values())))
-        return [scores[key] for key in keys]
+        return self.answers(bodies)
 
-    def _body(self, prompt: str, completion: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def at_once(self) -> int:
+        """The most requests at a time."""
+        return self.concurrency
+
+    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of the request about a completion; raises RewardError if the template fails on its row."""
         known = {"answer": "", **row, "prompt": prompt, "completion": completion, "low": self.low, "high": self.high}
         try:
             question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
@@ -172,12 +172,14 @@ class JudgeGrader(BaseGrader):
         messages = [*system, {"role": "user", "content": question}]
         return {"model": self.model, "messages": messages, **self.request}
 
-    def _score(self, key: str, body: Mapping[str, Any]) -> float | Exception:
+    def answer(self, question: Mapping[str, Any]) -> Answer:
+        """Return the score that the judge gives, or the error."""
+        key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
         try:
             reply = self._replies.get(key)
             if reply is not None:
                 return self._parsed(reply)
-            reply = self._ask(body)
+            reply = self._ask(question)
             score = self._parsed(reply)
         except RewardError as error:
             return error

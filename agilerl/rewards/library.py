@@ -47,6 +47,11 @@ class Accuracy(IsolatedGrader):
         function = "agilerl.rewards.mathematics:math_accuracy"
         super().__init__(function, timeout=timeout, workers=workers, name="accuracy", confined=True)
 
+    @property
+    def in_order(self) -> bool:
+        """Never: the function remembers nothing."""
+        return False
+
 
 @dataclass(frozen=True)
 class FormatTags:

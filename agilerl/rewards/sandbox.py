@@ -12,14 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.base import BaseGrader
+from agilerl.rewards.waiting import Answer, WaitingGrader
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
@@ -185,7 +184,7 @@ def extract_code(completion: str) -> str:
     return str(blocks[-1]) if blocks else completion
 
 
-class SandboxGrader(BaseGrader):
+class SandboxGrader(WaitingGrader):
     """Run the code of a completion with the tests of its row; the score is the share of tests that it passes.
 
     A test is either Python that runs after the code (``"assert add(1, 2) == 3"``), or
@@ -234,12 +233,23 @@ class SandboxGrader(BaseGrader):
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | Exception | None]:
         """Return a score for each completion, or the exception that stopped its tests from being run."""
-        if self.tests not in columns:
-            raise RewardError(f"expected tests in the column {self.tests!r}, found only {', '.join(sorted(columns))}")
-        with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(self._score, completions, columns[self.tests]))
+        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
+        return self.answers([self.question(completion, "", row) for completion, row in zip(completions, rows)])
 
-    def _score(self, completion: str, tests: object) -> float | Exception | None:
+    @property
+    def at_once(self) -> int:
+        """Tests that run at the same time."""
+        return self.workers
+
+    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return a completion and its tests; raises RewardError if the row has no such column."""
+        if self.tests not in row:
+            raise RewardError(f"expected tests in the column {self.tests!r}, found only {', '.join(sorted(row))}")
+        return completion, row[self.tests]
+
+    def answer(self, question: tuple[str, Any]) -> Answer:
+        """Return the score of a completion by its tests, or the exception that stopped them from being run."""
+        completion, tests = question
         if tests is None:
             return None
         try:

@@ -116,6 +116,17 @@ class GenerationRequest:
     """Of which this is the next completion; with one sample only. What it kept saves computing these tokens again."""
 
 
+OnCompletion = Callable[[int, int, Completion], None]
+"""Takes the place of a request, the number of a sample, and its completion."""
+
+
+def of_part(on_completion: OnCompletion | None, places: Sequence[int]) -> OnCompletion | None:
+    """Return what takes the completions of some of the requests, which have these places among all of them."""
+    if on_completion is None:
+        return None
+    return lambda place, sample, completion: on_completion(places[place], sample, completion)
+
+
 class RolloutEngine(Protocol):
     """Generates for all agents at once."""
 
@@ -123,6 +134,12 @@ class RolloutEngine(Protocol):
     """True when the engine computes as the trainer does: recorded log-probs equal the trainer's own up to rounding in
     the base's data type. They serve as old log-probs where that is exact (``BaseModel.decodes_exactly``)."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of each request, in order."""
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Return the completions of each request, in order.
+
+        ``on_completion`` is called, in the thread of the caller, with each completion that ends before the others do:
+        at most once for a sample, and with the completion that will be returned. An engine need not call it.
+        """
         ...

@@ -1,21 +1,28 @@
-"""Asks of a multi-turn environment: the episodes of all agents advance together, turn by turn, in one decode batch."""
+"""Asks of a multi-turn environment: the episodes of all agents advance together, turn by turn, in one decode batch.
+
+Slow environments step while other episodes of the same turn are still being decoded.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from time import perf_counter
 from typing import Any, Literal
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.episode_task import EpisodeTask, call_all
+from agilerl.envs.episode_task import EpisodeTask, Stepping
 from agilerl.envs.episodes import Episode
 from agilerl.envs.prompts import decode_completions
 from agilerl.errors import EnvError
-from agilerl.rollouts.engine import Ask, Conversation, RolloutEngine
+from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, RolloutEngine
 from agilerl.rollouts.failures import Failure
 from agilerl.rollouts.rollout import CollectReport
 from agilerl.sizes import UNIT_ROWS
+
+_SLOW = 1e-3
+"""Mean seconds of a step beyond which environments step during decoding; below, threads would only get in its way."""
 
 
 @dataclass
@@ -46,7 +53,8 @@ def collect_episodes(
 
     A sample is one trajectory, or several where the context was rewritten on the way.
     An episode whose environment raises or does not answer in time ends there and has no grade (NaN): it is masked out
-    of training and does not stop the others. The report names each of them.
+    of training and does not stop the others. The report names each of them. The seconds of the environments are those
+    in which nothing was decoded.
 
     Raises:
         EnvError: one seed began in two ways.
@@ -58,18 +66,24 @@ def collect_episodes(
         for sample in range(ask.samples)
     ]
     _let_engine_keep(playing)
-    _call(task, playing, [partial(p.episode.begin, p.ask.place.row["seed"]) for p in playing])
+    with _Stepping(task) as stepping:
+        for p in playing:
+            stepping.step(p, partial(p.episode.begin, p.ask.place.row["seed"]))
+        stepping.finish()
     _check_pure(playing)
     report.reward += perf_counter() - start
     turn = 0
     while live := [p for p in playing if not p.episode.done]:
         start = perf_counter()
-        completions = _complete(engine, live, turn)
-        report.rollout += perf_counter() - start
-        start = perf_counter()
-        texts = decode_completions(tokenizer, [c.token_ids for c in completions])
-        acting = [(p, c, text) for p, c, text in zip(live, completions, texts) if c.finish_reason != "oom"]
-        _call(task, [p for p, _, _ in acting], [partial(p.episode.act, c, text) for p, c, text in acting])
+        with _Stepping(task) as stepping:
+            requests = [_request(p, turn) for p in live]
+            early = partial(_act_early, stepping, tokenizer, live)
+            generated = engine.generate(requests, early) if stepping.early else engine.generate(requests)
+            report.rollout += perf_counter() - start
+            start = perf_counter()
+            completions = [group[0] for group in generated]
+            _act(stepping, tokenizer, [(p, c) for p, c in zip(live, completions) if id(p) not in stepping.playing])
+            stepping.finish()
         for p, completion in zip(live, completions):
             if p.episode.done:
                 p.conversation = None
@@ -103,20 +117,50 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _call(task: EpisodeTask, playing: Sequence[_Playing], calls: Sequence[Callable[[], Any]]) -> None:
-    """Let the environments work; an episode whose environment fails is over."""
-    for p, error in zip(playing, call_all(calls, task.step_timeout)):
-        if error is not None:
-            p.lost = True
-            message = str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
-            p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
+class _Stepping(Stepping):
+    """Lets the environments of one turn work; an episode whose environment fails is over."""
+
+    def __init__(self, task: EpisodeTask) -> None:
+        super().__init__(task.step_timeout)
+        self.task, self.playing = task, dict[int, _Playing]()
+        # Without a timeout, environments are only ever called in this thread.
+        self.early = task.step_timeout is not None and task.step_seconds > _SLOW
+
+    def step(self, p: _Playing, call: Callable[[], Any]) -> None:
+        """Let the environment of an episode work."""
+        self.playing[id(p)] = p
+        self.add(call)
+
+    def finish(self) -> None:
+        """Wait for all environments."""
+        for p, error in zip(self.playing.values(), self.results()):
+            if error is not None:
+                p.lost = True
+                message = str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
+                p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
+        if self.seconds:
+            self.task.step_seconds = fmean(self.seconds)
 
 
-def _complete(engine: RolloutEngine, live: Sequence[_Playing], turn: int) -> list[Completion]:
-    """Return the next completion of every episode, all of them decoded together."""
+def _act(stepping: _Stepping, tokenizer: Any, said: Sequence[tuple[_Playing, Completion]]) -> None:
+    """Let the environments answer completions."""
+    whole = [(p, completion) for p, completion in said if completion.finish_reason != "oom"]
+    texts = decode_completions(tokenizer, [completion.token_ids for _, completion in whole])
+    for (p, completion), text in zip(whole, texts):
+        stepping.step(p, partial(p.episode.act, completion, text))
+
+
+def _act_early(
+    stepping: _Stepping, tokenizer: Any, live: Sequence[_Playing], place: int, sample: int, completion: Completion
+) -> None:
+    """Let the environment of one episode answer, as an engine reports its completion."""
+    _act(stepping, tokenizer, [(live[place], completion)])
+
+
+def _request(p: _Playing, turn: int) -> GenerationRequest:
+    """Return the request for the next completion of an episode."""
     # Turn t of sample s draws from a stream of its own, whatever else is in the batch.
-    requests = [p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, conversation=p.conversation) for p in live]
-    return [group[0] for group in engine.generate(requests)]
+    return p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, conversation=p.conversation)
 
 
 def _let_engine_keep(playing: Sequence[_Playing]) -> None:

@@ -1,19 +1,25 @@
-"""Asks of a single-turn task: all agents' completions in one call of the engine, then the graders."""
+"""Asks of a single-turn task: all agents' completions in one call of the engine, and the graders.
+
+Graders that wait (for a judge, a sandbox) begin on a completion when it has ended; all others are called in this
+thread, when the last one has. What any of them says is the same either way.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.core import Row, Task, grade_completions
+from agilerl.envs.core import Row, Task, grade_completions, waiting_graders
 from agilerl.envs.prompts import decode_completions
 from agilerl.errors import RewardError
 from agilerl.functional import MetricReducer
 from agilerl.rewards.combine import weighted
 from agilerl.rewards.grades import AllGradesFailedError, Grade, Grades
+from agilerl.rewards.waiting import EarlyGrading
 from agilerl.rollouts.engine import Ask, RolloutEngine
 from agilerl.rollouts.failures import Failure, failure_of
 from agilerl.rollouts.rollout import CollectReport
@@ -26,19 +32,24 @@ def collect_answers(
 
     A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
     the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
+    The seconds of grading are those after the last completion.
     """
     report = CollectReport()
     start = perf_counter()
-    groups = engine.generate([ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks])
-    report.rollout = perf_counter() - start
-    flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
-    # Finished decoding belongs to the reward phase: it is what the grader reads.
-    start = perf_counter()
-    texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
-    whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
-    graded = [asks[flat[n][0]] for n in whole]
-    rows = [{**ask.place.row, "completion_ids": flat[n][1].token_ids} for n, ask in zip(whole, graded)]
-    verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
+    requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
+    graders = waiting_graders(task, exam=_is_exam(asks))
+    with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
+        early = _Early(grading, tokenizer, asks)
+        groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
+        report.rollout = perf_counter() - start
+        flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
+        # Finished decoding belongs to the reward phase: it is what the grader reads.
+        start = perf_counter()
+        texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
+        whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
+        graded = [asks[flat[n][0]] for n in whole]
+        rows = [early.rows.get(n) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
+        verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
     result: list[list[Trajectory]] = [[] for _ in asks]
     for n, (number, completion) in enumerate(flat):
         verdict = verdicts.get(n, _Verdict())
@@ -49,6 +60,36 @@ def collect_answers(
         result[number].append(_trajectory(asks[number], completion, texts[n], verdict))
     report.reward = perf_counter() - start
     return result, report
+
+
+_IDS = "completion_ids"
+
+
+def _graded_row(ask: Ask, completion: Completion) -> Row:
+    """Return the row that graders get."""
+    return {**ask.place.row, _IDS: completion.token_ids}
+
+
+def _is_exam(asks: Sequence[Ask]) -> bool:
+    return any(ask.split != "train" for ask in asks)
+
+
+class _Early:
+    """Hands completions to the graders as they end."""
+
+    def __init__(self, grading: EarlyGrading, tokenizer: Any, asks: Sequence[Ask]) -> None:
+        self.grading, self.tokenizer, self.asks = grading, tokenizer, asks
+        self.firsts = [0, *accumulate(ask.samples for ask in asks)]
+        self.rows: dict[int, Row] = {}
+        """What was handed over, by place in the batch."""
+
+    def __call__(self, request: int, sample: int, completion: Completion) -> None:
+        if completion.finish_reason == "oom":
+            return
+        place = self.firsts[request] + sample
+        self.rows[place] = _graded_row(self.asks[request], completion)
+        (text,) = decode_completions(self.tokenizer, [completion.token_ids])
+        self.grading.add(place, text, self.rows[place])
 
 
 @dataclass(frozen=True)
@@ -64,9 +105,8 @@ class _Verdict:
 
 def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
     """Grade completions; where a grader fails on a whole batch, that is what is said of each of them."""
-    exam = any(ask.split != "train" for ask in asks)
     try:
-        grades = grade_completions(task, rows, texts, exam=exam)
+        grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
     except AllGradesFailedError as error:
         return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(asks))]
     except RewardError as error:

@@ -1,6 +1,6 @@
 """Batched decoding of all agents' rows with one base model: the default rollout engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from agilerl.models.flat import Rows, flatten
 from agilerl.models.kernels import asking, attend_decoding
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import Kept, RaggedCache
 from agilerl.rollouts.sampling import RowSettings, draw
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
@@ -63,8 +63,10 @@ class TorchEngine:
         self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of each request, in order.
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Return the completions of each request, in order; ``on_completion`` gets each when it ends.
 
         Raises EngineError when a prompt is empty or leaves no room in the context.
         """
@@ -77,9 +79,16 @@ class TorchEngine:
                 )
         chunk = self.prompts_at_once or len(requests)
         if chunk < len(requests):
-            parts = [requests[start : start + chunk] for start in range(0, len(requests), chunk)]
-            return [group for part in parts for group in self.generate(part)]
-        results: list[list[Completion | None]] = [[None] * r.samples for r in requests]
+            parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
+            generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
+            return [group for part in generated for group in part]
+        found: dict[tuple[int, int], Completion] = {}
+
+        def end(row: tuple[int, int], completion: Completion) -> None:
+            found[row] = completion
+            if on_completion is not None:
+                on_completion(*row, completion)
+
         rows: dict[int | None, list[tuple[int, int]]] = {}
         for place, request in enumerate(requests):
             rows.setdefault(request.slot, []).extend((place, sample) for sample in range(request.samples))
@@ -90,22 +99,25 @@ class TorchEngine:
             if count > self.limits.decoding(count):
                 waiting[:0] = self._batches({unit.slot: unit.rows for unit in batch})
                 continue
-            done = attempt(partial(_decode, self, requests, batch))
+            if attempt(partial(_decode, self, requests, batch, end)):
+                continue
+            # Rows that had ended before memory ran out stay as they are: somebody may be grading them by now.
+            left = [_Unit(unit.slot, [row for row in unit.rows if row not in found]) for unit in batch]
+            again = [unit for unit in left if unit.rows]
             kept = [r.conversation for r in requests if r.conversation is not None and r.conversation.kept is not None]
-            if done is None and kept:  # computing these tokens again needs less memory than keeping them
+            if kept:  # computing these tokens again needs less memory than keeping them
                 for conversation in kept:
                     conversation.token_ids, conversation.kept = (), None
-                waiting.insert(0, batch)
-                continue
-            if done is None and count > 1:
+            elif count > 1:
                 self.limits.decode_rows = count // 2
-                waiting.insert(0, batch)
-                continue
-            if done is None:  # this one row is too much by itself, which says nothing about the others
+            else:  # this one row is too much by itself, which says nothing about the others
                 self.limits.decode_rows = before
-            for (place, sample), completion in zip(*done or (batch[0].rows, [Completion([], [], "oom")])):
-                results[place][sample] = completion
-        return [[c for c in group if c is not None] for group in results]
+                for unit in again:
+                    end(unit.rows[0], Completion([], [], "oom"))
+                again = []
+            if again:
+                waiting.insert(0, again)
+        return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
 
     def _batches(self, rows: Mapping[int | None, Sequence[tuple[int, int]]]) -> list[list[_Unit]]:
         """Cut the rows of each slot into units, and pack the k-th unit of every slot into batches."""
@@ -124,17 +136,22 @@ class TorchEngine:
         return [b for b in batches if b]
 
 
-def _decode(
-    engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit]
-) -> tuple[list[tuple[int, int]], list[Completion]]:
-    return _Decoder(engine, requests, units).run()
+_End = Callable[[tuple[int, int], Completion], None]
+"""Takes a row, as (request, sample), and its completion."""
+
+
+def _decode(engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End) -> bool:
+    _Decoder(engine, requests, units, end).run()
+    return True
 
 
 class _Decoder:
     """One batch from prefill to the last token."""
 
-    def __init__(self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit]) -> None:
-        self.engine, self.base, self.requests = engine, engine.base, requests
+    def __init__(
+        self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End
+    ) -> None:
+        self.engine, self.base, self.requests, self.end = engine, engine.base, requests, end
         self.slots = [u.slot for u in units]
         self.counts = [len(u.rows) for u in units]
         self.rows = [row for u in units for row in u.rows]
@@ -166,8 +183,8 @@ class _Decoder:
             table[list(drawn)] = streams.uniform_rows(self.engine.seed, purpose, list(drawn.values()), self.steps)
         return table
 
-    def run(self) -> tuple[list[tuple[int, int]], list[Completion]]:
-        """Decode to the end."""
+    def run(self) -> None:
+        """Decode to the end, and hand over each row when it ends."""
         cache = RaggedCache(self.base.num_layers)
         logits, seen = self._prefill(cache)
         live = torch.arange(len(self.rows))  # row of the result that each row of the batch writes to
@@ -199,7 +216,6 @@ class _Decoder:
             conversation = request.conversation
             conversation.slot, conversation.kept = request.slot, kept
             conversation.token_ids = [*request.prompt_ids, *said]
-        return self.rows, [self._completion(i) for i in range(len(self.rows))]
 
     def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:
         """Keep what was computed of rows that leave the batch; the last token drawn was not."""
@@ -282,6 +298,7 @@ class _Decoder:
             self.produced[row] = step + 1
             limit = "context" if self.cut_by_context[row] else "length"
             self.ended[row] = "error" if broken[i] else "stop" if stops[i] else limit
+            self.end(self.rows[row], self._completion(row))
         return running & ~over
 
     def _surviving(self, live: Tensor, running: Tensor) -> Tensor | None:

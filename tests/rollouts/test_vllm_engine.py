@@ -21,7 +21,7 @@ from agilerl.models.operators import add_noise
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm import colocated
-from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.rollouts.vllm.probe import trainer_logprobs
 from agilerl.runtime import Runtime
@@ -62,7 +62,7 @@ class SecondCopy:
     def drop(self, adapter: StagedAdapter) -> None:
         self.runtime.store.release(self.slots.pop(adapter.number))
 
-    def complete(self, rows: Sequence[Row]) -> list[Answer]:
+    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
         if self.fails:
             raise EngineError("vLLM failed while sampling")
         self.calls.append([None if row.adapter is None else row.adapter.number for row in rows])
@@ -76,7 +76,12 @@ class SecondCopy:
             )
             for row in rows
         ]
-        return [_answer(group[0]) for group in self.runtime.engine.generate(requests)]
+
+        def report(place: int, sample: int, completion: Completion) -> None:
+            if answered is not None:
+                answered(place, _answer(completion))
+
+        return [_answer(group[0]) for group in self.runtime.engine.generate(requests, report)]
 
     def close(self) -> None:
         """Do nothing."""
@@ -233,7 +238,7 @@ def test_after_a_failure_the_adapters_are_sent_again(runtime: Runtime) -> None:
 class Shifted(SecondCopy):
     """Reports log-probs that are half a nat too high."""
 
-    def complete(self, rows: Sequence[Row]) -> list[Answer]:
+    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
         answers = super().complete(rows)
         return [Answer(a.token_ids, [p + 0.5 for p in a.logprobs], a.finish_reason) for a in answers]
 

@@ -1,6 +1,6 @@
 """What a vLLM engine is asked and answers, whether it runs in this process or behind HTTP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,10 @@ class Answer:
     """``stop``, ``length``, or something else where vLLM gave up on the row."""
 
 
+OnAnswer = Callable[[int, Answer], None]
+"""Takes the place of a row and its answer."""
+
+
 class Backend(Protocol):
     """A running vLLM."""
 
@@ -75,8 +79,11 @@ class Backend(Protocol):
     def drop(self, adapter: StagedAdapter) -> None:
         """Forget an adapter."""
 
-    def complete(self, rows: Sequence[Row]) -> list[Answer]:
-        """Answer rows in order; all have an adapter, or none has."""
+    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+        """Answer rows in order; all have an adapter, or none has.
+
+        ``answered`` may get answers in the thread of the caller, as they come.
+        """
 
     def close(self) -> None:
         """Give everything back."""

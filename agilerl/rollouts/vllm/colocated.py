@@ -13,7 +13,7 @@ from agilerl.arguments import reason
 from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
 
 SUPPORTED = "0.32"
@@ -201,8 +201,8 @@ class ColocatedVLLM:
         """Forget an adapter."""
         self._llm.llm_engine.remove_lora(adapter.number)
 
-    def complete(self, rows: Sequence[Row]) -> list[Answer]:
-        """Answer rows in one call of ``generate``."""
+    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+        """Answer rows in one call of ``generate``, which returns all answers together."""
         from vllm import SamplingParams
 
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,18 @@ from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore
-from agilerl.rollouts.engine import GenerationRequest, RolloutEngine
+from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, of_part
 from agilerl.rollouts.vllm.adapters import AdapterVersions
-from agilerl.rollouts.vllm.backend import Answer, Backend, Row, StagedAdapter, completion_of, request_seed, row_of
+from agilerl.rollouts.vllm.backend import (
+    Answer,
+    Backend,
+    OnAnswer,
+    Row,
+    StagedAdapter,
+    completion_of,
+    request_seed,
+    row_of,
+)
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM, check_installed
 from agilerl.rollouts.vllm.probe import Probe, check_probes, probe_request
 from agilerl.rollouts.vllm.server import VLLMServer
@@ -112,40 +122,55 @@ class VLLMEngine:
         if self._closed:
             raise EngineError("this vLLM engine was closed; make another one (a new Runtime with use_vllm=True)")
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of each request, in order.
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Return the completions of each request, in order; a server hands each to ``on_completion`` when it arrives.
 
         Raises EngineError when a prompt leaves no room in the context, an adapter does not fit, vLLM fails, or what it
         computes is not what the trainer computes.
         """
         self._check_open()
         if self.config.exams == "torch":
-            return self._divided(requests)
-        return self._sampled(requests) if requests else []
+            return self._divided(requests, on_completion)
+        return self._sampled(requests, on_completion) if requests else []
 
-    def _divided(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def _divided(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
+    ) -> list[list[Completion]]:
         """Give exams to the torch engine and rollouts to vLLM."""
         training = [k for k, r in enumerate(requests) if r.purpose == "rollout"]
         others = [k for k, r in enumerate(requests) if r.purpose != "rollout"]
         results: dict[int, list[Completion]] = {}
         if training:
-            results |= zip(training, self._sampled([requests[k] for k in training]))
+            own = of_part(on_completion, training)
+            results |= zip(training, self._sampled([requests[k] for k in training], own))
         if others:
-            results |= zip(others, self.own.generate([requests[k] for k in others]))
+            results |= zip(others, self.own.generate([requests[k] for k in others], of_part(on_completion, others)))
         return [results[k] for k in range(len(requests))]
 
-    def _sampled(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def _sampled(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
+    ) -> list[list[Completion]]:
         slots = sorted({r.slot for r in requests if r.slot is not None})
         ranks = [self.store.ranks[slot] for slot in slots]
         self._start(len(slots) or self.store.used, max([*ranks, self.store.max_rank]), None)
         self._check(requests)
         versions = self.versions.current(slots)
         asked = self._probes(requests, versions)
-        rows = [self._row(r, versions, sample) for r in requests for sample in range(r.samples)]
+        samples = [(place, sample) for place, r in enumerate(requests) for sample in range(r.samples)]
+        rows = [self._row(requests[place], versions, sample) for place, sample in samples]
+        found: dict[int, Completion] = {}
+
+        def answered(k: int, answer: Answer) -> None:
+            if on_completion is not None and k < len(rows):  # the rest are probes
+                found[k] = completion_of(answer, rows[k])
+                on_completion(*samples[k], found[k])
+
         with self._engine():
             self._send(versions)
             try:
-                answers = self._complete([*rows, *(self._row(r, versions, 0) for r in asked)])
+                answers = self._complete([*rows, *(self._row(r, versions, 0) for r in asked)], answered)
             except EngineError:
                 self._loaded.clear()  # a restarted vLLM has none
                 raise
@@ -157,7 +182,7 @@ class VLLMEngine:
         if probes:
             self.probed = check_probes(self.base, self.store, probes, self._limit)
         self._trusted.update(None if r.slot is None else versions[r.slot].number for r in asked)
-        done = iter([completion_of(answer, row) for answer, row in zip(answers, rows)])
+        done = iter([found.get(k) or completion_of(answer, row) for k, (answer, row) in enumerate(zip(answers, rows))])
         return [[next(done) for _ in range(r.samples)] for r in requests]
 
     def _send(self, versions: Mapping[int, StagedAdapter]) -> None:
@@ -207,13 +232,14 @@ class VLLMEngine:
             config=self.config,
         )
 
-    def _complete(self, rows: Sequence[Row]) -> list[Answer]:
+    def _complete(self, rows: Sequence[Row], answered: OnAnswer) -> list[Answer]:
         """Answer all rows; those of the base model by themselves."""
         answers: dict[int, Answer] = {}
         for of_base in (False, True):
             part = [k for k, row in enumerate(rows) if (row.adapter is None) is of_base]
             if part:
-                answers |= zip(part, self.backend.complete([rows[k] for k in part]), strict=True)
+                own = partial(_answered, answered, part)
+                answers |= zip(part, self.backend.complete([rows[k] for k in part], own), strict=True)
         return [answers[k] for k in range(len(rows))]
 
     @property
@@ -247,6 +273,10 @@ def _backend(base: BaseModel, config: VLLMConfig, tokenizer: Any) -> Backend:
         return VLLMServer(base, config, tokenizer)
     check_installed(config, base.device.type)
     return ColocatedVLLM(base, config, tokenizer)
+
+
+def _answered(answered: OnAnswer, part: Sequence[int], k: int, answer: Answer) -> None:
+    answered(part[k], answer)
 
 
 def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:

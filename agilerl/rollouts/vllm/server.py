@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -19,7 +19,7 @@ from agilerl.addresses import request
 from agilerl.config.vllm import API_KEY, LORA_RANKS, VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.rollouts.vllm.colocated import SUPPORTED
 
 COMMAND = (
@@ -151,10 +151,20 @@ class VLLMServer:
         self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         self._names.discard(adapter.name)
 
-    def complete(self, rows: Sequence[Row]) -> list[Answer]:
-        """Answer rows, as many at once as the server lets in."""
+    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+        """Answer rows, as many at once as the server lets in; ``answered`` gets each answer when it arrives."""
         with ThreadPoolExecutor(min(_CONNECTIONS, len(rows))) as pool:
-            return list(pool.map(self._completed, rows))
+            futures = {pool.submit(self._completed, row): k for k, row in enumerate(rows)}
+            try:
+                if answered is not None:
+                    for future in as_completed(futures):
+                        if future.exception() is not None:
+                            break  # the first in order of the rows is raised
+                        answered(futures[future], future.result())
+                return [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
 
     def _completed(self, row: Row) -> Answer:
         model = self.model if row.adapter is None else row.adapter.name

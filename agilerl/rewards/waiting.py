@@ -1,0 +1,309 @@
+"""Graders that wait for a server or a process: they grade in threads, and may begin before the batch is complete."""
+
+import json
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
+
+from agilerl.arguments import Count, Name, checked
+from agilerl.custom_code import torch_restored
+from agilerl.errors import ConfigError
+from agilerl.rewards.base import BaseGrader, close, setup
+from agilerl.rewards.grader import Grader, attempt_grader, grader_name
+
+Answer = float | Exception | None
+"""A score, None (not applicable), or why there is none."""
+
+
+class WaitingGrader(BaseGrader):
+    """A grader whose time is not that of this process: it asks about each completion separately, several at a time.
+
+    A subclass says what it asks (``question``) and how it gets the answer (``answer``, called in threads); its
+    ``__call__`` returns ``answers`` to the questions of a batch. Such a grader may begin on completions that have ended
+    while others are still being generated (``EarlyGrading``): an answer may depend on its question alone.
+    """
+
+    asks_once = False
+    """Whether equal questions of a batch are asked only once."""
+    _threads: "_Threads | None" = None
+    _begun: dict[Hashable, deque[Future[Answer]]]
+
+    @property
+    def at_once(self) -> int:
+        """The most questions at a time, 1 or more."""
+        return 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether questions are asked in the order of the rows, for answers that depend on earlier questions."""
+        return False
+
+    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> Any:
+        """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
+        raise NotImplementedError(f"{type(self).__name__} does not define question, which every WaitingGrader needs")
+
+    def answer(self, question: Any) -> Answer:
+        """Return the score, or why there is none; called in a thread."""
+        raise NotImplementedError(f"{type(self).__name__} does not define answer, which every WaitingGrader needs")
+
+    def key(self, question: Any) -> Hashable:
+        """Return what equal questions have in common; None if they cannot be compared: then it is not asked early."""
+        try:
+            return json.dumps(question, sort_keys=True)
+        except (TypeError, ValueError, RecursionError):
+            return None
+
+    def answers(self, questions: Sequence[Any]) -> list[Answer]:
+        """Return the answers to all questions in their order; those that were begun early are only waited for."""
+        with ExitStack() as stack:
+            threads = self._threads or stack.enter_context(_Threads(self.at_once))
+            futures: list[Future[Answer]] = []
+            shared: dict[Hashable, Future[Answer]] = {}
+            for question in questions:
+                key = self.key(question) if self.asks_once or self._threads is not None else None
+                future = shared.get(key) or self._claimed(key) or threads.submit(self.answer, question)
+                if self.asks_once and key is not None:
+                    shared[key] = future
+                futures.append(future)
+            try:
+                return [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def begin(self, completion: str, prompt: str, row: Mapping[str, Any]) -> None:
+        """Ask about a completion of a batch that is not complete yet."""
+        assert self._threads is not None
+        try:
+            question = self.question(completion, prompt, row)
+        except Exception:  # the call for the whole batch meets it again, and reports it
+            return
+        key = self.key(question)
+        if key is not None and not (self.asks_once and key in self._begun):
+            self._begun.setdefault(key, deque()).append(self._threads.submit(self.answer, question))
+
+    def _claimed(self, key: Hashable) -> Future[Answer] | None:
+        """Return an answer that was begun, once: who asks again gets a new one, as if nothing had been begun."""
+        if key is None or self._threads is None or not self._begun.get(key):
+            return None
+        return self._begun[key].popleft()
+
+    def _start(self) -> None:
+        self._threads, self._begun = _Threads(self.at_once), {}
+
+    def _stop(self, *, wait: bool) -> None:
+        threads, self._threads, self._begun = self._threads, None, {}
+        if threads is not None:
+            threads.end(wait=wait)
+
+
+@runtime_checkable
+class Combination(Protocol):
+    """A grader that calls others."""
+
+    def waiting(self) -> list[WaitingGrader]:
+        """Return those of them, and of theirs, that may begin early."""
+
+
+def waiting_parts(grader: object) -> list[WaitingGrader]:
+    """Return the graders inside ``grader``, or itself, that may begin before a batch is complete.
+
+    A subclass that calls in its own way has none, unless it says so again: what it would ask is not known.
+    """
+    kind = type(grader)
+    if isinstance(grader, WaitingGrader):
+        return [grader] if speaks_for(kind, "question", "__call__", "grade") else []
+    if isinstance(grader, Combination):
+        return grader.waiting() if speaks_for(kind, "waiting", "__call__", "grade") else []
+    return []
+
+
+def speaks_for(kind: type, promise: str, *methods: str) -> bool:
+    """Return whether ``promise`` is defined where these methods are, or below: no subclass changed one without it."""
+
+    def depth(name: str) -> int:
+        return next((place for place, c in enumerate(kind.__mro__) if name in vars(c)), len(kind.__mro__))
+
+    return all(depth(promise) <= depth(method) for method in methods)
+
+
+class EarlyGrading:
+    """Lets graders work on finished completions of a batch while others are still being generated.
+
+    ``add`` hands a completion over. The graders are then called as ever, with the whole batch, and what they say is the
+    same; they only have less to wait for. No thread outlives the context, except that Ctrl-C does not wait for them.
+    """
+
+    def __init__(self, graders: Sequence[WaitingGrader], columns: Collection[str] = ()) -> None:
+        """``columns`` are those of all rows of the batch: a grader gets each of them, or None where a row lacks it."""
+        self.graders = list({id(grader): grader for grader in graders}.values())
+        self.columns = tuple(columns)
+        self._held: dict[int, tuple[str, str, Mapping[str, Any]]] = {}
+        self._next = 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        ready = []
+        for grader in self.graders:
+            try:
+                grader.setup()
+            except Exception:  # it fails again when it is called, and then that is reported
+                continue
+            grader._start()
+            ready.append(grader)
+        self.graders = ready
+        if ready:  # what a function in a thread does to torch's settings ends with the batch
+            self._stack.enter_context(torch_restored())
+        return self
+
+    def add(self, place: int, completion: str, row: Mapping[str, Any]) -> None:
+        """Begin with a completion; ``place`` is its place in the batch, of which the first is 0."""
+        # As ``attempt_grader`` will say it for the whole batch.
+        offered = completion, str(row.get("question", "")), {key: row.get(key) for key in self.columns}
+        for grader in self.graders:
+            if not grader.in_order:
+                grader.begin(*offered)
+        self._held[place] = offered
+        while self._next in self._held:
+            for grader in self.graders:
+                if grader.in_order:
+                    grader.begin(*self._held[self._next])
+            del self._held[self._next]
+            self._next += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for grader in self.graders:
+            grader._stop(wait=kind is None or issubclass(kind, Exception))
+        self._stack.close()
+
+
+class ThreadedGrader(WaitingGrader):
+    """Call a function in threads, one completion at a time; for functions that wait, such as a client of a service.
+
+    With ``workers`` of 2 or more the function must bear being called by several threads at once, in any order. With one
+    it is called in the order of the rows. It is called while the base decodes: it may change neither torch's settings
+    nor its rows.
+    """
+
+    @checked
+    def __init__(self, grader: Any, *, workers: Count = 8, name: Name | None = None) -> None:
+        """Take a function or another grader, of either signature.
+
+        Args:
+            grader: the function.
+            workers: threads, 1 or more.
+            name: the grader's name in metrics; the function's name by default.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(grader):
+            raise ConfigError(f"ThreadedGrader: expected a function or another grader, found {grader!r}")
+        self.grader: Grader = grader
+        self.workers, self.name = workers, name or grader_name(grader)
+
+    def __repr__(self) -> str:
+        return f"ThreadedGrader({self.grader!r}, workers={self.workers})"
+
+    @property
+    def at_once(self) -> int:
+        """The number of threads."""
+        return self.workers
+
+    @property
+    def in_order(self) -> bool:
+        """Whether there is only one thread."""
+        return self.workers == 1
+
+    def open(self) -> None:
+        """Set the grader up."""
+        setup(self.grader)
+
+    def release(self) -> None:
+        """Close the grader."""
+        close(self.grader)
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | Exception | None]:
+        """Return a score for each completion, or the error if it has none."""
+        self.setup()
+        rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
+        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
+
+    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+        """Return the arguments."""
+        return completion, prompt, row
+
+    def answer(self, question: tuple[str, str, Mapping[str, Any]]) -> Answer:
+        """Return what the function says, or its error."""
+        completion, prompt, row = question
+        (outcome,) = attempt_grader(self.grader, [completion], [row], [prompt])
+        cause = outcome.__cause__ if isinstance(outcome, Exception) else None
+        return cause if isinstance(cause, Exception) else outcome  # its name is put before it when the batch is graded
+
+    def key(self, question: tuple[str, str, Mapping[str, Any]]) -> Hashable:
+        """Return the texts and which objects are in the row: unlike JSON, that holds for values of any kind."""
+        completion, prompt, row = question
+        return completion, prompt, frozenset((key, id(value)) for key, value in row.items())
+
+
+class _Threads:
+    """Threads that make calls in the order in which they come.
+
+    Daemons, unlike those of an executor: a judge that answers in a minute must not keep Ctrl-C waiting for it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._running: list[Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end(wait=kind is None or issubclass(kind, Exception))
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have a call made as soon as a thread is free."""
+        future: Future[Any] = Future()
+        self._calls.put((future, call, arguments))
+        if len(self._running) < self.most:
+            thread = Thread(target=self._work, daemon=True)
+            self._running.append(thread)
+            thread.start()
+        return future
+
+    def end(self, *, wait: bool) -> None:
+        """Make no further calls; with ``wait``, return when the current ones have ended."""
+        while True:
+            try:
+                waiting = self._calls.get_nowait()
+            except Empty:
+                break
+            if waiting is not None:
+                waiting[0].cancel()
+        for _ in self._running:
+            self._calls.put(None)
+        if wait:
+            for thread in self._running:
+                thread.join()
+
+    def _work(self) -> None:
+        while (given := self._calls.get()) is not None:
+            future, call, arguments = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call(*arguments)
+            except BaseException as error:  # whoever waits for the result gets it, SystemExit included
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, call, arguments, given  # an idle thread keeps no row alive
