@@ -86,7 +86,7 @@ class EpisodeTask:
         self.apply_chat_template, self.strict = apply_chat_template, strict_chat_template_boundary
         self.sliding_window, self.step_timeout = enable_sliding_window, step_timeout
         self.step_seconds = 0.0
-        """Mean seconds of the latest calls of its environments; slow ones step while other completions are decoded."""
+        """Mean seconds of a step in the latest episodes; slow environments step while other completions are decoded."""
         self._idle: list[TextEnv] = []
         self._chat: ChatFormat | None = None
         self._wanted_turns = max_turns

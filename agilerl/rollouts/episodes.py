@@ -72,7 +72,7 @@ def collect_episodes(
         stepping.finish()
     _check_pure(playing)
     report.reward += perf_counter() - start
-    turn = 0
+    turn, seconds = 0, list[float]()
     while live := [p for p in playing if not p.episode.done]:
         start = perf_counter()
         with _Stepping(task) as stepping:
@@ -84,6 +84,7 @@ def collect_episodes(
             completions = [group[0] for group in generated]
             _act(stepping, tokenizer, [(p, c) for p, c in zip(live, completions) if id(p) not in stepping.playing])
             stepping.finish()
+        seconds += stepping.seconds
         for p, completion in zip(live, completions):
             if p.episode.done:
                 p.conversation = None
@@ -91,6 +92,8 @@ def collect_episodes(
                 p.fail("oom", "memory does not hold a single completion")
         report.reward += perf_counter() - start
         turn += 1
+    if seconds:
+        task.step_seconds = fmean(seconds)
     report.failures = [p.failure for p in playing if p.failure is not None]
     for p in playing:
         if not p.lost:
@@ -122,7 +125,7 @@ class _Stepping(Stepping):
 
     def __init__(self, task: EpisodeTask) -> None:
         super().__init__(task.step_timeout)
-        self.task, self.playing = task, dict[int, _Playing]()
+        self.playing: dict[int, _Playing] = {}
         # Without a timeout, environments are only ever called in this thread.
         self.early = task.step_timeout is not None and task.step_seconds > _SLOW
 
@@ -138,8 +141,6 @@ class _Stepping(Stepping):
                 p.lost = True
                 message = str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
                 p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
-        if self.seconds:
-            self.task.step_seconds = fmean(self.seconds)
 
 
 def _act(stepping: _Stepping, tokenizer: Any, said: Sequence[tuple[_Playing, Completion]]) -> None:
