@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from agilerl.envs.episode_task import call_all
+from agilerl.envs.episode_task import Stepping, call_all
 
 
 def fail() -> None:
@@ -38,3 +38,63 @@ def test_calls_that_hang_are_left_behind() -> None:
 def test_the_clock_starts_with_the_call_and_not_with_the_queue() -> None:
     found = call_all([lambda: time.sleep(0.15)] * 24, 0.4)  # three rounds of eight
     assert found == [None] * 24
+
+
+def test_calls_begin_when_they_are_added() -> None:
+    begun = threading.Event()
+    with Stepping(5.0) as stepping:
+        stepping.add(begun.set)
+        assert begun.wait(5.0)
+        stepping.add(fail)
+        found = stepping.results()
+    assert found[0] is None
+    assert isinstance(found[1], ValueError)
+    assert len(stepping.seconds) == 2
+
+
+def test_without_a_timeout_they_wait_for_whoever_asks() -> None:
+    threads: list[threading.Thread] = []
+    with Stepping(None) as stepping:
+        stepping.add(lambda: threads.append(threading.current_thread()))
+        assert threads == []
+        assert stepping.results() == [None]
+    assert threads == [threading.current_thread()]
+
+
+def test_a_call_that_ended_too_late_before_anybody_looked_is_late() -> None:
+    ended = threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    with Stepping(0.05) as stepping:
+        stepping.add(slow)
+        assert ended.wait(5.0)
+        (found,) = stepping.results()
+    assert isinstance(found, TimeoutError)
+
+
+def test_after_an_error_nothing_begins_and_what_runs_is_waited_for() -> None:
+    started, release, done = threading.Event(), threading.Event(), []
+
+    def held() -> None:
+        started.set()
+        release.wait(5.0)
+        done.append(0)
+
+    before = set(threading.enumerate())
+
+    def interrupted() -> None:
+        with Stepping(5.0) as stepping:
+            for call in (held, lambda: done.append(1)):
+                for _ in range(8):
+                    stepping.add(call)
+            assert started.wait(5.0)
+            threading.Timer(0.05, release.set).start()
+            raise RuntimeError("elsewhere")
+
+    with pytest.raises(RuntimeError, match="elsewhere"):
+        interrupted()
+    assert done == [0] * 8
+    assert not [thread for thread in set(threading.enumerate()) - before if not isinstance(thread, threading.Timer)]

@@ -231,7 +231,7 @@ def test_trajectories_and_weights_are_those_of_grading_at_the_end() -> None:
         population = population_of(grader, early=early)
         try:
             rollout = population.rollout()
-            whole = iterate(population, 2)
+            whole = iterate(population, 1)
             return rollout.trajectories, rollout.failures, rollout.dropped, whole, population.evaluate()
         finally:
             population.task.close()

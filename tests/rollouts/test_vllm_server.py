@@ -14,7 +14,7 @@ import pytest
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel, load_tokenizer
-from agilerl.rollouts.vllm.backend import Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
 from agilerl.rollouts.vllm.server import VLLMServer
 from tests.rollouts.test_vllm_requests import make_runtime
 
@@ -102,6 +102,34 @@ def test_a_server_that_answers_is_used() -> None:
     assert bodies["tiny"]["seed"] == 7
     assert seen[0] == ("/v1/load_lora_adapter", {"lora_name": "agilerl-x-1", "lora_path": "/nowhere"})
     assert seen[-1] == ("/v1/unload_lora_adapter", {"lora_name": "agilerl-x-1"})  # closing leaves nothing behind
+
+
+def test_each_answer_is_reported_when_it_arrives() -> None:
+    arrived = threading.Event()
+
+    class Waiting(dict[str, Any]):
+        """The second request is answered when somebody has heard of the answer to the first."""
+
+        asked = 0
+
+        def get(self, path: str, default: Any = None) -> Any:
+            if path == "/v1/completions":
+                self.asked += 1
+                if self.asked == 2:
+                    assert arrived.wait(10.0)
+            return super().get(path, default)
+
+    heard: dict[int, list[int]] = {}
+
+    def answered(place: int, answer: Answer) -> None:
+        heard[place] = answer.token_ids
+        arrived.set()
+
+    with answering(Waiting(GOOD)) as url, client(url) as server:
+        server.start(2, 4, None)
+        answers = server.complete([ROW, ROW], answered)
+    assert heard == {0: [7, 8], 1: [7, 8]}
+    assert [answer.token_ids for answer in answers] == [[7, 8], [7, 8]]
 
 
 def test_nobody_there_is_a_sentence_with_the_command() -> None:
