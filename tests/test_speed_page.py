@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarking import peers, plot_population, train_profile
+from benchmarking import overlap, peers, plot_population, train_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,11 +23,12 @@ def tables() -> dict[str, str]:
         "peers, 30M": peers.table(results("peers_cpu_30M.json")["results"]),
         "cost": plot_population.costs(population),
         "gain": plot_population.gains(population),
+        "overlap": overlap.table(results("overlap_cpu.json")["results"]),
         "train": train_profile.table(results("train_profile.json")["phases"]),
     }
 
 
-@pytest.mark.parametrize("name", ["peers", "peers, 30M", "cost", "gain", "train"])
+@pytest.mark.parametrize("name", ["peers", "peers, 30M", "cost", "gain", "overlap", "train"])
 def test_tables_are_those_of_the_results(name: str) -> None:
     page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
     for line in tables()[name].splitlines():

@@ -89,6 +89,10 @@ class GraderConfig(Section):
     """Run a function of one's own in a process of its own, which is killed when it hangs; for functions alone."""
     timeout: Annotated[float, Field(gt=0)] = 5.0
     """Seconds for one completion of an isolated grader; more is no grade, and counted."""
+    workers: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Call a function of one's own from so many threads (with ``isolate``: in so many processes) at a time, as
+    completions end, while others are still generated. None: from the run's own thread when all have ended, or in one
+    process."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
     """What metrics call it, in place of ``name``."""
 

@@ -63,6 +63,11 @@ def _refuse_meaningless(config: RunConfig) -> None:
         where, is_code = f"environment.graders.{number}", names_code(grader.name)
         if grader.isolate and not is_code:
             raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
+        if grader.workers is not None and not is_code:
+            raise ConfigError(
+                f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params, if the "
+                "grader has one"
+            )
         if "timeout" in grader.model_fields_set and not grader.isolate:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "

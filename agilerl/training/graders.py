@@ -18,6 +18,7 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
+from agilerl.rewards.waiting import ThreadedGrader
 
 OWN = "task"
 """The name of the task's built-in reward in manifests."""
@@ -99,7 +100,10 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
         return TaskGrader(task)
     if names_code(entry.name):
         found = load_code(f"{where}.name", entry.name, allowed=allow_code)
-        return _isolated(where, entry, found) if entry.isolate else _own(where, entry, found)
+        if entry.isolate:
+            return _isolated(where, entry, found)
+        own = _own(where, entry, found)
+        return own if entry.workers is None else ThreadedGrader(own, workers=entry.workers, name=entry.called)
     if entry.isolate:
         raise ConfigError(f"{where}.isolate is for custom functions, found {shown(entry.name)}; remove it")
     if entry.name not in LIBRARY:
@@ -117,7 +121,7 @@ def _isolated(where: str, entry: GraderConfig, found: Any) -> Grader:
             f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that "
             "contains them"
         )
-    return IsolatedGrader(entry.name, timeout=entry.timeout, name=entry.called)
+    return IsolatedGrader(entry.name, timeout=entry.timeout, workers=entry.workers or 1, name=entry.called)
 
 
 def _own(where: str, entry: GraderConfig, found: Any) -> Grader:

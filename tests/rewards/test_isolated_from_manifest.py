@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.envs.core import grade_completions
+from agilerl.envs.core import grade_completions, waiting_graders
 from agilerl.errors import ConfigError
 from agilerl.training.tasks import task
 
@@ -62,6 +62,19 @@ def test_it_really_is_another_process(tmp_path: Path, isolate: bool) -> None:
     assert (reward == os.getpid()) is not isolate
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+@pytest.mark.processes
+def test_workers_are_its_processes_or_threads_and_begin_early(tmp_path: Path, isolate: bool) -> None:
+    grader = {"name": "own.py:patient", "isolate": isolate, "workers": 3, "label": "own"}
+    made = task(load_manifest(manifest(tmp_path, grader, {"name": "exact_match"})), allow_code=True)
+    try:
+        (waiting,) = waiting_graders(made, exam=False)
+        assert (waiting.at_once, waiting.in_order, waiting.name) == (3, False, "own")
+        assert grade_completions(made, ROWS[:3], ["a", "b", "a"]).scores["own"] == [1.0, 0.0, 1.0]
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
@@ -69,6 +82,8 @@ def test_it_really_is_another_process(tmp_path: Path, isolate: bool) -> None:
         ({"name": "own.py:patient", "isolate": True, "params": {"answer": "a"}}, "isolate is for functions without"),
         ({"name": "exact_match", "isolate": True}, "isolate .* found 'exact_match'"),
         ({"name": "own.py:patient", "isolate": True, "timeout": 0}, "timeout"),
+        ({"name": "own.py:patient", "workers": 0}, "workers"),
+        ({"name": "exact_match", "workers": 2}, "workers .* found 'exact_match'"),
     ],
 )
 def test_what_cannot_be_isolated_is_a_sentence(tmp_path: Path, grader: dict[str, object], message: str) -> None:
