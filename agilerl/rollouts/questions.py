@@ -48,7 +48,7 @@ def collect_answers(
         texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
         whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
         graded = [asks[flat[n][0]] for n in whole]
-        rows = [early.rows.get(n) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
+        rows = [early.row(n, flat[n][1]) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
         verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
     result: list[list[Trajectory]] = [[] for _ in asks]
     for n, (number, completion) in enumerate(flat):
@@ -80,16 +80,21 @@ class _Early:
     def __init__(self, grading: EarlyGrading, tokenizer: Any, asks: Sequence[Ask]) -> None:
         self.grading, self.tokenizer, self.asks = grading, tokenizer, asks
         self.firsts = [0, *accumulate(ask.samples for ask in asks)]
-        self.rows: dict[int, Row] = {}
+        self._rows: dict[int, Row] = {}
         """What was handed over, by place in the batch."""
 
     def __call__(self, request: int, sample: int, completion: Completion) -> None:
         if completion.finish_reason == "oom":
             return
         place = self.firsts[request] + sample
-        self.rows[place] = _graded_row(self.asks[request], completion)
+        self._rows[place] = _graded_row(self.asks[request], completion)
         (text,) = decode_completions(self.tokenizer, [completion.token_ids])
-        self.grading.add(place, text, self.rows[place])
+        self.grading.add(place, text, self._rows[place])
+
+    def row(self, place: int, completion: Completion) -> Row | None:
+        """Return the row that was handed over with this completion, whose very objects graders know it by."""
+        row = self._rows.get(place)
+        return row if row is not None and row[_IDS] == completion.token_ids else None
 
 
 @dataclass(frozen=True)
