@@ -241,14 +241,16 @@ def measured(size: str, kind: str, seconds: float, rounds: int, url: str) -> dic
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Return the results as rows of Markdown."""
     lines = [
-        "| base | grader | step s, early | at the end | decode s, early | at the end | idle, early | at the end |",
-        "|---|---|---|---|---|---|---|---|",
+        "| base | grader | step s, early | at the end | decode s, early | at the end | waited s, early | at the end | "
+        "idle, early | at the end |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for found in results:
         arms = [found["arms"][arm] for arm in ARMS]
         seconds = [f"{arm[name]:.2f}" for name in ("step", "decode") for arm in arms]
+        waited = [f"{arm['idle'] * arm['step']:.2f}" for arm in arms]
         idle = [f"{100 * arm['idle']:.1f} %" for arm in arms]
-        lines.append(f"| {' | '.join([found['size'], found['grader'], *seconds, *idle])} |")
+        lines.append(f"| {' | '.join([found['size'], found['grader'], *seconds, *waited, *idle])} |")
     return "\n".join(lines)
 
 
