@@ -155,7 +155,7 @@ class Counted:
         self.session = result
 
     def note_decoding(self, arguments: Sequence[Any], result: Any) -> None:
-        _, requests, units = arguments
+        _, requests, units, _ = arguments
         rows, completions = result
         asked = {(unit.slot, request) for unit in units for request, _ in unit.rows}
         lengths = [len(completion.token_ids) for completion in completions]

@@ -99,7 +99,7 @@ class TorchEngine:
             if count > self.limits.decoding(count):
                 waiting[:0] = self._batches({unit.slot: unit.rows for unit in batch})
                 continue
-            if attempt(partial(_decode, self, requests, batch, end)):
+            if attempt(partial(_decode, self, requests, batch, end)) is not None:
                 continue
             # Rows that had ended before memory ran out stay as they are: somebody may be grading them by now.
             left = [_Unit(unit.slot, [row for row in unit.rows if row not in found]) for unit in batch]
@@ -140,9 +140,10 @@ _End = Callable[[tuple[int, int], Completion], None]
 """Takes a row, as (request, sample), and its completion."""
 
 
-def _decode(engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End) -> bool:
-    _Decoder(engine, requests, units, end).run()
-    return True
+def _decode(
+    engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End
+) -> tuple[list[tuple[int, int]], list[Completion]]:
+    return _Decoder(engine, requests, units, end).run()
 
 
 class _Decoder:
@@ -172,6 +173,7 @@ class _Decoder:
         """Keys and values of finished rows; handed to their conversations once the whole batch has succeeded."""
         self.ended: list[str] = [""] * len(self.rows)
         self.produced = [0] * len(self.rows)
+        self.completions: dict[int, Completion] = {}
 
     def _uniforms(self, settings: Sequence[SamplingSettings]) -> np.ndarray:
         table = np.zeros((len(self.rows), self.steps))
@@ -183,8 +185,8 @@ class _Decoder:
             table[list(drawn)] = streams.uniform_rows(self.engine.seed, purpose, list(drawn.values()), self.steps)
         return table
 
-    def run(self) -> None:
-        """Decode to the end, and hand over each row when it ends."""
+    def run(self) -> tuple[list[tuple[int, int]], list[Completion]]:
+        """Decode to the end; each row is handed over when it ends."""
         cache = RaggedCache(self.base.num_layers)
         logits, seen = self._prefill(cache)
         live = torch.arange(len(self.rows))  # row of the result that each row of the batch writes to
@@ -216,6 +218,7 @@ class _Decoder:
             conversation = request.conversation
             conversation.slot, conversation.kept = request.slot, kept
             conversation.token_ids = [*request.prompt_ids, *said]
+        return self.rows, [self.completions[i] for i in range(len(self.rows))]
 
     def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:
         """Keep what was computed of rows that leave the batch; the last token drawn was not."""
@@ -298,7 +301,8 @@ class _Decoder:
             self.produced[row] = step + 1
             limit = "context" if self.cut_by_context[row] else "length"
             self.ended[row] = "error" if broken[i] else "stop" if stops[i] else limit
-            self.end(self.rows[row], self._completion(row))
+            self.completions[row] = self._completion(row)
+            self.end(self.rows[row], self.completions[row])
         return running & ~over
 
     def _surviving(self, live: Tensor, running: Tensor) -> Tensor | None:

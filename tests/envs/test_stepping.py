@@ -76,10 +76,10 @@ def test_a_call_that_ended_too_late_before_anybody_looked_is_late() -> None:
 
 
 def test_after_an_error_nothing_begins_and_what_runs_is_waited_for() -> None:
-    started, release, done = threading.Event(), threading.Event(), []
+    started, release, done = threading.Semaphore(0), threading.Event(), []
 
     def held() -> None:
-        started.set()
+        started.release()
         release.wait(5.0)
         done.append(0)
 
@@ -90,7 +90,7 @@ def test_after_an_error_nothing_begins_and_what_runs_is_waited_for() -> None:
             for call in (held, lambda: done.append(1)):
                 for _ in range(8):
                     stepping.add(call)
-            assert started.wait(5.0)
+            assert all(started.acquire(timeout=5.0) for _ in range(8))
             threading.Timer(0.05, release.set).start()
             raise RuntimeError("elsewhere")
 
