@@ -38,7 +38,8 @@ from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import shard_base
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.models.targets import lora_layers
-from agilerl.planning.activations import Widths, pass_tokens
+from agilerl.planning.footprint import pass_tokens
+from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.collect import Collected, collect, generate_beside
 from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine

@@ -19,9 +19,8 @@ from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_mo
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
 from agilerl.models.targets import lora_layers
-from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Machine
-from agilerl.planning.time import ModelShape, Workload
+from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved

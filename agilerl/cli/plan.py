@@ -11,8 +11,7 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.running import configuration
-from agilerl.planning.activations import pass_tokens
-from agilerl.planning.footprint import SHARE, gib
+from agilerl.planning.footprint import SHARE, gib, pass_tokens
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import (
     COPY_SHARE,

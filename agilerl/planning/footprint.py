@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.planning.time import (
     ADAPTER_WIDTH,
     Local,
     ModelShape,
     Split,
+    Widths,
     Workload,
     adapter_parameters,
     rows_at_once,
     scored_at_once,
     tokens_in_flight,
 )
-from agilerl.sizes import ADAPTER_COPIES, padded_length
+from agilerl.sizes import ADAPTER_COPIES, PASS_TOKENS, TILE_BYTES, padded_length
 
 SHARE = 0.8
 """Share of a device's memory for what is counted here. The rest is for the system, libraries, fragmentation and
@@ -32,6 +32,16 @@ _TURNS = ("decode_cache", "training_activations", "vllm_awake", "vllm_alone")
 """Parts that never exist together. While vLLM is ``alone``, the base is on the host."""
 _RESERVED = ("vllm", "vllm_awake", "vllm_alone")
 """vLLM's part, by what shares the device with it: everything, all but training, neither training nor the base."""
+_NORM_WIDTH = 4
+"""Bytes of a number inside a norm, which computes in fp32 whatever the base's data type is."""
+_TILES = 3
+"""Tiles of logits that exist at a time: the product, its log-softmax, the gradient."""
+_LEAST_PASS, _LARGEST_PASS = 512, 2**16
+"""Tokens of a training forward that is chosen by memory: fewer would read the base's weights too often."""
+_CPU_BYTES = 256 * 2**20
+"""Saved bytes of a training forward on a CPU."""
+_GPU_SHARE = 0.25
+"""Share of a GPU's memory that the saved bytes of a training forward take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +170,55 @@ def is_too_much(parts: Mapping[str, float], there: float) -> bool:
 def gib(size: float) -> str:
     """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+# -- activations: what a training forward saves for its backward pass ------------------------------------------------
+
+
+def layer_bytes(widths: Widths) -> float:
+    """Return the bytes that one decoder layer saves for a token, counted on Llama's and Qwen's layers with SDPA.
+
+    Hidden width: the inputs of two norms, in fp32, and their outputs, which the adapters save in the base's type.
+    Query width: the rotated query and the attention's output, as the kernel computes it and back in the order of the
+    tokens. Key-value width: key and value. Feed-forward width: gate, its activation, up, and their product.
+    """
+    base = 2 * widths.hidden + 3 * widths.query_width + 2 * widths.kv_width + 4 * widths.feed_forward
+    return base * widths.width + 2 * widths.hidden * max(_NORM_WIDTH, widths.width)
+
+
+def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
+    """Return the bytes of a token that stay on the device from the forward to the backward pass.
+
+    With ``checkpointing`` that is the input of every layer; with ``offload`` nothing stays.
+    """
+    if offload:
+        return 0
+    return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))
+
+
+def pass_tokens(widths: Widths, *, checkpointing: bool, memory: float | None = None) -> int:
+    """Return how many tokens a training forward has if the user gives no size, an agent's micro-batch as well.
+
+    It depends on the model and on the device's whole ``memory`` in bytes (None: a CPU), never on what is free of it, so
+    that a run cuts its batches in the same way whenever it is repeated.
+    """
+    token = saved_bytes(widths, checkpointing=checkpointing)
+    room, most = (_CPU_BYTES, PASS_TOKENS) if memory is None else (_GPU_SHARE * memory, _LARGEST_PASS)
+    return int(min(max(room // token, _LEAST_PASS), most))
+
+
+def working_bytes(widths: Widths, *, restored: bool) -> float:
+    """Return the bytes of a token that the backward pass of one layer needs besides.
+
+    Those are the gradients at the widest stages, in fp32 because of the adapters; if the layer's saved tensors are
+    ``restored`` (computed again, or fetched from the host), those as well.
+    """
+    gradients = 4 * (widths.feed_forward + widths.hidden) * max(_NORM_WIDTH, widths.width)
+    return gradients + restored * layer_bytes(widths)
+
+
+def head_bytes(widths: Widths, spoken: int, chunk_rows: int | None = None) -> float:
+    """Return the bytes of the head for this many action tokens: tiles of logits, and a gradient for each token."""
+    rows = spoken if chunk_rows is None else min(spoken, chunk_rows)
+    tile = rows * widths.vocabulary * 4
+    return _TILES * (tile if chunk_rows else min(tile, TILE_BYTES)) + 3 * spoken * widths.hidden * widths.width

@@ -7,8 +7,8 @@ time that the machine's matmul rate F and copy rate BW allow (Williams et al. 20
 
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import Any
 
-from agilerl.planning.activations import Widths
 from agilerl.planning.machines import Costs, Machine
 from agilerl.sizes import MAX_ROWS, PASS_TOKENS, UNIT_ROWS
 
@@ -19,6 +19,48 @@ DRAWING_BYTES = 40
 """Bytes read and written per token and vocabulary entry: fp32 logits, softmax and its running sum in fp64."""
 ADAPTER_WIDTH = 4
 """Bytes of an adapter's number: fp32, whatever the base's data type is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """How many numbers represent a token at each stage of a decoder layer."""
+
+    layers: int
+    hidden: int
+    query_width: int
+    """Query heads times head size."""
+    kv_width: int
+    """Key-value heads times head size."""
+    feed_forward: int
+    """For a mixture of experts: inside the experts that one token passes through."""
+    vocabulary: int
+    width: float = 4.0
+    """w: bytes of a weight, of an activation, and of a key or value."""
+
+    @property
+    def kv_bytes(self) -> float:
+        """Kappa: bytes of keys and values of one token."""
+        return 2 * self.layers * self.kv_width * self.width
+
+    @classmethod
+    def of(cls, base: Any, width: float | None = None) -> "Widths":
+        """Return the widths of a :class:`agilerl.models.base.BaseModel`; ``width`` None: that of its data type."""
+        config = base.model.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or base.hidden_size // heads)
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * base.hidden_size
+        chosen = getattr(config, "num_experts_per_tok", None)
+        if chosen:
+            inner = chosen * (getattr(config, "moe_intermediate_size", None) or inner)
+        return cls(
+            layers=base.num_layers,
+            hidden=base.hidden_size,
+            query_width=heads * size,
+            kv_width=int(getattr(config, "num_key_value_heads", None) or heads) * size,
+            feed_forward=int(inner),
+            vocabulary=base.vocabulary_size,
+            width=base.dtype.itemsize if width is None else width,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +137,7 @@ class Workload:
     checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
     pass_tokens: int = PASS_TOKENS
-    """What the next two are if the user gives no size: :func:`agilerl.planning.activations.pass_tokens`."""
+    """What the next two are if the user gives no size: :func:`agilerl.planning.footprint.pass_tokens`."""
     micro_tokens: int = PASS_TOKENS
     """The most tokens of one agent in one forward pass."""
     row_multiple: int = 1

@@ -14,9 +14,8 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
-from agilerl.planning.activations import Widths
 from agilerl.planning.footprint import Held, bank_bytes, footprint, gib, is_too_much, peak
-from agilerl.planning.time import rows_at_once, tokens_at_once
+from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agilerl.planning.activations import head_bytes, layer_bytes, pass_tokens, saved_bytes, working_bytes
-from agilerl.planning.footprint import memory, peak
+from agilerl.planning.footprint import head_bytes, layer_bytes, memory, pass_tokens, peak, saved_bytes, working_bytes
 from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
 from agilerl.planning.time import (
     Local,

@@ -14,7 +14,8 @@ from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import AdapterStore
 from agilerl.planning import footprint
-from agilerl.planning.activations import Widths, head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.planning.footprint import head_bytes, layer_bytes, saved_bytes, working_bytes
+from agilerl.planning.time import Widths
 from agilerl.runtime import AgentRows, Runtime
 from agilerl.sizes import CPU_ROWS, VLLM_CPU_CACHE
 from agilerl.training import memory
