@@ -198,6 +198,7 @@ def test_environments_by_name(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_env("my_counting_env:Mine", start=100).max_turns == 7
+    assert make_env(f"{tmp_path / 'my_counting_env.py'}:Mine").max_turns == 7
     assert int(make_env("my_counting_env:Mine", start=100).reset(seed=0)[0]) >= 100
     assert make_env("agilerl/GuessTheNumber-v0", max_number=5).max_number == 5
 
