@@ -60,10 +60,9 @@ CLOCKS = (
     Clocked("agilerl.training.setup", "build", LOAD),
     Clocked("agilerl.population", "Population.rollout", "rollout: rest"),
     Clocked("agilerl.population", "Population.draw", "rollout: rest"),
-    Clocked("agilerl.rollouts.torch_engine", "_Decoder.__init__", "rollout: decode", "rollout"),
-    Clocked("agilerl.rollouts.torch_engine", "_Decoder.run", "rollout: decode", "rollout"),
+    Clocked("agilerl.rollouts.torch_engine", "TorchEngine.generate", "rollout: decode", "rollout"),
     Clocked("agilerl.rollouts.torch_engine", "_Decoder._prefill", "rollout: prefill", "rollout"),
-    Clocked("agilerl.rollouts.torch_engine", "_Decoder._uniforms", "rollout: draw", "rollout"),
+    Clocked("agilerl.rollouts.torch_engine", "_uniforms", "rollout: draw", "rollout"),
     Clocked("agilerl.rollouts.sampling", "draw", "rollout: draw", "rollout"),
     Clocked("agilerl.rollouts.questions", "collect_answers", "rollout: build rows", "rollout"),
     Clocked("agilerl.rollouts.episodes", "collect_episodes", "rollout: build rows", "rollout"),
@@ -155,15 +154,13 @@ class Counted:
         self.session = result
 
     def note_decoding(self, arguments: Sequence[Any], result: Any) -> None:
-        _, requests, units, _ = arguments
-        rows, completions = result
-        asked = {(unit.slot, request) for unit in units for request, _ in unit.rows}
-        lengths = [len(completion.token_ids) for completion in completions]
+        requests = arguments[1]
+        lengths = [len(completion.token_ids) for group in result for completion in group]
         found = {
-            "agents": len(units),
-            "prompts": len(asked),
-            "rows": len(rows),
-            "prompt": fmean(len(requests[request].prompt_ids) for _, request in asked),
+            "agents": len({request.slot for request in requests}),
+            "prompts": len(requests),
+            "rows": len(lengths),
+            "prompt": fmean(len(request.prompt_ids) for request in requests),
             "completion": fmean(lengths),
             "longest": max(lengths),
         }
@@ -195,7 +192,7 @@ class Counted:
         """Functions, with what notes their arguments and results."""
         return (
             ("agilerl.training.setup", "build", self.note_session),
-            ("agilerl.rollouts.torch_engine", "_decode", self.note_decoding),
+            ("agilerl.rollouts.torch_engine", "TorchEngine.generate", self.note_decoding),
             ("agilerl.runtime", "Runtime.forward", self.note_forward),
             ("agilerl.algorithms.update", "optim_step", self.note_step),
             ("agilerl.population", "Population.evolve", self.note_evolution),

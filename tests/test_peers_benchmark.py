@@ -37,7 +37,7 @@ def test_tokens_of_our_arms(folder: Path, arm: str, agents: int) -> None:
     assert first["tokens"] == {name: agents * count for name, count in OURS.items()}
     assert "tokens" not in second
     assert first["seconds"] > 0
-    assert 0 < ready["loaded"] <= second["peak"]
+    assert 0 < ready["loaded"] < 1.01 * second["peak"]  # the kernel counts the two in different ways
 
 
 @pytest.mark.processes

@@ -63,12 +63,12 @@ def test_a_second_counts_for_the_innermost_phase() -> None:
 @pytest.mark.model
 def test_the_phases_of_a_small_run(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
-    clock, original = Clock(), torch_engine._decode
+    clock, original = Clock(), torch_engine.TorchEngine.generate
     with watched(clock) as counted:
-        assert torch_engine._decode is not original
+        assert torch_engine.TorchEngine.generate is not original
         train([str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run"), "--quiet"])
         clock.stop()
-    assert torch_engine._decode is original
+    assert torch_engine.TorchEngine.generate is original
     assert set(clock.seconds) <= set(PHASES)
     assert sum(clock.seconds.values()) == pytest.approx(clock._last)
     for phase in ("rollout: prefill", "rollout: draw", "update: forward", "update: backward", EXAMS):

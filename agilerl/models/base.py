@@ -19,7 +19,7 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
 from agilerl.models.flat import FlatRows, Rows, flatten
 from agilerl.models.kernels import apply_liger_kernels, asking, choose_attention, decoding_attention
-from agilerl.models.layers import configure_layers, offloaded
+from agilerl.models.layers import configure_layers, configure_norms, offloaded
 from agilerl.models.model_config import (
     auto_class,
     check_attention,
@@ -172,6 +172,7 @@ class BaseModel:
         if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
             warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
+        configure_norms(self.body, own=options.torch_compiler is None and not options.use_liger_kernel)
         before, self.options = self.options, options
         self.flattens = self._can_flatten()
         if options.use_sequence_packing and not before.use_sequence_packing and not self.flattens:
@@ -277,6 +278,8 @@ class BaseModel:
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         if any(window and window < self.context_length for window in windows):
             return False  # no row here is long enough to show it
+        if getattr(config, "num_kv_shared_layers", None):
+            return False  # decoding looks up each layer's own keys and values
         ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
         if kinds & {"longrope", "dynamic"}:

@@ -91,6 +91,20 @@ def attend_decoding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     return found.reshape(rows, 1, heads, value.shape[3])
 
 
+def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Return answers of ``q [n, heads, s, d]`` over some of its keys, and the logarithm of their weights' sum.
+
+    Answers over other keys can be joined to them: each counts by its sum. ``mask`` is added to the scores.
+    """
+    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+        options = {"attn_mask": mask, "scale": scale}
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)  # type: ignore[no-any-return]
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = scores if mask is None else scores + mask
+    weight = scores.logsumexp(-1)
+    return (scores - weight[..., None]).exp().to(v.dtype) @ v, weight
+
+
 def apply_liger_kernels(model: Any, device: torch.device) -> None:
     """Let Liger's Triton kernels compute RMSNorm, rotary embeddings and SwiGLU of one model.
 

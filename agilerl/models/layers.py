@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,56 @@ def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStor
         forward.store, forward.recompute = store, options.gradient_checkpointing
         forward.compiled = _compiled(layer, forward, options.torch_compiler)
         layer.forward = forward
+
+
+class _NormForward:
+    """The forward of an RMSNorm whose backward pass reads its input half as often as autograd's."""
+
+    def __init__(self, norm: nn.Module, epsilon: float) -> None:
+        self.own, self.norm, self.epsilon = norm.forward, norm, epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return cast(Tensor, self.own(x))
+        return cast(Tensor, _RMSNorm.apply(x, self.norm.weight, self.epsilon))  # type: ignore[no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """``weight x / sqrt(mean(x^2) + epsilon)`` over the last dimension, with a frozen weight, as Llama computes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(x, inverse)
+        ctx.weight = weight
+        return weight * (wide * inverse).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, inverse = ctx.saved_tensors
+        wide, own = x.to(inverse.dtype), (grad * ctx.weight).to(inverse.dtype)
+        # With n = x inverse, the gradient is inverse (own - n mean(own n)).
+        along = (own * wide).mean(-1, keepdim=True).mul_(inverse.pow(3))
+        return own.mul_(inverse).sub_(wide * along).to(x.dtype), None, None
+
+
+@torch.no_grad()
+def configure_norms(body: nn.Module, *, own: bool) -> None:
+    """Let RMSNorms use a backward pass of ours where ``own`` is set and their forward is Llama's, to the bit."""
+    for norm in body.modules():
+        changed = norm.__dict__.get("forward")
+        if isinstance(changed, _NormForward) and not own:
+            del norm.forward
+        if changed is not None or not own or not type(norm).__name__.endswith("RMSNorm"):
+            continue
+        epsilon = next((getattr(norm, n) for n in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, n)), None)
+        weight = getattr(norm, "weight", None)
+        if epsilon is None or not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
+            continue
+        x = torch.linspace(-3, 2, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
+        if torch.equal(norm(x), _RMSNorm.apply(x, weight, epsilon)):  # type: ignore[no-untyped-call]
+            norm.forward = _NormForward(norm, epsilon)
 
 
 def _compiled(layer: nn.Module, forward: _LayerForward, mode: str | None) -> Callable[..., Any] | None:

@@ -59,13 +59,23 @@ class StackedLoRALinear(nn.Module):
 
 
 def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
-    if layer._store.route is None:
+    store = layer._store
+    if store.route is None:
         return cast(Tensor, layer.base_layer(x))
-    runs = _runs(layer._store.route.slots, _counts(x, layer._store, layer._index, layer._store.route))
+    runs = _runs(store, layer._index, x, store.route)
     # In two dimensions the base layer's result is no view, so that the deltas can be added in place.
     lines = x.reshape(-1, x.shape[-1])
-    tape = torch.empty(0, device=x.device, requires_grad=True) if torch.is_grad_enabled() else None
-    out = _LowRank.apply(lines, layer.base_layer(lines), tape, layer._store, layer._index, runs)  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled():
+        out = layer.base_layer(lines)
+        for run in runs:
+            _add_delta(lines, out, run)
+    else:
+        tape, place = torch.empty(0, device=x.device, requires_grad=True), (store, layer._index, runs)
+        base = layer.base_layer
+        if type(base) is nn.Linear and type(base.weight) is nn.Parameter and not base.weight.requires_grad:
+            out = _WithLinear.apply(lines, tape, base, place)  # type: ignore[no-untyped-call]
+        else:
+            out = _LowRank.apply(lines, base(lines), tape, place)  # type: ignore[no-untyped-call]
     return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
@@ -76,23 +86,34 @@ def _outside_graphs() -> Callable[[StackedLoRALinear, Tensor], Tensor]:
 
 
 class _Run(NamedTuple):
-    """Slots with equal numbers of entries, side by side in the batch."""
+    """Slots with equal numbers of entries, side by side in the batch, and their factors in one layer."""
 
     slots: tuple[int, ...]
     entries: slice
+    a: Tensor
+    """[slots, R, in], times each slot's scaling."""
+    b: Tensor
+    """[slots, out, R]."""
 
 
-def _runs(slots: Sequence[int], counts: Sequence[int]) -> list[_Run]:
+def _runs(store: AdapterStore, layer: int, x: Tensor, route: Route) -> list[_Run]:
     """Return the runs of a batch: one batched matrix product serves each.
 
     It has the same shape for each slot as on its own, so that an agent's bits never depend on the others.
     """
-    runs: list[_Run] = []
-    start = 0
-    for count, members in groupby(zip(slots, counts), key=lambda pair: pair[1]):
+    of_adapters = (store.theta.data_ptr(), store.theta._version, store.scaling._version)
+    key = (layer, x.shape[:-1], store.batch_rows, *of_adapters)
+    runs: list[_Run] | None = route.known.get(key)
+    if runs is not None:
+        return runs
+    runs, start = [], 0
+    for count, members in groupby(zip(route.slots, _counts(x, store, layer, route)), key=lambda pair: pair[1]):
         own = tuple(slot for slot, _ in members)
-        runs.append(_Run(own, slice(start, start + count * len(own))))
+        a, b = (_pick(bank, own) for bank in store.factors[layer])
+        scaled = a * _pick(store.scaling, own)[:, None, None]
+        runs.append(_Run(own, slice(start, start + count * len(own)), scaled, b))
         start += count * len(own)
+    route.known[key] = runs
     return runs
 
 
@@ -110,6 +131,40 @@ def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[i
     return tuple(rows * tokens for rows in route.rows)
 
 
+_Place = tuple[AdapterStore, int, Sequence[_Run]]
+"""(store, layer, runs)."""
+
+
+def _add_delta(x: Tensor, out: Tensor, run: _Run) -> Tensor:
+    """``out += scaling B A x`` for a run's entries of x ``[entries, in]``; returns ``scaling A x``."""
+    low = torch.bmm(_by_slot(x, run).to(run.a.dtype), run.a.transpose(1, 2))
+    into = _by_slot(out, run)
+    if out.dtype == run.b.dtype:
+        into.baddbmm_(low, run.b.transpose(1, 2))
+    else:
+        into += torch.bmm(low, run.b.transpose(1, 2)).to(out.dtype)
+    return low
+
+
+def _add_gradients(grad: Tensor, x: Tensor, lows: Sequence[Tensor], place: _Place, grad_x: Tensor | None) -> None:
+    """Add the gradients of A and B to the bank, and that of x to ``grad_x``."""
+    store, layer, runs = place
+    grad_a, grad_b = store.factor_grads[layer]
+    for run, low in zip(runs, lows):
+        wide = _by_slot(grad, run).to(run.b.dtype)
+        grad_low = torch.bmm(wide, run.b)
+        own = torch.bmm(grad_low.transpose(1, 2), _by_slot(x, run).to(low.dtype))
+        _add_to(grad_a, run.slots, own.mul_(_pick(store.scaling, run.slots)[:, None, None]))
+        _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
+        if grad_x is None:
+            continue
+        into = _by_slot(grad_x, run)
+        if into.dtype == run.a.dtype:
+            into.baddbmm_(grad_low, run.a)
+        else:
+            into += torch.bmm(grad_low, run.a).to(into.dtype)
+
+
 class _LowRank(torch.autograd.Function):
     """``out += scaling B A x`` for x ``[entries, in]``, each run of entries by its own slots.
 
@@ -119,50 +174,41 @@ class _LowRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, out: Tensor, tape: Tensor | None, store: AdapterStore, layer: int, runs: Sequence[_Run]
-    ) -> Tensor:
-        lows = []
-        for run in runs:
-            a, b = (_pick(bank, run.slots) for bank in store.factors[layer])
-            low = (
-                torch.bmm(_by_slot(x, run).to(a.dtype), a.transpose(1, 2))
-                * _pick(store.scaling, run.slots)[:, None, None]
-            )
-            into = _by_slot(out, run)
-            if out.dtype == b.dtype:
-                into.baddbmm_(low, b.transpose(1, 2))
-            else:
-                into += torch.bmm(low, b.transpose(1, 2)).to(out.dtype)
-            lows.append(low)
+    def forward(ctx: Any, x: Tensor, out: Tensor, tape: Tensor, place: _Place) -> Tensor:
+        lows = [_add_delta(x, out, run) for run in place[2]]
         ctx.mark_dirty(out)
-        if tape is not None:
-            ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
-            ctx.place = (store, layer, runs)
+        ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
+        ctx.place = place
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *lows = ctx.saved_tensors
-        store, layer, runs = ctx.place
         grad = grad.contiguous()
-        grad_a, grad_b = store.factor_grads[layer]
-        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        for run, low in zip(runs, lows):
-            a, b = (_pick(bank, run.slots) for bank in store.factors[layer])
-            wide = _by_slot(grad, run).to(b.dtype)
-            grad_low = torch.bmm(wide, b) * _pick(store.scaling, run.slots)[:, None, None]
-            _add_to(grad_a, run.slots, torch.bmm(grad_low.transpose(1, 2), _by_slot(x, run).to(low.dtype)))
-            _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
-            if grad_x is not None:
-                into = _by_slot(grad_x, run)
-                if into.dtype == a.dtype:
-                    torch.bmm(grad_low, a, out=into)
-                else:
-                    into.copy_(torch.bmm(grad_low, a))
-        if grad_x is not None:
-            grad_x[runs[-1].entries.stop :] = 0  # entries of the base model alone
-        return grad_x, grad, None, None, None, None
+        # Entries of the base model alone have none.
+        grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
+        _add_gradients(grad, x, lows, ctx.place, grad_x)
+        return grad_x, grad, None, None
+
+
+class _WithLinear(torch.autograd.Function):
+    """The same together with the frozen linear layer: one gradient of x, to which each run adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tape: Tensor, base: nn.Linear, place: _Place) -> Tensor:
+        out = nn.functional.linear(x, base.weight, base.bias)
+        lows = [_add_delta(x, out, run) for run in place[2]]
+        ctx.save_for_backward(x, *lows)
+        ctx.weight, ctx.place = base.weight, place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *lows = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        _add_gradients(grad, x, lows, ctx.place, grad_x)
+        return grad_x, None, None, None
 
 
 def _by_slot(values: Tensor, run: _Run) -> Tensor:

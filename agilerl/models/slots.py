@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Route:
     slots: tuple[int, ...]
     rows: tuple[int, ...] | None
     """None: all rows of any batch belong to the one slot."""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What the layers have looked up for this route."""
 
 
 class AdapterStore:

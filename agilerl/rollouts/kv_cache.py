@@ -1,84 +1,335 @@
-"""A key-value cache whose rows have their own lengths, so that no row is ever padded on the left."""
+"""Keys and values while decoding: a prompt's once for all its completions, or each row's in one piece."""
 
-from typing import Any
+from itertools import groupby
+from typing import Any, Protocol
 from weakref import proxy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from agilerl.errors import EngineError
+from agilerl.models.kernels import asking, attend_decoding, attend_part
+from agilerl.sizes import padded_length
+
 Kept = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
+_FIRST_ROOM = 32
+"""A row has room for so many tokens at first, and for twice as many each time it is full."""
 
 
-class _RaggedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values ``[rows, heads, capacity, head_dim]`` of one attention layer."""
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer of a cache, which does the work for all of them."""
 
-    def __init__(self, owner: "RaggedCache") -> None:
+    def __init__(self, owner: Any, number: int) -> None:
         super().__init__()
-        self._owner = proxy(owner)  # a cycle would hold the cache until garbage is collected
+        self._owner, self._number = proxy(owner), number  # a cycle would hold the cache until garbage is collected
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        positions = self._owner.positions
-        if positions is None:  # prefill
-            kept = self._owner.kept
-            if kept is not None:
-                place = self._owner.layers.index(self)
-                key_states, value_states = (torch.cat(x) for x in zip((key_states, value_states), kept[place]))
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
-            return key_states, value_states
-        assert self.keys is not None
-        assert self.values is not None
-        rows = torch.arange(positions.shape[0], device=positions.device)
-        self.keys[rows, :, positions] = key_states[:, :, 0]
-        self.values[rows, :, positions] = value_states[:, :, 0]
-        visible = self._owner.visible
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+        self.is_initialized = True
+        return self._owner.put(self._number, key_states, value_states)  # type: ignore[no-any-return]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self._owner.positions is None else self._owner.visible), 0
+        return max(self._owner.visible, query_length), 0
 
     def get_seq_length(self) -> int:
-        return 0 if self._owner.positions is None else self._owner.visible
+        return int(self._owner.visible)
 
     def get_max_length(self) -> int:
         return -1
 
 
-class RaggedCache(Cache):  # type: ignore[misc]
-    """Prefill once, then decode one token a row, each row at its own position."""
+class _Layers(Cache):  # type: ignore[misc]
+    visible = 0
+    """How many earlier tokens the model is told of."""
 
     def __init__(self, num_layers: int) -> None:
-        self.positions: Tensor | None = None
-        """[rows] where the next key of each row goes; None while prefilling."""
-        self.kept: Kept | None = None
-        """Keys and values of tokens that the prefill need not compute: of each layer, after those that it computes."""
-        self.visible = 0
-        """How many positions of the buffers the next step attends to; a row's own length is enforced by the mask."""
-        super().__init__(layers=[_RaggedLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
 
-    def expand(self, places: Tensor, capacity: int) -> None:
-        """After prefill: begin each row of the decode batch with some prefilled tokens, and make room for more.
 
-        ``places [rows, length]`` number the tokens as the prefill had them, row by row; ``capacity`` tokens fit a row.
+class PromptLine(_Layers):
+    """Takes the keys and values of a prefill, whose rows may be single tokens; what is known need not be computed."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.known: Kept | None = None
+        """Keys and values of tokens that the prefill does not compute; in the line they come after its own."""
+        self.found: Kept = []
+        """Keys and values ``[rows, heads, n, head_dim]`` of each layer."""
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take what a layer has computed, ``[rows, heads, n, head_dim]``; returns it with what is known."""
+        if self.known is not None:
+            keys, values = (torch.cat(pair) for pair in zip((keys, values), self.known[layer]))
+        self.found.append((keys, values))
+        return keys, values
+
+    def at(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``."""
+        keys, values = (part.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2) for part in self.found[layer])
+        return keys.contiguous(), values.contiguous()
+
+
+class DecodingCache(Protocol):
+    """The cache of a decode batch of several blocks: rows that were admitted together, and are side by side."""
+
+    visible: int
+
+    def admit(
+        self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
+    ) -> None:
+        """Add a block, which becomes the one with this number.
+
+        Args:
+            block: at most the number of blocks that there are.
+            line: what the prefill computed.
+            places: ``[P, L]`` where the line has each prompt's tokens; after a prompt's end, any of them.
+            lengths: ``[P]`` tokens of each prompt, on the CPU.
+            prompt_of: ``[R]`` the prompt of each row, ascending, on the CPU.
+            tokens: the most that a row says.
         """
-        for layer in self.layers:
-            for name in ("keys", "values"):
-                line = getattr(layer, name).transpose(1, 2).flatten(0, 1)
-                buffer = line.new_empty((places.shape[0], line.shape[1], capacity, line.shape[2]))
-                buffer[:, :, : places.shape[1]] = line[places].transpose(1, 2)
-                buffer[:, :, places.shape[1] :] = 0  # the mask hides what is not there yet, but 0 x NaN is NaN
-                setattr(layer, name, buffer)
 
-    def of_row(self, row: int, length: int) -> Kept:
-        """Return a copy of a row's keys and values, up to ``length`` tokens."""
-        parts = ((layer.keys[row, :, :length], layer.values[row, :, :length]) for layer in self.layers)
-        return [tuple(part.transpose(0, 1).unsqueeze(2).clone() for part in pair) for pair in parts]
+    def select(self, block: int, rows: Tensor) -> None:
+        """Keep some rows of a block, ascending; if there are none, the block goes."""
+
+    def of_row(self, block: int, row: int, tokens: int) -> Kept:
+        """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it said."""
+
+    def step(self, positions: Tensor) -> Tensor:
+        """Make room for a token of every row, at ``positions [R]``, padding rows included; returns attention's mask."""
+
+
+class GroupedCache(_Layers):
+    """For bases of which we compute attention: a prompt's keys and values are there once for all rows that continue it.
+
+    Attention to the prompt, one call for the rows of all prompts, and to what a row said itself are computed apart, and
+    weighed by the sums of their exponentials.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self._blocks: list[_Block] = []
+        self._layer, self._keys = 0, torch.empty(0)
+
+    def admit(
+        self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
+    ) -> None:
+        """Add a block; see :class:`DecodingCache`."""
+        self._blocks.insert(block, _Block(line, places, lengths, prompt_of, tokens))
+
+    def select(self, block: int, rows: Tensor) -> None:
+        """Keep some rows of a block, ascending; if there are none, the block goes."""
+        if len(rows):
+            self._blocks[block].select(rows)
+        else:
+            del self._blocks[block]
+
+    def of_row(self, block: int, row: int, tokens: int) -> Kept:
+        """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it said."""
+        return self._blocks[block].of_row(row, tokens)
+
+    def step(self, positions: Tensor) -> Tensor:
+        """Make room for a token of every row; returns the mask that makes attention ask this cache."""
+        for block in self._blocks:
+            block.make_room()
+        self.visible = max(block.longest + block.tokens for block in self._blocks)
+        return asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device), self._attend)
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the new token of every row, ``[rows, heads, 1, head_dim]``."""
+        start = 0
+        for block in self._blocks:
+            block.put(layer, keys[start : start + len(block)], values[start : start + len(block)])
+            start += len(block)
+        self._layer, self._keys = layer, keys
+        return keys, values
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        if key is not self._keys:
+            raise EngineError("a layer attends to other keys than its own, which decoding does not know of")
+        shared, start, found = key.shape[1], 0, list[Tensor]()
+        queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
+        for block in self._blocks:
+            own = queries[start : start + len(block)]
+            found.append(block.attend(self._layer, own, query.shape[3] ** -0.5 if scale is None else scale))
+            start += len(block)
+        if start < len(queries):  # rows that only fill up the matrix products
+            found.append(found[0].new_zeros((len(queries) - start, *found[0].shape[1:])))
+        return (torch.cat(found) if len(found) > 1 else found[0]).flatten(1, 2).unsqueeze(1)
+
+
+class _Block:
+    """Rows that were admitted together, and so have said equally many tokens."""
+
+    def __init__(self, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int) -> None:
+        self.prompts = [line.at(layer, places) for layer in range(len(line.found))]
+        """Of each layer, keys and values ``[P, heads, L, head_dim]``."""
+        self.lengths, self.prompt_of, self.longest = lengths.tolist(), prompt_of, places.shape[1]
+        keys, _ = self.prompts[0]
+        room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
+        self.said = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
+        """Of each layer, keys and values ``[R, heads, room, head_dim]`` of what each row said."""
+        self.tokens = 0
+        """How many tokens of each row these are, the one included that is being computed."""
+        hidden = torch.arange(self.longest) >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, float("-inf"))
+        self.mask = mask[:, None, None].to(keys.device)
+        self.groups: list[_Group] = []
+        prompt = row = 0
+        for size, alike in groupby(torch.bincount(prompt_of, minlength=len(lengths)).tolist()):
+            count = len(list(alike))
+            self.groups.append(_Group(slice(prompt, prompt + count), size, slice(row, row + count * size)))
+            prompt, row = prompt + count, row + count * size
+
+    def __len__(self) -> int:
+        return len(self.prompt_of)
+
+    def make_room(self) -> None:
+        if self.tokens == self.said[0][0].shape[2]:
+            self.said = [(_twice(keys), _twice(values)) for keys, values in self.said]
+        self.tokens += 1
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        own_keys, own_values = self.said[layer]
+        own_keys[:, :, self.tokens - 1], own_values[:, :, self.tokens - 1] = keys[:, :, 0], values[:, :, 0]
+
+    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
+        """Return answers ``[R, shared, sharers, head_dim]`` to queries of this shape."""
+        keys, values = self.prompts[layer]
+        there = [group for group in self.groups if group.rows.stop > group.rows.start]
+        parts = [group.attend(query[group.rows], keys, values, self.mask, scale) for group in there]
+        early, weight = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts))
+        own_keys, own_values = (part[:, :, : self.tokens] for part in self.said[layer])
+        late, own_weight = attend_part(query, own_keys, own_values, None, scale)
+        return torch.lerp(late, early, _sigmoid(weight - own_weight).to(late.dtype).unsqueeze(-1))
 
     def select(self, rows: Tensor) -> None:
-        """Keep some rows, in the given order."""
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        start = 0
+        for group in self.groups:
+            own = rows[(rows >= group.rows.start) & (rows < group.rows.stop)] - group.rows.start
+            group.select(own, start, self.mask.device)
+            start += len(own)
+        self.prompt_of, there = self.prompt_of[rows], rows.to(self.mask.device)
+        self.said = [(keys[there], values[there]) for keys, values in self.said]
+
+    def of_row(self, row: int, tokens: int) -> Kept:
+        prompt = int(self.prompt_of[row])
+        length = self.lengths[prompt]
+        return [
+            (
+                _joined(k[prompt, :, :length], own_k[row, :, :tokens]),
+                _joined(v[prompt, :, :length], own_v[row, :, :tokens]),
+            )
+            for (k, v), (own_k, own_v) in zip(self.prompts, self.said)
+        ]
+
+
+class _Group:
+    """Prompts of a block, side by side, that equally many rows continue at the start; one attention call is for all.
+
+    The call is as for all these rows at every step. So its shape, and with it the bits of a row, depends on no other
+    prompt.
+    """
+
+    def __init__(self, prompts: slice, size: int, rows: slice) -> None:
+        self.prompts, self.size, self.rows = prompts, size, rows
+        self.seats: Tensor | None = None
+        """Of each row that is left, its place among those at the start; None: all are there."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Return answers to queries ``[n, shared, sharers, head_dim]``, and the logarithm of their weights' sum."""
+        count = self.prompts.stop - self.prompts.start
+        if self.seats is not None:
+            query = query.new_zeros((count * self.size, *query.shape[1:])).index_copy_(0, self.seats, query)
+        (_, shared, sharers, width), rows = query.shape, count * self.size
+        asked = query.reshape(count, self.size, shared, sharers, width).transpose(1, 2).flatten(2, 3)
+        parts = attend_part(asked, keys[self.prompts], values[self.prompts], mask[self.prompts], scale)
+        found, weight = (
+            part.reshape(count, shared, self.size, sharers, -1).transpose(1, 2).reshape(rows, shared, sharers, -1)
+            for part in parts
+        )
+        weight = weight.squeeze(-1)
+        return (found, weight) if self.seats is None else (found[self.seats], weight[self.seats])
+
+    def select(self, rows: Tensor, start: int, device: torch.device) -> None:
+        """Keep some rows, given by their places in the group; it begins at ``start`` in the block from now on."""
+        if len(rows) < self.rows.stop - self.rows.start:
+            rows = rows.to(device)
+            self.seats = rows if self.seats is None else self.seats[rows]
+        self.rows = slice(start, start + len(rows))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid, of which the last numbers would be rounded in another way if they did not fill a register."""
+    flat = x.flatten()
+    return torch.sigmoid(F.pad(flat, (0, -len(flat) % 32)))[: len(flat)].view(x.shape)
+
+
+def _twice(part: Tensor) -> Tensor:
+    return torch.cat([part, torch.empty_like(part)], dim=2)
+
+
+def _joined(*parts: Tensor) -> Tensor:
+    """Return the tokens of parts ``[heads, n, head_dim]``, one after the other, as ``[tokens, heads, 1, head_dim]``."""
+    return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(2).contiguous()
+
+
+class RaggedCache(_Layers):
+    """For all other bases: each row's keys and values in one piece, at their positions; one block at a time."""
+
+    def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype) -> None:
+        super().__init__(num_layers)
+        self._multiple, self._dtype = row_multiple, dtype
+        self._rows: Kept = []
+        """Of each layer, keys and values ``[R, heads, capacity, head_dim]``, padding rows included."""
+        self._lengths = self._positions = torch.empty(0, dtype=torch.int64)
+
+    def admit(
+        self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
+    ) -> None:
+        """Add the only block; see :class:`DecodingCache`."""
+        self._lengths = lengths[prompt_of]
+        self.visible, capacity = int(lengths.max()), padded_length(int(lengths.max()) + tokens)
+        places = places[self._padded(prompt_of).to(places.device)]
+        self._rows = []
+        for layer in range(len(line.found)):
+            parts = line.at(layer, places)
+            # The mask hides what is not there yet, but 0 x NaN is NaN.
+            buffers = [part.new_zeros((*part.shape[:2], capacity, part.shape[3])) for part in parts]
+            for buffer, part in zip(buffers, parts):
+                buffer[:, :, : part.shape[2]] = part
+            self._rows.append((buffers[0], buffers[1]))
+
+    def select(self, block: int, rows: Tensor) -> None:
+        """Keep some rows, ascending."""
+        self._lengths, kept = self._lengths[rows], self._padded(rows)
+        self._rows = [(keys[kept], values[kept]) for keys, values in self._rows] if len(rows) else []
+
+    def of_row(self, block: int, row: int, tokens: int) -> Kept:
+        """Return a copy of a row's keys and values, up to so many tokens that it said."""
+        length = int(self._lengths[row]) + tokens
+        return [(_joined(keys[row, :, :length]), _joined(values[row, :, :length])) for keys, values in self._rows]
+
+    def step(self, positions: Tensor) -> Tensor:
+        """Set where the next token of each row goes; returns the mask."""
+        self._positions, self.visible = positions, self.visible + 1
+        length = min(padded_length(self.visible), self._rows[0][0].shape[2])
+        hidden = torch.arange(length, device=positions.device)[None] > positions[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device)
+        mask.masked_fill_(hidden, torch.finfo(self._dtype).min)
+        self._length = length
+        return asking(mask[:, None, None], attend_decoding)
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the new token of every row; returns what there is of each."""
+        rows = torch.arange(len(self._positions), device=self._positions.device)
+        own_keys, own_values = self._rows[layer]
+        own_keys[rows, :, self._positions], own_values[rows, :, self._positions] = keys[:, :, 0], values[:, :, 0]
+        return own_keys[:, :, : self._length], own_values[:, :, : self._length]
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.new_zeros(-len(rows) % self._multiple)])

@@ -1,9 +1,9 @@
 """Batched decoding of all agents' rows with one base model: the default rollout engine."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,32 +14,37 @@ from agilerl.data import Completion
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.flat import Rows, flatten
-from agilerl.models.kernels import asking, attend_decoding
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
-from agilerl.rollouts.kv_cache import Kept, RaggedCache
+from agilerl.rollouts.engine import GenerationRequest, OnCompletion, of_part
+from agilerl.rollouts.kv_cache import DecodingCache, GroupedCache, Kept, PromptLine, RaggedCache
 from agilerl.rollouts.sampling import RowSettings, draw
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
-_COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows is still running
+_COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows, or fewer, would stay
+_ENTER_FROM = 0.25  # waiting rows enter a batch once this share of the rows in flight is free
+_READ_EVERY = {"cpu": 1}
+"""By device, the steps between two looks at what was drawn; on others than these, looking waits for the device."""
+_READ_ELSEWHERE = 8
+
+Row = tuple[int, int]
+"""(request, sample)."""
 
 
-@dataclass
-class _Unit:
+class _Unit(NamedTuple):
     """Rows of one slot that always travel together; which these are depends on the slot's requests, and on memory."""
 
     slot: int | None
-    rows: list[tuple[int, int]]
-    """(request, sample) of each row."""
+    rows: list[Row]
 
 
 class TorchEngine:
     """Decodes every agent's rows in one batch over a shared base.
 
-    Each prompt is prefilled once per agent and its cache expanded to the group. ``max_rows`` bounds the rows in
-    flight (memory); ``unit_rows`` is the most rows of one agent in one batch. Where memory runs out, the rows in flight
-    are halved, and stay so in ``limits``; a row that it does not hold alone ends as ``oom``, without a token.
+    Each prompt is prefilled once per agent, and all its completions read the same keys and values. ``max_rows`` bounds
+    the rows in flight (memory): as rows end, others that wait take their places. ``unit_rows`` is the most rows of one
+    agent that enter together. Where memory runs out, the rows in flight are halved, and stay so in ``limits``; a row
+    that it does not hold alone ends as ``oom``, without a token.
     """
 
     exact = True
@@ -59,6 +64,8 @@ class TorchEngine:
         self.limits = MemoryLimits() if limits is None else limits
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
+        self.read_every = _READ_EVERY.get(base.device.type, _READ_ELSEWHERE)
+        """Decoding steps between two looks at what was drawn: until then, rows that have ended go on in vain."""
         self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
         self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
 
@@ -82,264 +89,318 @@ class TorchEngine:
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
             generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
             return [group for part in generated for group in part]
-        found: dict[tuple[int, int], Completion] = {}
+        found: dict[Row, Completion] = {}
 
-        def end(row: tuple[int, int], completion: Completion) -> None:
+        def end(row: Row, completion: Completion) -> None:
             found[row] = completion
             if on_completion is not None:
                 on_completion(*row, completion)
 
-        rows: dict[int | None, list[tuple[int, int]]] = {}
-        for place, request in enumerate(requests):
-            rows.setdefault(request.slot, []).extend((place, sample) for sample in range(request.samples))
-        waiting, before = self._batches(rows), self.limits.decode_rows
-        while waiting:
-            batch = waiting.pop(0)
-            count = sum(len(unit.rows) for unit in batch)
-            if count > self.limits.decoding(count):
-                waiting[:0] = self._batches({unit.slot: unit.rows for unit in batch})
-                continue
-            if attempt(partial(_decode, self, requests, batch, end)) is not None:
-                continue
-            # Rows that had ended before memory ran out stay as they are: somebody may be grading them by now.
-            left = [_Unit(unit.slot, [row for row in unit.rows if row not in found]) for unit in batch]
-            again = [unit for unit in left if unit.rows]
+        every = [(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)]
+        before = self.limits.decode_rows
+        # Rows that had ended before memory ran out stay as they are: somebody may be grading them by now.
+        while left := [row for row in every if row not in found]:
+            decoder = _Decoder(self, requests, self._units(requests, left), end)
+            if attempt(decoder.run) is not None:
+                break
+            flying = decoder.in_flight
+            del decoder  # and the memory that it holds
             kept = [r.conversation for r in requests if r.conversation is not None and r.conversation.kept is not None]
-            if kept:  # computing these tokens again needs less memory than keeping them
-                for conversation in kept:
-                    conversation.token_ids, conversation.kept = (), None
-            elif count > 1:
-                self.limits.decode_rows = count // 2
-            else:  # this one row is too much by itself, which says nothing about the others
+            for conversation in kept:  # computing these tokens again needs less memory than keeping them
+                conversation.token_ids, conversation.kept = (), None
+            if not kept and len(flying) > 1:
+                self.limits.decode_rows = len(flying) // 2
+            elif not kept:  # this one row is too much by itself, which says nothing about the others
                 self.limits.decode_rows = before
-                for unit in again:
-                    end(unit.rows[0], Completion([], [], "oom"))
-                again = []
-            if again:
-                waiting.insert(0, again)
+                end(flying[0], Completion([], [], "oom"))
         return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
 
-    def _batches(self, rows: Mapping[int | None, Sequence[tuple[int, int]]]) -> list[list[_Unit]]:
-        """Cut the rows of each slot into units, and pack the k-th unit of every slot into batches."""
-        most = self.limits.decoding(self.max_rows)
-        size = min(self.unit_rows, self.limits.decoding(self.unit_rows))
-        # The base model's rows come last: rows beyond the route carry no adapter.
-        order = sorted(rows, key=lambda slot: (slot is None, slot or 0))
-        per_slot = {slot: [list(rows[slot][k : k + size]) for k in range(0, len(rows[slot]), size)] for slot in order}
-        batches: list[list[_Unit]] = []
-        for k in range(max((len(units) for units in per_slot.values()), default=0)):
-            batches.append([])
-            for unit in (_Unit(slot, per_slot[slot][k]) for slot in order if k < len(per_slot[slot])):
-                if batches[-1] and sum(len(u.rows) for u in batches[-1]) + len(unit.rows) > most:
-                    batches.append([])
-                batches[-1].append(unit)
-        return [b for b in batches if b]
+    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row]) -> list[_Unit]:
+        """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on."""
+        size = self.limits.decoding(min(self.unit_rows, self.max_rows))
+        of_slot: dict[int | None, list[Row]] = {}
+        for row in rows:
+            of_slot.setdefault(requests[row[0]].slot, []).append(row)
+        order = sorted(of_slot, key=lambda slot: (slot is None, slot or 0))
+        longest = max((len(own) for own in of_slot.values()), default=0)
+        starts = [(start, slot) for start in range(0, longest, size) for slot in order if start < len(of_slot[slot])]
+        return [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
 
 
-_End = Callable[[tuple[int, int], Completion], None]
-"""Takes a row, as (request, sample), and its completion."""
+class _Block:
+    """Rows that entered together and have drawn equally many tokens: all of adapters, or all of the base model."""
 
+    def __init__(self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: Sequence[_Unit]) -> None:
+        device, context = engine.base.device, engine.base.context_length
+        self.slots = [u.slot for u in units]
+        self.counts = [len(u.rows) for u in units]
+        """Of each unit, the rows that are left."""
+        self.rows = [row for u in units for row in u.rows]
+        self.unit_of = torch.arange(len(units)).repeat_interleave(torch.tensor(self.counts))
+        settings = [requests[r].sampling for r, _ in self.rows]
+        lengths = [len(requests[r].prompt_ids) for r, _ in self.rows]
+        limits = [min(s.max_new_tokens, context - length) for s, length in zip(settings, lengths)]
+        self.limits, self.steps = torch.tensor(limits), max(limits)
+        self.cut_by_context = [s.max_new_tokens > limit for s, limit in zip(settings, limits)]
+        self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
+        self.logps = torch.zeros((len(self.rows), self.steps))
+        self.produced = [0] * len(self.rows)
+        """Tokens of each row that has ended."""
+        self.step = 0
+        self.live = torch.arange(len(self.rows))
+        """The rows that are left in the batch; those of them that have not ended are ``running``."""
+        self.running = torch.ones(len(self.rows), dtype=torch.bool)
+        # What follows is of the rows that are left, on the device.
+        self.lengths = torch.tensor(lengths, device=device)
+        self.settings = RowSettings.of(settings, device)
+        self.uniforms = torch.from_numpy(_uniforms(engine.seed, requests, self.rows, self.steps)).to(device)
+        self.logits = self.last = torch.empty(0)
+        """What the next tokens are drawn from, and the tokens drawn last."""
+        self.drawn: list[tuple[Tensor, Tensor]] = []
+        """Tokens and log-probs of the last steps, at which nobody has looked yet."""
+        self.seen: Tensor | None = None
+        """[R, V] tokens of each row, if a repetition penalty asks for them."""
 
-def _decode(
-    engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End
-) -> tuple[list[tuple[int, int]], list[Completion]]:
-    return _Decoder(engine, requests, units, end).run()
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def draw(self, eos: Tensor) -> None:
+        """Draw the next token of every row."""
+        tokens, logps = draw(
+            self.logits, self.uniforms[:, self.step], self.settings, position=self.step, eos=eos, seen=self.seen
+        )
+        self.drawn.append((tokens, logps))
+        self.last = tokens
+        if self.seen is not None:
+            self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
+        self.step += 1
+
+    def read(self, eos: Tensor) -> list[tuple[int, str]]:
+        """Take over what was drawn; returns the rows that have ended, and why."""
+        tokens, logps = (torch.stack(parts, dim=1).cpu() for parts in zip(*self.drawn))
+        self.drawn = []
+        steps = torch.arange(self.step - tokens.shape[1], self.step)
+        self.tokens[self.live[:, None], steps], self.logps[self.live[:, None], steps] = tokens, logps
+        stops, broken = torch.isin(tokens, eos), ~torch.isfinite(logps)
+        over = stops | broken | (self.limits[self.live][:, None] <= steps + 1)
+        ended = []
+        for i in torch.nonzero(over.any(1) & self.running)[:, 0].tolist():
+            row, at = int(self.live[i]), int(over[i].int().argmax())
+            self.produced[row] = int(steps[at]) + 1
+            limit = "context" if self.cut_by_context[row] else "length"
+            ended.append((row, "error" if broken[i, at] else "stop" if stops[i, at] else limit))
+        self.running &= ~over.any(1)
+        return ended
+
+    def staying(self, multiple: int) -> Tensor | None:
+        """Choose the rows that stay, unit by unit, or None if all do; updates ``counts``.
+
+        The rule looks at one unit alone, so that its rows are batched alike whoever else is in flight. Of a unit a
+        ``multiple`` of rows stays, some that have ended among them: units of one size share a matrix product.
+        """
+        units = self.unit_of[self.live]
+        running = torch.bincount(units[self.running], minlength=len(self.counts)).tolist()
+        sizes = [-(-own // multiple) * multiple for own in running]
+        smaller = [bool(count) and size <= _COMPACT_BELOW * count for size, count in zip(sizes, self.counts)]
+        if not any(smaller):
+            return None
+        keep = self.running | ~torch.tensor(smaller)[units]
+        for unit in [u for u, small in enumerate(smaller) if small]:
+            keep[torch.nonzero((units == unit) & ~self.running)[: sizes[unit] - running[unit], 0]] = True
+            self.counts[unit] = sizes[unit]
+        return torch.nonzero(keep)[:, 0]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep some rows."""
+        self.live, self.running = self.live[rows], self.running[rows]
+        there = rows.to(self.lengths.device)
+        self.lengths, self.uniforms = self.lengths[there], self.uniforms[there]
+        self.settings = self.settings.select(there)
+        self.last = self.last[there]
+        self.seen = None if self.seen is None else self.seen[there]
 
 
 class _Decoder:
-    """One batch from prefill to the last token."""
+    """Rows from prefill to the last token, as many at a time as may be in flight."""
 
     def __init__(
-        self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: list[_Unit], end: _End
+        self,
+        engine: TorchEngine,
+        requests: Sequence[GenerationRequest],
+        units: Sequence[_Unit],
+        end: Callable[[Row, Completion], None],
     ) -> None:
-        self.engine, self.base, self.requests, self.end = engine, engine.base, requests, end
-        self.slots = [u.slot for u in units]
-        self.counts = [len(u.rows) for u in units]
-        self.rows = [row for u in units for row in u.rows]
-        self.unit_of = torch.repeat_interleave(torch.arange(len(units)), torch.tensor(self.counts))
-        settings = [requests[r].sampling for r, _ in self.rows]
-        lengths = [len(requests[r].prompt_ids) for r, _ in self.rows]
-        room = [self.base.context_length - length for length in lengths]
-        self.limits = torch.tensor([min(s.max_new_tokens, c) for s, c in zip(settings, room)])
-        self.cut_by_context = [s.max_new_tokens > c for s, c in zip(settings, room)]
-        self.steps = int(self.limits.max())
-        self.capacity = padded_length(max(n + int(m) for n, m in zip(lengths, self.limits)))
-        self.lengths = torch.tensor(lengths)
-        self.settings = RowSettings.of(settings, self.base.device)
-        self.uniforms = torch.from_numpy(self._uniforms(settings)).to(self.base.device)
-        self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
-        self.logps = torch.zeros((len(self.rows), self.steps))
-        self.kept: dict[int, Kept] = {}
-        """Keys and values of finished rows; handed to their conversations once the whole batch has succeeded."""
-        self.ended: list[str] = [""] * len(self.rows)
-        self.produced = [0] * len(self.rows)
-        self.completions: dict[int, Completion] = {}
+        self.engine, self.base, self.requests, self._end = engine, engine.base, requests, end
+        self.waiting = deque(units)
+        self.blocks: list[_Block] = []
+        """Those of adapters first: rows of a batch beyond the route use the base model alone."""
+        self.in_flight: list[Row] = []
+        self._most = max(engine.limits.decoding(engine.max_rows), 1)
+        layers, multiple = self.base.num_layers, engine._row_multiple
+        self.cache: DecodingCache = (
+            GroupedCache(layers) if self.base.flattens else RaggedCache(layers, multiple, self.base.dtype)
+        )
+        self._eos = engine._eos.cpu()
+        self._route: Route | None = None
+        self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
+        """Of rows that have ended, what their conversations keep once all rows have succeeded."""
 
-    def _uniforms(self, settings: Sequence[SamplingSettings]) -> np.ndarray:
-        table = np.zeros((len(self.rows), self.steps))
-        keys: dict[str, dict[int, tuple[int, ...]]] = {}
-        for i, (r, sample) in enumerate(self.rows):
-            if settings[i].temperature > 0:
-                keys.setdefault(self.requests[r].purpose, {})[i] = (*self.requests[r].key, sample)
-        for purpose, drawn in keys.items():
-            table[list(drawn)] = streams.uniform_rows(self.engine.seed, purpose, list(drawn.values()), self.steps)
-        return table
+    def run(self) -> bool:
+        """Decode to the end."""
+        while self.blocks or self.waiting:
+            self._admit()
+            for block in list(self.blocks):
+                block.draw(self.engine._eos)
+                if len(block.drawn) == self.engine.read_every or block.step == block.steps:
+                    self._read(block)
+            if self.blocks:
+                self._step()
+        for (place, _), (kept, said) in self._kept.items():
+            conversation = self.requests[place].conversation
+            assert conversation is not None
+            conversation.slot, conversation.kept = self.requests[place].slot, kept
+            conversation.token_ids = [*self.requests[place].prompt_ids, *said]
+        return True
 
-    def run(self) -> tuple[list[tuple[int, int]], list[Completion]]:
-        """Decode to the end; each row is handed over when it ends."""
-        cache = RaggedCache(self.base.num_layers)
-        logits, seen = self._prefill(cache)
-        live = torch.arange(len(self.rows))  # row of the result that each row of the batch writes to
-        running = torch.ones(len(self.rows), dtype=torch.bool)
-        lengths = self.lengths.clone()
-        for step in range(self.steps):
-            settings = self.settings.select(live)
-            tokens, logps = draw(
-                logits, self.uniforms[live, step], settings, position=step, eos=self.engine._eos, seen=seen
-            )
-            running = self._record(step, live, running, tokens.cpu(), logps.cpu())
-            if not running.any():
-                break
-            keep = self._surviving(live, running)
-            if keep is not None:
-                self._remember(cache, live, torch.isin(torch.arange(len(live)), keep, invert=True))
-                live, running, lengths, tokens = live[keep], running[keep], lengths[keep], tokens[keep]
-                seen = None if seen is None else seen[keep]
-                cache.select(self._pad_rows(keep))
-            if seen is not None:
-                seen[torch.arange(len(live)), tokens] = True
-            logits = self._step(cache, live, tokens, lengths)
-            lengths = lengths + running  # a finished row keeps overwriting one position that nobody reads
-        self._remember(cache, live, torch.ones(len(live), dtype=torch.bool))
-        for row, kept in self.kept.items():
-            request, count = self.requests[self.rows[row][0]], self.produced[row]
-            assert request.conversation is not None
-            said = self.tokens[row, : count - 1].tolist()
-            conversation = request.conversation
-            conversation.slot, conversation.kept = request.slot, kept
-            conversation.token_ids = [*request.prompt_ids, *said]
-        return self.rows, [self.completions[i] for i in range(len(self.rows))]
+    def _admit(self) -> None:
+        """Let waiting units enter where there is room for them."""
+        there = sum(len(block) for block in self.blocks)
+        # A few rows at a time would pay for a prefill, and for attention of their own at every step.
+        if there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
+            return
+        entering: list[_Unit] = []
+        while self.waiting and (not there or there + len(self.waiting[0].rows) <= self._most):
+            entering.append(self.waiting.popleft())
+            there += len(entering[-1].rows)
+        self.in_flight = [block.rows[i] for block in self.blocks for i in block.live.tolist()]
+        self.in_flight += [row for unit in entering for row in unit.rows]
+        if not self.base.flattens and entering:  # one block, in which the base model's rows come last
+            self._enter(sorted(entering, key=lambda unit: unit.slot is None), 0)
+            return
+        for is_base, units in groupby(sorted(entering, key=lambda unit: unit.slot is None), lambda u: u.slot is None):
+            place = len(self.blocks) if is_base else sum(block.slots[0] is not None for block in self.blocks)
+            self._enter(list(units), place)
 
-    def _remember(self, cache: RaggedCache, live: Tensor, over: Tensor) -> None:
-        """Keep what was computed of rows that leave the batch; the last token drawn was not."""
-        for place in torch.nonzero(over)[:, 0].tolist():
-            row = int(live[place])
-            if self.requests[self.rows[row][0]].conversation is not None and self.base.flattens and self.produced[row]:
-                self.kept[row] = cache.of_row(place, int(self.lengths[row]) + self.produced[row] - 1)
+    def _enter(self, units: Sequence[_Unit], place: int) -> None:
+        """Prefill some units, which become the block at this place."""
+        block = _Block(self.engine, self.requests, units)
+        self._prefill(block, place)
+        self.blocks.insert(place, block)
 
-    def _prefill(self, cache: RaggedCache) -> tuple[Tensor, Tensor | None]:
-        """Run each prompt once per unit; returns the first logits ``[R, V]`` and, if needed, the tokens seen."""
-        prompts: list[tuple[int, int]] = []
-        source = []
-        per_unit = [0] * len(self.slots)
-        for unit, (request, _) in zip(self.unit_of.tolist(), self.rows):
-            if not prompts or prompts[-1] != (unit, request):
-                prompts.append((unit, request))
-                per_unit[unit] += 1
-            source.append(len(prompts) - 1)
-        device, rows = self.base.device, torch.tensor(source)
-        hidden, places = self._prompts([self.requests[request] for _, request in prompts], per_unit, cache)
+    def _prefill(self, block: _Block, place: int) -> None:
+        """Run each prompt of a block once per unit: the cache takes it, and the block has its first logits."""
+        asked = list(zip(block.unit_of.tolist(), (request for request, _ in block.rows)))
+        prompts = [key for key, _ in groupby(asked)]
+        prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
+        per_unit = torch.bincount(torch.tensor([unit for unit, _ in prompts]), minlength=len(block.slots)).tolist()
+        requests, line = [self.requests[request] for _, request in prompts], PromptLine(self.base.num_layers)
+        hidden, places = self._prompts(requests, block.slots, per_unit, line)
+        lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
-        cache.expand(places[self._pad_rows(rows)].to(device), self.capacity)
-        rows = rows.to(device)
-        seen = None
-        if bool((self.settings.repetition_penalty != 1).any()):
+        self.cache.admit(place, line, places.to(device), lengths, prompt_of, block.steps)
+        there = prompt_of.to(device)
+        if bool((block.settings.repetition_penalty != 1).any()):
             seen = torch.zeros((len(prompts), self.base.vocabulary_size), dtype=torch.bool, device=device)
-            for i, (_, request) in enumerate(prompts):
-                seen[i, torch.tensor(self.requests[request].prompt_ids, device=device)] = True
-            seen = seen[rows]
-        return self.base.logits(last)[rows], seen
+            for i, request in enumerate(requests):
+                seen[i, torch.tensor(request.prompt_ids, device=device)] = True
+            block.seen = seen[there]
+        block.logits = self.base.logits(last)[there]
 
     def _prompts(
-        self, requests: Sequence[GenerationRequest], per_unit: Sequence[int], cache: RaggedCache
+        self,
+        requests: Sequence[GenerationRequest],
+        slots: Sequence[int | None],
+        per_unit: Sequence[int],
+        line: PromptLine,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the prompts of all units, which fill the cache; what a conversation has kept is not computed again.
+        """Compute the prompts of some units, which ``line`` takes; what a conversation has kept is not computed again.
 
-        Returns hidden states ``[N, H]``, and ``[prompts, length]`` where the cache has each token; those that were
+        Returns hidden states ``[N, H]``, and ``[prompts, length]`` where the line has each token; those that were
         computed have the same place among the states. After the end of a prompt it is that of its last token.
         """
         base, store, prompts = self.base, self.engine.store, [request.prompt_ids for request in requests]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        length = int(lengths.max())
+        width = padded_length(int(lengths.max()))
+        ids = torch.zeros((len(prompts), width), dtype=torch.int64)
+        ids[torch.arange(width) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
         if base.flattens:
-            ids = torch.zeros((len(prompts), length), dtype=torch.int64)
-            ids[torch.arange(length) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
             known = torch.tensor([_known(request) for request in requests])
-            cache.kept = _kept(requests, known.tolist(), base.num_layers)
-            columns = [ids, lengths] if cache.kept is None else [ids, lengths, known]
+            line.known = _kept(requests, known.tolist(), base.num_layers)
+            columns = [ids, lengths] if line.known is None else [ids, lengths, known]
             units = zip(*(torch.split(column, list(per_unit)) for column in columns))
             of_units = [Rows(unit[0], unit[1], known=unit[2] if len(unit) > 2 else None) for unit in units]
             rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
-            with store.routed(self._route(rows.parts)):
-                return base.flat(rows.to(base.device), past_key_values=cache), torch.cat(rows.sources)
-        width = padded_length(length)
-        ids = torch.zeros((len(prompts) + -len(prompts) % self.engine._row_multiple, width), dtype=torch.int64)
-        ids[: len(prompts)][torch.arange(width) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
-        with store.routed(self._route(per_unit)):
-            hidden = base.hidden(ids.to(base.device), past_key_values=cache)
+            with store.routed(_route(slots, rows.parts)):
+                return base.flat(rows.to(base.device), past_key_values=line), torch.cat(rows.sources)
+        ids = torch.cat([ids, ids.new_zeros((-len(ids) % self.engine._row_multiple, width))])
+        with store.routed(_route(slots, per_unit)):
+            hidden = base.hidden(ids.to(base.device), past_key_values=line)
         starts = torch.arange(len(prompts))[:, None] * width
-        return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(length), lengths[:, None] - 1)
+        return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(width), lengths[:, None] - 1)
 
-    def _route(self, counts: Sequence[int]) -> Route | None:
-        pairs = [(s, c) for s, c in zip(self.slots, counts) if s is not None and c]
-        return Route(tuple(s for s, _ in pairs), tuple(c for _, c in pairs)) if pairs else None
+    def _read(self, block: _Block) -> None:
+        """Look at what a block has drawn; rows that have ended are handed out, and leave when enough of them have."""
+        for row, reason in block.read(self._eos):
+            count = block.produced[row]
+            said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
+            self._end(block.rows[row], Completion(said, logps, reason))  # type: ignore[arg-type]
+        place = self.blocks.index(block)
+        keep = block.staying(self.engine._row_multiple) if block.running.any() else torch.empty(0, dtype=torch.int64)
+        if keep is None:
+            return
+        leaving = torch.isin(torch.arange(len(block)), keep, invert=True)
+        for i in torch.nonzero(leaving)[:, 0].tolist():
+            row = int(block.live[i])
+            count = block.produced[row] - 1  # the last token drawn was not computed
+            if self.base.flattens and self.requests[block.rows[row][0]].conversation is not None:
+                said = block.tokens[row, :count].tolist()
+                self._kept[block.rows[row]] = self.cache.of_row(place, i, count), said
+        self.cache.select(place, keep)
+        if len(keep):
+            block.select(keep)
+        else:
+            del self.blocks[place]
 
-    def _pad_rows(self, rows: Tensor) -> Tensor:
-        return torch.cat([rows, rows.new_zeros(-len(rows) % self.engine._row_multiple)])
-
-    def _record(self, step: int, live: Tensor, running: Tensor, tokens: Tensor, logps: Tensor) -> Tensor:
-        """Write the drawn tokens of running rows; returns which rows go on."""
-        self.tokens[live[running], step] = tokens[running]
-        self.logps[live[running], step] = logps[running]
-        stops = torch.isin(tokens, self.engine._eos.cpu())
-        broken = ~torch.isfinite(logps)
-        full = self.limits[live] <= step + 1
-        over = running & (stops | full | broken)
-        for i in torch.nonzero(over)[:, 0].tolist():
-            row = int(live[i])
-            self.produced[row] = step + 1
-            limit = "context" if self.cut_by_context[row] else "length"
-            self.ended[row] = "error" if broken[i] else "stop" if stops[i] else limit
-            self.completions[row] = self._completion(row)
-            self.end(self.rows[row], self.completions[row])
-        return running & ~over
-
-    def _surviving(self, live: Tensor, running: Tensor) -> Tensor | None:
-        """Choose the rows to keep, unit by unit, or None when all stay; updates ``counts``.
-
-        The rule looks at one unit alone, so that its rows are batched alike whoever else is in flight.
-        """
-        units = self.unit_of[live]
-        left = torch.bincount(units[running], minlength=len(self.counts)).tolist()
-        smaller = [bool(count) and own <= _COMPACT_BELOW * count for own, count in zip(left, self.counts)]
-        if not any(smaller):
-            return None
-        self.counts = [own if small else count for own, small, count in zip(left, smaller, self.counts)]
-        return torch.nonzero(running | ~torch.tensor(smaller)[units])[:, 0]
-
-    def _step(self, cache: RaggedCache, live: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Feed one token a row at its own position; returns the next logits ``[R, V]``."""
-        device = self.base.device
-        positions = self._pad_rows(lengths).to(device)
-        ids = self._pad_rows(tokens.to(device))[:, None]
-        cache.positions = positions
-        cache.visible = min(padded_length(int(positions.max()) + 1), self.capacity)
-        hidden_from = torch.arange(cache.visible, device=device)[None] > positions[:, None]
-        mask = torch.zeros(hidden_from.shape, dtype=self.base.dtype, device=device)
-        mask.masked_fill_(hidden_from, torch.finfo(self.base.dtype).min)
-        with self.engine.store.routed(self._route(self.counts)):
+    def _step(self) -> None:
+        """Feed every row's last token at its own position: all blocks have their next logits."""
+        rows = sum(len(block) for block in self.blocks)
+        padding = self.engine._eos.new_zeros(-rows % self.engine._row_multiple)
+        ids = torch.cat([*(block.last for block in self.blocks), padding])
+        positions = torch.cat([*(block.lengths + (block.step - 1) for block in self.blocks), padding])
+        positions.clamp_(max=self.base.context_length - 1)  # rows that have ended go on beyond it
+        slots = [slot for block in self.blocks for slot in block.slots]
+        route = _route(slots, [count for block in self.blocks for count in block.counts])
+        if route != self._route:  # the layers have looked up their factors for the one that is there
+            self._route = route
+        with self.engine.store.routed(self._route):
             hidden = self.base.hidden(
-                ids,
-                attention_mask=asking(mask[:, None, None], attend_decoding),
+                ids[:, None],
+                attention_mask=self.cache.step(positions),
                 position_ids=positions[:, None],
-                past_key_values=cache,
+                past_key_values=self.cache,
             )
-        return self.base.logits(hidden[:, 0])[: len(live)]
+        logits, start = self.base.logits(hidden[:, 0]), 0
+        for block in self.blocks:
+            block.logits = logits[start : start + len(block)]
+            start += len(block)
 
-    def _completion(self, row: int) -> Completion:
-        count = self.produced[row]
-        return Completion(self.tokens[row, :count].tolist(), self.logps[row, :count].tolist(), self.ended[row])  # type: ignore[arg-type]
+
+def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[Row], steps: int) -> np.ndarray:
+    """Return the number in [0, 1) that decides each draw, ``[R, steps]``; 0 for rows that take the likeliest token."""
+    table = np.zeros((len(rows), steps))
+    keys: dict[str, dict[int, tuple[int, ...]]] = {}
+    for i, (place, sample) in enumerate(rows):
+        if requests[place].sampling.temperature > 0:
+            keys.setdefault(requests[place].purpose, {})[i] = (*requests[place].key, sample)
+    for purpose, drawn in keys.items():
+        table[list(drawn)] = streams.uniform_rows(seed, purpose, list(drawn.values()), steps)
+    return table
+
+
+def _route(slots: Sequence[int | None], counts: Sequence[int]) -> Route | None:
+    pairs = [(s, c) for s, c in zip(slots, counts) if s is not None and c]
+    return Route(tuple(s for s, _ in pairs), tuple(c for _, c in pairs)) if pairs else None
 
 
 def _known(request: GenerationRequest) -> int:

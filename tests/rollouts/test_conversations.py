@@ -114,7 +114,7 @@ def test_nothing_is_kept_of_a_batch_that_fails(runtime: Runtime, monkeypatch: py
     expected, step, steps = play(runtime), torch_engine._Decoder._step, []
 
     def short_of_memory(decoder: Any, *arguments: Any) -> torch.Tensor:
-        steps.append(len(decoder.rows))
+        steps.append(len(decoder.in_flight))
         if len(steps) == 7:  # in the second turn
             raise MemoryError
         return step(decoder, *arguments)

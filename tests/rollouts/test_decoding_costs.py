@@ -9,18 +9,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.kv_cache import RaggedCache
+from agilerl.rollouts.kv_cache import GroupedCache
 from agilerl.runtime import Runtime
+from agilerl.sizes import padded_length
 from tests.tiny_models import qwen2, random_model
 
 pytestmark = pytest.mark.model
 
 WIDTH = 16
+WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "unique_dim", "_unique2", "masked_select"}
 COPIES = {"clone", "copy_", "_to_copy", "index", "index_select", "cat", "repeat"}
 
 
 class CopiedKeys(TorchDispatchMode):
-    """Counts the bytes that operations copy of tensors ``[..., length, WIDTH]``: keys and values of several tokens."""
+    """Counts the bytes that operations copy of tensors ``[..., length, WIDTH]``: keys and values of many tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class CopiedKeys(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        several = isinstance(found, Tensor) and found.dim() > 3 and found.shape[-1] == WIDTH and found.shape[-2] > 1
+        several = isinstance(found, Tensor) and found.dim() > 3 and found.shape[-1] == WIDTH and found.shape[-2] >= 32
         if several and func.overloadpacket.__name__ in COPIES:
             self.bytes += found.numel() * found.element_size()
         return found
@@ -44,24 +46,25 @@ def make_runtime(agents: int = 1, **changes: Any) -> Runtime:
     return runtime
 
 
-def generate(runtime: Runtime, length: int, tokens: int) -> None:
-    slots = range(runtime.store.used)
-    settings = SamplingSettings(tokens)
-    runtime.engine.generate([GenerationRequest(slot, [2 + slot] * length, 4, settings, key=(slot,)) for slot in slots])
+def generate(runtime: Runtime, length: int, tokens: int, samples: int = 4) -> None:
+    slots, settings = range(runtime.store.used), SamplingSettings(tokens)
+    asked = [GenerationRequest(slot, [2 + slot] * length, samples, settings, key=(slot,)) for slot in slots]
+    runtime.engine.generate(asked)
 
 
-def copied(runtime: Runtime, length: int, tokens: int) -> int:
+def copied(runtime: Runtime, length: int, tokens: int, samples: int = 4) -> int:
     with CopiedKeys() as copies:
-        generate(runtime, length, tokens)
+        generate(runtime, length, tokens, samples)
     return copies.bytes
 
 
 @pytest.mark.parametrize("key_value_heads", [1, 2, 4])
 def test_a_step_copies_no_keys_and_values(key_value_heads: int) -> None:
-    """What is copied (the prompt's cache, to the rows of its group) is copied once, however many tokens follow."""
+    """A prompt is copied once, however many rows continue it and however many tokens follow."""
     runtime = make_runtime(num_key_value_heads=key_value_heads)
     few, many = copied(runtime, 40, 3), copied(runtime, 40, 11)
-    assert few == many > 0
+    of_a_prompt = runtime.base.num_layers * 2 * key_value_heads * padded_length(40) * WIDTH * 4
+    assert few == many == copied(runtime, 40, 3, samples=16) <= of_a_prompt
 
 
 def test_a_token_of_all_agents_is_one_pass_through_the_base() -> None:
@@ -75,14 +78,14 @@ def test_a_token_of_all_agents_is_one_pass_through_the_base() -> None:
 
 def test_keys_and_values_are_gone_when_the_completions_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the largest part of a rollout's memory; a cycle would keep them until garbage is collected."""
-    made: list[weakref.ref[RaggedCache]] = []
+    made: list[weakref.ref[GroupedCache]] = []
 
-    class Watched(RaggedCache):
+    class Watched(GroupedCache):
         def __init__(self, num_layers: int) -> None:
             super().__init__(num_layers)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("agilerl.rollouts.torch_engine.RaggedCache", Watched)
+    monkeypatch.setattr("agilerl.rollouts.torch_engine.GroupedCache", Watched)
     gc.disable()
     try:
         generate(make_runtime(), 10, 3)
@@ -90,3 +93,51 @@ def test_keys_and_values_are_gone_when_the_completions_are_there(monkeypatch: py
         gc.enable()
     assert made
     assert [cache() for cache in made] == [None]
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that would make the host wait for a device, or copy something to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in WAITS
+        return func(*args, **(kwargs or {}))
+
+
+def operations(runtime: Runtime, tokens: int, mode: type[TorchDispatchMode]) -> int:
+    with mode() as counted:
+        generate(runtime, 10, tokens)
+    return int(counted.count)  # type: ignore[attr-defined]
+
+
+class Kernels(Waits):
+    """Counts the operations that compute or copy something."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and func.overloadpacket.__name__ not in ("_unsafe_view", "detach")
+        return func(*args, **(kwargs or {}))
+
+
+def test_between_two_looks_nothing_waits_for_the_device() -> None:
+    """What is drawn stays on the device; every eighth step is looked at."""
+    runtime = make_runtime(3)
+    runtime.engine.read_every = 8  # type: ignore[attr-defined]
+    generate(runtime, 10, 2)
+    assert operations(runtime, 6, Waits) == operations(runtime, 3, Waits)
+    more = operations(runtime, 16, Waits) - operations(runtime, 8, Waits)
+    assert more == operations(runtime, 24, Waits) - operations(runtime, 16, Waits)
+    assert more < 10
+
+
+def test_a_token_takes_as_many_kernels_for_many_agents_as_for_one() -> None:
+    """A layer's: norms, rotation, 7 products with one batched delta each, and attention in two parts."""
+    counts = []
+    for agents in (1, 6):
+        runtime = make_runtime(agents)
+        runtime.engine.read_every = 8  # type: ignore[attr-defined]
+        counts.append(operations(runtime, 7, Kernels) - operations(runtime, 6, Kernels))
+    assert abs(counts[0] - counts[1]) < 5  # rows that fill up a matrix product take some
+    assert counts[1] <= 60 * runtime.base.num_layers + 40

@@ -1,12 +1,15 @@
 """The rollout engine: right tokens, right log-probs, and the same bits in every batch layout."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from agilerl.errors import ConfigError, EngineError
-from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts import GenerationRequest, SamplingSettings, torch_engine
 from agilerl.rollouts.sampling import RowSettings, draw
+from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.runtime import Runtime
 from tests.tiny_models import EOS, VOCABULARY, llama, qwen2, random_model
 
@@ -102,6 +105,65 @@ def test_an_agent_alone_gets_the_same_log_probs_to_the_bit(heads: int, shared: i
         alone = runtime.engine.generate(own)
         both = [c for r, c in zip(asked, together) if r.slot == slot]
         assert [[c.logprobs for c in g] for g in alone] == [[c.logprobs for c in g] for g in both]
+
+
+def sharing_off(runtime: Runtime) -> Runtime:
+    """Let every row have its keys and values in one piece, as with bases of which we do not compute attention."""
+    runtime.base.flattens = False
+    return runtime
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+def test_a_prompt_shared_by_its_rows_gives_what_copies_of_it_do(heads: tuple[int, int]) -> None:
+    runtimes = [make_runtime(qwen2(num_attention_heads=heads[0], num_key_value_heads=heads[1])) for _ in range(2)]
+    shared, own = (runtime.engine.generate(requests()) for runtime in (runtimes[0], sharing_off(runtimes[1])))
+    for a, b in zip(shared, own):
+        assert [c.token_ids for c in a] == [c.token_ids for c in b]
+        assert [c.finish_reason for c in a] == [c.finish_reason for c in b]
+        assert [c.logprobs for c in a] == [pytest.approx(c.logprobs, abs=1e-5) for c in b]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_waiting_rows_enter_as_others_leave(monkeypatch: pytest.MonkeyPatch, runtime: Runtime, flat: bool) -> None:
+    """An agent's rows are those that it has alone, to the bit, at whatever time they enter."""
+    runtime = runtime if flat else sharing_off(runtime)
+    asked = [replace(r, key=(*r.key, k)) for k in range(4) for r in requests(samples=2)]
+    alone = [runtime.engine.generate([r for r in asked if r.slot == slot]) for slot in (0, 1, 2, None)]
+    blocks: list[list[int]] = []
+    step = torch_engine._Decoder._step
+
+    def counted(decoder: torch_engine._Decoder) -> None:
+        blocks.append([len(block) for block in decoder.blocks])
+        step(decoder)
+
+    monkeypatch.setattr(torch_engine._Decoder, "_step", counted)
+    engine = TorchEngine(runtime.base, runtime.store, seed=3, max_rows=64)
+    together = engine.generate(asked)
+    for slot, expected in zip((0, 1, 2, None), alone):
+        found = [group for request, group in zip(asked, together) if request.slot == slot]
+        assert [[c.token_ids for c in g] for g in found] == [[c.token_ids for c in g] for g in expected]
+        assert [[c.logprobs for c in g] for g in found] == [[c.logprobs for c in g] for g in expected]
+    assert max(sum(counts) for counts in blocks) <= 64
+    assert any(len(counts) > 1 for counts in blocks) == flat
+
+
+def test_looking_seldom_changes_nothing(runtime: Runtime) -> None:
+    asked = [replace(r, sampling=replace(r.sampling, repetition_penalty=1.3)) for r in requests()]
+    expected = runtime.engine.generate(asked)
+    engine = TorchEngine(runtime.base, runtime.store, seed=3)
+    for engine.read_every in (3, 8, 100):
+        for a, b in zip(expected, engine.generate(asked)):
+            assert [(c.token_ids, c.finish_reason) for c in a] == [(c.token_ids, c.finish_reason) for c in b]
+
+
+def test_looking_seldom_ends_rows_at_the_end_of_the_context() -> None:
+    runtime = make_runtime(qwen2(max_position_embeddings=16, eos_token_id=None))
+    runtime.engine.read_every = 8
+    short, long = (GenerationRequest(0, prompt(1, n), 2, SamplingSettings(40), key=(n,)) for n in (3, 14))
+    found = runtime.engine.generate([short, long])
+    assert [(len(c.token_ids), c.finish_reason) for c in (*found[0], *found[1])] == [(13, "context")] * 2 + [
+        (2, "context")
+    ] * 2
 
 
 def test_samples_follow_the_distribution(runtime: Runtime) -> None:

@@ -43,13 +43,13 @@ def longest_row(*overrides: str) -> int:
 
 
 def test_a_layer_by_hand() -> None:
-    # 2 x 8 + 3 x 12 + 2 x 4 + 4 x 20 numbers of 2 bytes, and two inputs of norms in fp32
-    assert layer_bytes(WIDTHS) == 140 * 2 + 2 * 8 * 4
-    assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 344
+    # 4 x 8 + 3 x 12 + 2 x 4 + 4 x 20 numbers of 2 bytes
+    assert layer_bytes(WIDTHS) == 156 * 2
+    assert saved_bytes(WIDTHS, checkpointing=False) == 3 * 312
     assert saved_bytes(WIDTHS, checkpointing=True) == 3 * 8 * 2
     assert saved_bytes(WIDTHS, checkpointing=False, offload=True) == 0
     assert working_bytes(WIDTHS, restored=False) == 4 * (20 + 8) * 4
-    assert working_bytes(WIDTHS, restored=True) == 4 * (20 + 8) * 4 + 344
+    assert working_bytes(WIDTHS, restored=True) == 4 * (20 + 8) * 4 + 312
     assert head_bytes(WIDTHS, 100, 16) == 3 * 16 * 50 * 4 + 3 * 100 * 8 * 2
     assert head_bytes(WIDTHS, 100) == 3 * 100 * 50 * 4 + 3 * 100 * 8 * 2
 
