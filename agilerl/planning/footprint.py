@@ -178,12 +178,12 @@ def gib(size: float) -> str:
 def layer_bytes(widths: Widths) -> float:
     """Return the bytes that one decoder layer saves for a token, counted on Llama's and Qwen's layers with SDPA.
 
-    Hidden width: the inputs of two norms, in fp32, and their outputs, which the adapters save in the base's type.
+    Hidden width: the inputs of two norms, and their outputs, which the adapters save.
     Query width: the rotated query and the attention's output, as the kernel computes it and back in the order of the
     tokens. Key-value width: key and value. Feed-forward width: gate, its activation, up, and their product.
     """
-    base = 2 * widths.hidden + 3 * widths.query_width + 2 * widths.kv_width + 4 * widths.feed_forward
-    return base * widths.width + 2 * widths.hidden * max(_NORM_WIDTH, widths.width)
+    base = 4 * widths.hidden + 3 * widths.query_width + 2 * widths.kv_width + 4 * widths.feed_forward
+    return base * widths.width
 
 
 def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
