@@ -1,4 +1,4 @@
-"""The backward pass of ours for RMSNorms: autograd's gradients, in norms that compute as Llama's do, and in no others."""
+"""Our backward pass of RMSNorms: autograd's gradients, in norms that compute as Llama's do, and in no others."""
 
 from typing import Any
 
