@@ -15,8 +15,7 @@ from agilerl.arguments import Hint, checked
 from agilerl.custom_code import left, torch_restored
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import ScoreOrError, check_score, score_or_error
-from agilerl.rewards.grades import Grades, grades_of
+from agilerl.rewards.grader import Grades, ScoreOrError, check_score, grades_of, score_or_error
 from agilerl.rewards.waiting import WaitingGrader, speaks_for
 from agilerl.streams import stream
 

@@ -23,9 +23,7 @@ from agilerl.envs.curation import (
 )
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.base import close, exact_match, setup
-from agilerl.rewards.grader import Grader, grader_name
-from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.grader import Grader, Grades, close, exact_match, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")

@@ -7,10 +7,8 @@ from agilerl.arguments import checked, nearest
 from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
-from agilerl.rewards.base import BaseGrader, close, setup
 from agilerl.rewards.combine import CombinedGrader
-from agilerl.rewards.grader import Grader, grader_name
-from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.grader import BaseGrader, Grader, Grades, close, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 

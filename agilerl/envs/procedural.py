@@ -17,7 +17,7 @@ from agilerl.envs.upstream import (
     draw,
 )
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.base import extract_answer
+from agilerl.rewards.grader import extract_answer
 from agilerl.streams import stream
 
 # -- training that gets harder: reasoning_gym's curricula -------------------------------------------------------------

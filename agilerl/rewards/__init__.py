@@ -1,10 +1,17 @@
 """Rewards: completions are scored by plain functions, or by graders that hold resources such as a model."""
 
-from agilerl.rewards.base import BaseGrader, exact_match, extract_answer
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.contract import GRADER_CHECKS, GraderCase, check_grader
-from agilerl.rewards.grader import Grader, call_grader, check_score
-from agilerl.rewards.grades import Grades, grade
+from agilerl.rewards.grader import (
+    BaseGrader,
+    Grader,
+    Grades,
+    call_grader,
+    check_score,
+    exact_match,
+    extract_answer,
+    grade,
+)
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader
 from agilerl.rewards.library import (

@@ -5,9 +5,7 @@ from typing import Any
 
 from agilerl.arguments import Name, checked, shown
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.base import BaseGrader, close, setup
-from agilerl.rewards.grader import Grader, grader_name
-from agilerl.rewards.grades import Grade, Grades, grade
+from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 from agilerl.validation import LARGEST_FLOAT32
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.base import close, setup
-from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, grader_name
+from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, close, grader_name, setup
 
 ODD_TEXTS = (
     "",

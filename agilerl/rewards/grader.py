@@ -1,16 +1,22 @@
-"""Call a grader: any function that turns completions into numbers, with either of the two usual signatures."""
+"""What a grader is: how any is called, the grades that come of it, and the base of those that hold resources."""
 
 import asyncio
 import inspect
 import math
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, SupportsFloat
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self, SupportsFloat, runtime_checkable
 
 from agilerl.arguments import checked, described
 from agilerl.custom_code import left, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
+
+# -- calling: any function that turns completions into numbers, with either of the two usual signatures ---------------
+
 
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
@@ -219,3 +225,176 @@ async def _settled(value: Any) -> Any:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+# -- the scores of a batch of completions, kept separately for each grader --------------------------------------------
+
+
+Grade = float | None
+
+
+@dataclass(frozen=True)
+class Grades:
+    """Rewards of N completions, and the scores of each grader that they were computed from."""
+
+    rewards: list[Grade]
+    """[N]; the rewards for training. None: no grade, which is masked out and never counts as 0."""
+    scores: dict[str, list[Grade]] = field(default_factory=dict)
+    """By grader, [N], before any weight; None if it did not apply or failed."""
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    """By grader, the indices of completions on which it failed: raised, timed out, or returned an invalid score."""
+    reasons: dict[int, RewardError] = field(default_factory=dict)
+    """By completion index, the first error."""
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """How often each grader failed."""
+        return {name: len(places) for name, places in self.failures.items()}
+
+    def scores_at(self, place: int) -> dict[str, Grade]:
+        """Return the score of each grader for one completion."""
+        return {name: column[place] for name, column in self.scores.items()}
+
+    def failed_at(self, place: int) -> tuple[str, ...]:
+        """Return the graders that failed on one completion."""
+        return tuple(name for name, places in self.failures.items() if place in places)
+
+
+class AllGradesFailedError(RewardError):
+    """A grader failed on every completion of a batch."""
+
+    def __init__(self, message: str, reasons: Mapping[int, RewardError]) -> None:
+        super().__init__(message)
+        self.reasons = dict(reasons)
+        """The error of each completion, by index."""
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """A grader that reports several scores separately."""
+
+    def grade(
+        self,
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        prompts: Sequence[str] | None = None,
+    ) -> Grades:
+        """Return rewards with the scores that they were computed from."""
+
+
+@checked
+def grade(
+    grader: Grader,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str] | None = None,
+) -> Grades:
+    """Score ``completions`` with any grader; a completion on which it fails gets None and is counted.
+
+    Arguments are those of ``call_grader``. A ``CombinedGrader`` reports a column for each of its graders.
+
+    Raises:
+        RewardError: the grader failed on every completion, so the grader itself is broken; or it broke its protocol
+            (see ``attempt_grader``).
+    """
+    if isinstance(grader, Composite):
+        return grader.grade(completions, rows, prompts)
+    return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
+
+
+def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
+    """Return the outcomes of one grader as grades.
+
+    Raises:
+        AllGradesFailedError: all outcomes are failures.
+    """
+    failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
+    if failures and len(failures) == len(outcomes):
+        count = f"{name} failed on all {len(outcomes)} completions; the first error: " if len(outcomes) > 1 else ""
+        raise AllGradesFailedError(f"{count}{failures[0]}", failures) from failures[0]
+    scores = [None if isinstance(outcome, RewardError) else outcome for outcome in outcomes]
+    return Grades(list(scores), {name: scores}, {name: list(failures)}, failures)
+
+
+# -- graders that hold resources: opened, closed and named ------------------------------------------------------------
+
+
+@runtime_checkable
+class Resource(Protocol):
+    """Any object with ``setup`` and ``close``."""
+
+    def setup(self) -> None:
+        """Open what grading needs."""
+
+    def close(self) -> None:
+        """Release it."""
+
+
+class BaseGrader:
+    """A grader with a name and a resource to open: a model, a connection, a process, other graders.
+
+    Subclasses implement ``open`` and ``release``, and ``__call__`` with one of the two signatures. ``setup`` may be
+    called any number of times and opens once per process; a process that was forked from one where the grader was open
+    opens it again. The package's graders call it themselves when they are first used.
+    """
+
+    name: str = "grader"
+    """The grader's name in messages and metrics."""
+    _opened_by: int | None = None
+
+    def setup(self) -> None:
+        """Open what grading needs, unless this process has already done so."""
+        if self._opened_by != os.getpid():
+            self.open()
+            self._opened_by = os.getpid()
+
+    def close(self) -> None:
+        """Release it, if this process has opened it; ``setup`` can open it again."""
+        if self._opened_by == os.getpid():
+            self._opened_by = None
+            self.release()
+
+    def open(self) -> None:
+        """Open the resource; called by ``setup``."""
+
+    def release(self) -> None:
+        """Undo ``open``."""
+
+    def __enter__(self) -> Self:
+        self.setup()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def setup(grader: object) -> None:
+    """Call the grader's ``setup`` if it has one; plain functions do not."""
+    if isinstance(grader, Resource):
+        grader.setup()
+
+
+def close(grader: object) -> None:
+    """Call the grader's ``close`` if it has one."""
+    if isinstance(grader, Resource):
+        grader.close()
+
+
+# -- reward functions that only need text -----------------------------------------------------------------------------
+
+
+OPEN, CLOSE = "<answer>", "</answer>"
+
+
+@checked
+def extract_answer(completion: str) -> str:
+    """Return the text between the last ``<answer>`` and ``</answer>``, else the whole completion; stripped."""
+    end = completion.rfind(CLOSE)
+    start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
+    return completion[start + len(OPEN) : end].strip() if start >= 0 else completion.strip()
+
+
+@checked
+def exact_match(completion: str, answer: str) -> float:
+    """Return 1.0 if the extracted answer equals ``answer``, ignoring outer whitespace; else 0.0."""
+    return 1.0 if extract_answer(completion) == answer.strip() else 0.0

@@ -16,8 +16,7 @@ import regex
 from agilerl.arguments import Count, Positive, check_fields, checked
 from agilerl.bounds import compiled_pattern
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
-from agilerl.rewards.base import exact_match, extract_answer
-from agilerl.rewards.grader import Grader
+from agilerl.rewards.grader import Grader, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader

@@ -4,7 +4,7 @@ import logging
 
 from math_verify import parse, verify
 
-from agilerl.rewards.base import extract_answer
+from agilerl.rewards.grader import extract_answer
 
 # It warns once that its time limit is off; that limit only works in a main thread.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -13,8 +13,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import torch_restored
 from agilerl.errors import ConfigError
-from agilerl.rewards.base import BaseGrader, close, setup
-from agilerl.rewards.grader import Grader, attempt_grader, grader_name
+from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, setup
 
 Answer = float | Exception | None
 """A score, None (not applicable), or why there is none."""

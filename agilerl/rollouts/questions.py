@@ -18,7 +18,7 @@ from agilerl.envs.prompts import decode_completions
 from agilerl.errors import RewardError
 from agilerl.functional import MetricReducer
 from agilerl.rewards.combine import weighted
-from agilerl.rewards.grades import AllGradesFailedError, Grade, Grades
+from agilerl.rewards.grader import AllGradesFailedError, Grade, Grades
 from agilerl.rewards.waiting import EarlyGrading
 from agilerl.rollouts.engine import Ask, RolloutEngine
 from agilerl.rollouts.failures import Failure, failure_of

@@ -23,7 +23,7 @@ from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError
 from agilerl.models.tiny.mistakes import MISTAKES
-from agilerl.rewards.base import exact_match
+from agilerl.rewards.grader import exact_match
 from agilerl.training.graders import graded, uses_own_reward
 
 

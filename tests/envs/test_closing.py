@@ -8,7 +8,7 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.tools import SearchTool
 from agilerl.errors import EnvError
-from agilerl.rewards.base import BaseGrader
+from agilerl.rewards.grader import BaseGrader
 from tests.envs.scripted import Echo
 from tests.envs.test_tokenized import complete
 

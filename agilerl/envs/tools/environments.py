@@ -15,7 +15,7 @@ from agilerl.envs.tools.compute import PythonTool, calculator
 from agilerl.envs.tools.env import ToolEnv
 from agilerl.envs.tools.search import LocalSearch
 from agilerl.errors import ConfigError
-from agilerl.rewards.base import CLOSE, OPEN, extract_answer
+from agilerl.rewards.grader import CLOSE, OPEN, extract_answer
 from agilerl.streams import stream
 
 # -- a small corpus about made-up towns, and questions that only it can answer ----------------------------------------
