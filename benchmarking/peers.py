@@ -17,7 +17,9 @@ Each arm is a process of its own that stays alive and makes one step when told. 
 order changes with the round, and a ratio is the median over rounds of the ratio within a round, with a bootstrap
 interval of 95 %. N agents of TRL are N times its step. The clock is the process's CPU time in one thread. The first
 round warms up; in it each arm counts the tokens that go through the model, padding included, with and without gradient.
-The peak of the resident set is that of the whole process, libraries included. Prints a table and one JSON object.
+The peak of the resident set is that of the whole process, libraries included. Our arms make the settings of malloc that
+``agilerl train`` makes; with glibc's own variables in the environment (``MALLOC_MMAP_THRESHOLD_`` and so on) all arms have
+these instead, which are then part of the result. Prints a table and one JSON object.
 
 TRL may live in another environment, which ``make peers`` makes; its steps need nothing of agilerl.
 """
@@ -197,6 +199,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     if arguments.arm:
+        keep_memory()
         train_with_ours(arguments.arm[0], json.loads(arguments.arm[1]), Turns.on_standard_streams())
         return
     document: dict[str, Any] = {
@@ -204,6 +207,7 @@ def main() -> None:
         **surroundings(arguments.rounds),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "clock": "cpu seconds, one thread",
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
         "versions": {"ours": {"torch": torch.__version__}, "trl": versions(arguments.trl_python)},
         "load_average": [],
         "results": [],

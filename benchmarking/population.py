@@ -8,7 +8,7 @@ Both arms are the same agents on the same base in one process, as ``Population``
 batches included: once as one population of N agents, once as N populations of one agent. Nothing ends early: the base
 has no end token. The arms take turns, and the one that begins changes with the round; ``gain`` is the median over
 rounds of (one at a time / batched) within a round, with a bootstrap interval of 95 %. The clock is the process's CPU
-time in one thread.
+time in one thread, with the settings of malloc that ``agilerl train`` makes.
 
 Memory is measured in a child process for each N: the banks' bytes, and the peak of the resident set above what a small
 run has left; at most the rows of one agent are in flight, whatever N. The slope is per further agent, to be compared
@@ -37,6 +37,7 @@ import transformers  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
 from agilerl.algorithms import GRPO  # noqa: E402
+from agilerl.cli.process_settings import keep_memory  # noqa: E402
 from agilerl.envs.core import Place, Row, Split, Task  # noqa: E402
 from agilerl.hpo.mutation import Mutations  # noqa: E402
 from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E402
@@ -237,6 +238,7 @@ def main() -> None:
         name, count, load = json.loads(arguments.child)
         print(json.dumps(held(name, count, load)))
         return
+    keep_memory()
     document: dict[str, Any] = {
         "benchmark": "population",
         **surroundings(arguments.rounds),
