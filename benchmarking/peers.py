@@ -18,7 +18,7 @@ order changes with the round, and a ratio is the median over rounds of the ratio
 interval of 95 %. N agents of TRL are N times its step. The clock is the process's CPU time in one thread. The first
 round warms up; in it each arm counts the tokens that go through the model, padding included, with and without gradient.
 The peak of the resident set is that of the whole process, libraries included. Our arms make the settings of malloc that
-``agilerl train`` makes; with glibc's own variables in the environment (``MALLOC_MMAP_THRESHOLD_`` and so on) all arms have
+``agilerl train`` makes; where glibc's variables are set (``MALLOC_MMAP_THRESHOLD_`` and so on), all arms have
 these instead, which are then part of the result. Prints a table and one JSON object.
 
 TRL may live in another environment, which ``make peers`` makes; its steps need nothing of agilerl.
