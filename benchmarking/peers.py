@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from agilerl.cli.process_settings import keep_memory  # noqa: E402
 from benchmarking.peer_arm import Turns, written_model  # noqa: E402
 from benchmarking.population import Bench  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
