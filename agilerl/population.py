@@ -109,8 +109,8 @@ class Population:
     ``prompts_per_step`` is the number of prompts (or episode seeds) in one training batch of each agent. Every agent
     reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
-    ``second_panel`` is the share of the task's test that is set aside as the panel ``second``: questions that neither
-    selection nor the test uses, for a choice among candidates.
+    ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
+    ``second``, which neither selection nor the test uses, for a choice among candidates.
     """
 
     @checked
@@ -123,7 +123,7 @@ class Population:
         prompts_per_step: Count = 8,
         eval_max_new_tokens: Count | None = None,
         max_error_rate: Share = 0.5,
-        second_panel: Share = 0.0,
+        test_prompts: Count | None = None,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -145,7 +145,7 @@ class Population:
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
-        self.second_panel = second_panel
+        self.test_prompts = test_prompts
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
@@ -409,7 +409,7 @@ class Population:
         if split == "exam":
             return "exam", 0, self.task.panel_size("exam")
         size = self.task.panel_size("test")
-        first = size - round(size * self.second_panel)
+        first = min(size, self.test_prompts or size)
         return ("test", 0, first) if split == "test" else ("test", first, size)
 
     def places(self, split: Split | Panels) -> list[Place]:

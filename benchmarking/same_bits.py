@@ -25,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
+    *("selection_strategy.name=tournament", "algorithm.lr=1e-5"),
+    "mutation={probabilities: {no_mut: 0.2, rl_hp_mut: 0.8}, rl_hp_selection: {lr: {min: 1e-6, max: 1e-2}}}",
     "training.pop_size=3",
     "training.max_steps=192",
     "training.evo_steps=2",

@@ -35,6 +35,7 @@ def config(name: str, env_type: str, **sections: dict[str, Any]) -> RunConfig:
         },
         "training": {"pop_size": 2, "max_steps": 10**6, "evo_steps": 2, "max_seconds": 3600},
         "mutation": {"rl_hp_selection": {"lr": {"min": 1e-4, "max": 1e-2}}},
+        "selection_strategy": {"name": "tournament"},
         "network": {"lora_config": {"r": 4, "lora_alpha": 8}},
     }
     for section, changes in sections.items():

@@ -13,7 +13,7 @@ import torch
 
 from agilerl.addresses import is_out_of_reach
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.run import RunConfig
+from agilerl.config.run import EVO_STEPS, RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
@@ -213,7 +213,7 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
         critic=algorithm.trained_slots > 1,
         samples=not from_data,
         exam_prompts=config.environment.eval_prompts,
-        iterations=t.evo_steps,
+        iterations=t.evo_steps or EVO_STEPS,
         slots=adapter_slots(config, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
         pass_tokens=pass_tokens,

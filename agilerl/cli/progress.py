@@ -79,8 +79,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "length": {
             "iterations": iterations,
-            "iterations_per_generation": config.training.evo_steps,
-            "generations": -(-iterations // config.training.evo_steps),
+            "iterations_per_generation": session.evo_steps,
+            "generations": -(-iterations // session.evo_steps),
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
             "exam_prompts": session.task.panel_size("exam"),
@@ -238,7 +238,7 @@ class _View:
         if isinstance(event, RunStarted):
             self.out = event.out
         elif isinstance(event, PhaseStarted):
-            total = self.session.config.training.evo_steps if event.name == "train" else None
+            total = self.session.evo_steps if event.name == "train" else None
             # A new task each time: for an existing one, rich reads total=None as "unchanged".
             self.bars.remove_task(self.phase)
             self.phase = self.bars.add_task(event.name, total=total)

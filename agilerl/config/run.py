@@ -15,7 +15,7 @@ from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.own_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.annealing import LRSchedule
-from agilerl.hpo.strategies import ANNEALED, SHRINKING, STRATEGIES, settings_of
+from agilerl.hpo.strategies import ANNEALED, SETTINGS, SHRINKING
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
@@ -23,18 +23,20 @@ _LARGEST_SEED = 2**63 - 1
 
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 
-DEFAULT = "tournament"
+EVO_STEPS = 8
+"""Iterations between selections where a manifest gives none; knockout and pulses go by the budget instead."""
+DEFAULT = "knockout"
 """The strategy of a manifest that names none."""
 ANNEALING = LRSchedule("linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
 
 def _strategy(name: str | None) -> str | None:
-    if name is None or name in STRATEGIES or names_code(name):
+    if name is None or name in SETTINGS or names_code(name):
         return name
     raise ValueError(
-        f"expected one of the strategies {', '.join(STRATEGIES)}, or code of your own (strategy.py:MySelection), found "
-        f"{shown(name)}; {nearest(name, STRATEGIES)}"
+        f"expected one of the strategies {', '.join(SETTINGS)}, or code of your own (strategy.py:MySelection), found "
+        f"{shown(name)}; {nearest(name, SETTINGS)}"
     )
 
 
@@ -77,8 +79,9 @@ class TrainingConfig(Section):
     """Stop after this many tokens generated, trained on and evaluated."""
     max_seconds: Annotated[float | None, Field(gt=0)] = None
     """Stop after this many seconds, at the end of an iteration."""
-    evo_steps: Annotated[int, Field(ge=1)] = 8
-    """Iterations (a rollout and an update of every agent) between selections."""
+    evo_steps: Annotated[int | None, Field(ge=1)] = None
+    """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
+    many that one agent alone would have 32 generations in the whole budget."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
@@ -239,7 +242,7 @@ class SelectionConfig(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """What was set of the strategy's own settings."""
-        names = {"params"} if names_code(self.strategy) else settings_of(self.strategy)
+        names = {"params"} if names_code(self.strategy) else SETTINGS[self.strategy]
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         if self.pulses is not None and "pulses" in given:
             given["pulses"] = self.pulses.model_dump(exclude_unset=True)
@@ -247,7 +250,7 @@ class SelectionConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
-        own = {"params"} if names_code(self.strategy) else set(settings_of(self.strategy))
+        own = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
         if self.strategy == "halving" and self.between != "truncation":
             own -= {"fraction", "confidence"}
         # Both have always been in the run.json of every run, whatever its strategy.
@@ -300,6 +303,9 @@ class RunConfig(Section):
                 f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
                 "first, or raise the second"
             )
+        if self.training.evo_steps is None and self.selection_strategy.strategy not in ANNEALED:
+            self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
+            self.training.model_fields_set.discard("evo_steps")
         if "name" not in self.algorithm:
             self.algorithm = {"name": "GRPO", **self.algorithm}
         if not isinstance(self.algorithm["name"], str):
@@ -320,6 +326,14 @@ class RunConfig(Section):
         return copy
 
     @property
+    def genes(self) -> dict[str, GeneConfig]:
+        """The hyperparameters that evolve; where none is named, the learning rate does in knockout and pulses."""
+        if "rl_hp_selection" in self.mutation.model_fields_set or self.selection_strategy.strategy not in ANNEALED:
+            return self.mutation.rl_hp_selection
+        names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
+        return {name: GeneConfig() for name in names}
+
+    @property
     def smallest_population(self) -> int:
         """Agents that selection may leave."""
         section, size = self.selection_strategy, self.training.pop_size
@@ -338,6 +352,12 @@ class RunConfig(Section):
         """Best exams whose agents are kept with their scores, for selection or a second panel; 0: none."""
         strategy = self.selection_strategy.strategy
         return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
+
+    def replaced(self, **sections: Section) -> Self:
+        """Return a copy with other sections, which are taken as they are."""
+        copy = self.model_copy(update=sections)
+        copy._typed, copy._date = self._typed, self._date
+        return copy
 
     @property
     def lr_schedule(self) -> LRSchedule:

@@ -39,6 +39,8 @@ class Life:
     exams: list[Exam] = field(default_factory=list)
     elite_in: list[int] = field(default_factory=list)
     """Generations in which it was the elite."""
+    verdicts: list[tuple[int, str]] = field(default_factory=list)
+    """(generation, why it stayed), where a selection gave its numbers."""
     died: int | None = None
     reason: str = ""
     children: list[int] = field(default_factory=list)
@@ -106,6 +108,11 @@ def death_record(agent: int, generation: int, reason: str) -> dict[str, Any]:
     return {"event": "death", "agent": agent, "generation": generation, "reason": reason}
 
 
+def verdict_record(agent: int, generation: int, reason: str) -> dict[str, Any]:
+    """Return the line for an agent that stays, with the numbers that decided."""
+    return {"event": "verdict", "agent": agent, "generation": generation, "reason": reason}
+
+
 def elite_record(agent: int, generation: int) -> dict[str, Any]:
     """Return the line for the elite of a generation."""
     return {"event": "elite", "agent": agent, "generation": generation}
@@ -114,7 +121,7 @@ def elite_record(agent: int, generation: int) -> dict[str, Any]:
 def family_tree(records: Iterable[Record]) -> dict[int, Life]:
     """Return every agent's life by index, in order of birth; founders are those whose ``parent`` is None.
 
-    Raises CheckpointError for a record that is not one of the five events, or names an agent that was never born.
+    Raises CheckpointError for a record that is not one of the six events, or names an agent that was never born.
     """
     lives: dict[int, Life] = {}
     for record in records:
@@ -179,6 +186,8 @@ def _add(lives: dict[int, Life], record: Record) -> None:
         life.exams.append(Exam(record["generation"], record["step"], *result, dict(record.get("tokens", {}))))
     elif event == "death":
         life.died, life.reason = record["generation"], str(record["reason"])
+    elif event == "verdict":
+        life.verdicts.append((record["generation"], str(record["reason"])))
     elif event == "elite":
         life.elite_in.append(record["generation"])
     else:

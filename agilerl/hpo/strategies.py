@@ -1,84 +1,96 @@
-"""The selection strategies by the names and settings that a manifest uses."""
+"""The selection strategies by the names and settings that a manifest uses; cheap to import."""
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agilerl.arguments import checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.halving import SuccessiveHalving
-from agilerl.hpo.knockout import KnockoutSelection
-from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.pulses import PulseSelection
-from agilerl.hpo.selection import NoSelection, SelectionStrategy
-from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 
-STRATEGIES: Mapping[str, Any] = {
-    "knockout": KnockoutSelection,
-    "pulses": PulseSelection,
-    "tournament": TournamentSelection,
-    "truncation": TruncationSelection,
-    "halving": SuccessiveHalving,
-    "multi_frequency": MultiFrequencySelection,
-    "none": NoSelection,
+if TYPE_CHECKING:
+    from agilerl.hpo.selection import SelectionStrategy
+
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "knockout": ("period", "confidence", "floor", "pulses"),
+    "pulses": ("pulses",),
+    "tournament": ("tournament_size", "elitism", "gate"),
+    "truncation": ("fraction", "confidence"),
+    "halving": ("period", "floor", "between", "fraction", "confidence"),
+    "multi_frequency": (
+        *("n_subpopulations", "evolution_frequency_ratios"),
+        *("n_winners", "n_survivors", "n_open_for_migration", "n_losers"),
+    ),
+    "none": (),
 }
+"""The settings of each strategy. ``pulses`` are the settings of a knockout's later rounds, and of the strategy of that
+name; halving has those of the truncation that it may use ``between`` its halvings."""
 ANNEALED = ("knockout", "pulses")
 """Strategies that end with one agent: it anneals, and its best exams sit a second panel."""
 SHRINKING = ("knockout", "pulses", "halving")
 """Strategies that leave fewer agents than began."""
-_MADE_BY_THE_RUN = ("population_size", "seed", "later", "between")
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of a strategy with their defaults (None where it takes one from the population).
+def strategy_class(name: str) -> Any:
+    """Return the class of a strategy."""
+    # Imported when used: numpy and scipy take most of a second, which a misspelt manifest should not cost.
+    from agilerl.hpo.halving import SuccessiveHalving
+    from agilerl.hpo.knockout import KnockoutSelection
+    from agilerl.hpo.multi_frequency import MultiFrequencySelection
+    from agilerl.hpo.pulses import PulseSelection
+    from agilerl.hpo.selection import NoSelection
+    from agilerl.hpo.tournament import TournamentSelection
+    from agilerl.hpo.truncation import TruncationSelection
 
-    ``pulses`` are the settings of a knockout's later rounds, and of the strategy pulses itself; those of truncation
-    belong to halving as well, which may use it ``between`` its halvings.
-    """
-    if name == "none":
-        return {}
+    classes: dict[str, Any] = {
+        "knockout": KnockoutSelection,
+        "pulses": PulseSelection,
+        "tournament": TournamentSelection,
+        "truncation": TruncationSelection,
+        "halving": SuccessiveHalving,
+        "multi_frequency": MultiFrequencySelection,
+        "none": NoSelection,
+    }
+    return classes[name]
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """Return the settings of a strategy with their defaults; None where it takes one from the population."""
     if name == "pulses":
-        return {"pulses": _defaults(PulseSelection)}
-    own = _defaults(STRATEGIES[name])
+        return {"pulses": _keywords("pulses")}
+    found = _keywords(name)
     if name == "knockout":
-        return {**own, "pulses": _defaults(PulseSelection)}
+        found["pulses"] = _keywords("pulses")
     if name == "halving":
-        return {**own, "between": "none", **_defaults(TruncationSelection)}
-    return own
+        found |= {"between": "none", **_keywords("truncation")}
+    return {setting: found[setting] for setting in SETTINGS[name]}
 
 
 @checked
-def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) -> SelectionStrategy:
+def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) -> "SelectionStrategy":
     """Return the strategy of a name, for a population of this size; ``settings`` leave out what keeps its default.
 
     Raises ConfigError for an unknown name or setting, and for values that the strategy refuses.
     """
-    if name not in STRATEGIES:
-        raise ConfigError(f"expected one of the strategies {', '.join(STRATEGIES)}, found {name!r}")
-    known = settings_of(name)
-    if unknown := [key for key in settings if key not in known]:
-        raise ConfigError(f"{name} has no setting {unknown[0]}; it has {', '.join(known) or 'none'}")
-    given = dict(settings)
+    if name not in SETTINGS:
+        raise ConfigError(f"expected one of the strategies {', '.join(SETTINGS)}, found {name!r}")
+    if unknown := [key for key in settings if key not in SETTINGS[name]]:
+        raise ConfigError(f"{name} has no setting {unknown[0]}; it has {', '.join(SETTINGS[name]) or 'none'}")
+    given, made = dict(settings), strategy_class(name)
     if name in ("knockout", "pulses"):
-        later = PulseSelection(**given.pop("pulses", {}))
-        return later if name == "pulses" else KnockoutSelection(population_size, later=later, **given)
+        later = strategy_class("pulses")(**given.pop("pulses", {}))
+        strategy: SelectionStrategy = later if name == "pulses" else made(population_size, later=later, **given)
+        return strategy
     if name == "halving":
-        truncation = {key: given.pop(key) for key in _defaults(TruncationSelection) if key in given}
-        between = given.pop("between", "none")
-        return SuccessiveHalving(
-            **given, between=TruncationSelection(**truncation) if between == "truncation" else None
-        )
+        truncation = {key: given.pop(key) for key in SETTINGS["truncation"] if key in given}
+        if given.pop("between", "none") == "truncation":
+            given["between"] = strategy_class("truncation")(**truncation)
     if name in ("tournament", "multi_frequency"):
         given["population_size"] = population_size
-    made: SelectionStrategy = STRATEGIES[name](**given)
-    return made
+    plain: SelectionStrategy = made(**given)
+    return plain
 
 
-def _defaults(strategy: Any) -> dict[str, Any]:
-    parameters = inspect.signature(strategy).parameters
-    return {
-        name: None if one.default is inspect.Parameter.empty else one.default
-        for name, one in parameters.items()
-        if name not in _MADE_BY_THE_RUN
-    }
+def _keywords(name: str) -> dict[str, Any]:
+    """Return the keywords of a strategy's class with their defaults."""
+    parameters = inspect.signature(strategy_class(name)).parameters
+    return {key: None if one.default is inspect.Parameter.empty else one.default for key, one in parameters.items()}

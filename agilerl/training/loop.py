@@ -151,20 +151,20 @@ def _run(
     t = config.training
     total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
     founders = _genes(population.everyone) if progress.base is None else {}
-    yield RunStarted(root, total, -(-total // t.evo_steps), founders)
+    yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
     while _spent(session, progress) < 1 or progress.step:
         yield PhaseStarted("train")
-        while progress.step < t.evo_steps and _spent(session, progress) < 1:
+        while progress.step < session.evo_steps and _spent(session, progress) < 1:
             yield _iterate(session, progress)
             progress.step += 1
             if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
                 yield PhaseStarted("exam")
                 yield _exam(session, progress)
-            if progress.step == t.evo_steps or _spent(session, progress) >= 1:
+            if progress.step == session.evo_steps or _spent(session, progress) >= 1:
                 break  # the end of the generation saves a checkpoint
             if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
                 checkpoints.save(progress)
@@ -438,7 +438,8 @@ def _chosen(session: Session, progress: Progress) -> LLMAlgorithm:
     def revived(state: AgentState) -> LLMAlgorithm:
         return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
 
-    if len(progress.kept) > 1 and session.config.candidates > 1:
+    # A task with few questions may have none left for a second panel.
+    if len(progress.kept) > 1 and session.config.candidates > 1 and population.places("second"):
         for kept in progress.kept:
             assert kept.state is not None
             agent = revived(kept.state)

@@ -2,7 +2,6 @@
 
 import hashlib
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +75,17 @@ class RunWriter:
         """Write births, deaths, mutations and the elite of a generation change."""
         plan, g, step = event.plan, event.generation, event.iteration
         sick = {str(index): reason for index, reason in sorted(event.sick.items())}
-        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": asdict(plan), "sick": sick})
+        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": plan.to_dict(), "sick": sick})
         if event.elite is not None:
             self.lineage.write(lineage.elite_record(event.elite, g))
         for birth in plan.births:
             self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, event.inherited[birth.child]))
         for index in plan.deaths:
-            reason = event.sick.get(index) or plan.reason or "won no tournament"
+            reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "won no tournament"
             self.lineage.write(lineage.death_record(index, g, reason))
+        for index, reason in plan.verdicts.items():
+            if index not in plan.deaths:
+                self.lineage.write(lineage.verdict_record(index, g, reason))
         for mutation in event.changes:
             if mutation.kind != "none":
                 self.lineage.write(lineage.mutation_record(mutation, g))

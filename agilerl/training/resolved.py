@@ -17,10 +17,12 @@ from agilerl.config.own_code import names_code
 from agilerl.config.run import GeneConfig, PulseConfig, RunConfig
 from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
-from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
+from agilerl.hpo.prior import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.selection import SelectionStrategy
-from agilerl.hpo.strategies import make_strategy, settings_of
+from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
+from agilerl.models.base import EMBEDDED
 from agilerl.runs.directory import run_date
 from agilerl.training.graders import own_weights
 from agilerl.validation import validated
@@ -50,6 +52,41 @@ class Resolved:
     def algorithm(self) -> type[LLMAlgorithm]:
         """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
+
+    def with_rate(self, base_name: str, hidden_size: int, family: str) -> "Resolved":
+        """Return the settings with a learning rate for this base, where none was given and one is known.
+
+        The documented tournament keeps the algorithm's own default, and so do algorithms that learn from data.
+        """
+        if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
+            return self
+        rate = EMBEDDED_RATE if base_name == EMBEDDED else lora_rate(hidden_size, family)
+        missing = [
+            name
+            for name in LEARNING_RATES
+            if name in self.algorithm.Config.model_fields and name not in self.hyperparameters.model_fields_set
+        ]
+        # A range that the user gave is kept, also where it leaves the rate out.
+        rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
+        values = self.hyperparameters.model_dump(exclude_unset=True) | rates
+        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self
+
+    def founder_genes(self) -> dict[str, Gene]:
+        """Return the ranges in which the first generation starts: a gene's own if the user gave it, else one around."""
+        if self.config.selection_strategy.strategy not in ANNEALED:
+            return dict(self.genes)
+        values = values_of(self.hyperparameters, [name for name in self.genes if name != "algorithm"])
+        given = {name for name, gene in self.config.genes.items() if gene.model_fields_set & {"min", "max", "choices"}}
+        return {
+            name: around(gene, values[name]) if name in values and name not in given else gene
+            for name, gene in self.genes.items()
+        }
+
+    def with_evo_steps(self, steps: int) -> "Resolved":
+        """Return the settings with this number of iterations between selections."""
+        training = self.config.training.model_copy(update={"evo_steps": steps})
+        training.model_fields_set.discard("evo_steps")  # the user did not give it
+        return replace(self, config=self.config.replaced(training=training))
 
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
@@ -122,7 +159,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
         )
     given = values.get("reward_weights", {})
     if "reward_weights" in model.model_fields and isinstance(given, Mapping):
-        weights = own_weights(config.environment, given, config.mutation.rl_hp_selection)
+        weights = own_weights(config.environment, given, config.genes)
         values |= {"reward_weights": weights} if weights else {}
     return validated(model, values, "algorithm")
 
@@ -156,6 +193,9 @@ def _document(
         values = made.model_dump(mode="json", exclude_unset=True)
     resolved = config.model_dump(mode="json", exclude={"distributed"})
     resolved["selection_strategy"] = _strategy_document(config)
+    resolved["mutation"]["rl_hp_selection"] = {
+        name: gene.model_dump(mode="json") for name, gene in config.genes.items()
+    }
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
 
@@ -167,7 +207,7 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
     if names_code(s.strategy):
         own: dict[str, Any] = {"params": s.params}
     else:
-        own = {**settings_of(s.strategy), **s.settings}
+        own = {**defaults_of(s.strategy), **s.settings}
         if "pulses" in own:
             own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
     own = {name: value for name, value in own.items() if name not in values}
@@ -187,7 +227,7 @@ def _genes_of(
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
     found = {}
-    for name, wanted in config.mutation.rl_hp_selection.items():
+    for name, wanted in config.genes.items():
         where = f"mutation.rl_hp_selection.{name}"
         check_gene(name, algorithm.__name__, model.model_fields, names)
         declared = declared_gene(model, name)

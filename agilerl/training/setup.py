@@ -31,7 +31,11 @@ from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.strategies import selection_strategy
-from agilerl.training.tasks import second_panel, task
+from agilerl.training.tasks import task
+
+GENERATIONS = 32
+"""Generations that one agent alone would have in the whole budget, in searches that go by the budget."""
+_COMPLETION = 64
 
 
 @dataclass
@@ -54,6 +58,13 @@ class Session:
     def config(self) -> RunConfig:
         """The configuration as given."""
         return self.resolved.config
+
+    @property
+    def evo_steps(self) -> int:
+        """Iterations between selections."""
+        steps = self.config.training.evo_steps
+        assert steps is not None, "set while the run is assembled"
+        return steps
 
     @property
     def selection(self) -> SelectionStrategy:
@@ -135,6 +146,9 @@ def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool 
     torch.set_num_threads(here.config.training.threads)
     made = task(here.config, allow_code=allow_code)
     runtime = load_runtime(here)
+    base = runtime.base
+    family = str(base.model.config.get_text_config().model_type)
+    resolved, here = (one.with_rate(base.name, base.hidden_size, family) for one in (resolved, here))
     runtime.share(topology.island, here.config.distributed.base_sharding())
     return Loaded(resolved, here, made, runtime, topology)
 
@@ -152,12 +166,14 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         prompts_per_step=config.environment.data_batch_size_per_gpu,
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         max_error_rate=t.max_error_rate,
-        second_panel=second_panel(config) / (config.environment.test_prompts + second_panel(config)),
+        test_prompts=config.environment.test_prompts,
     )
     if saved is not None:
         population.next_index = saved.next_index
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     try_prompts(population)
+    if config.training.evo_steps is None:
+        resolved = resolved.with_evo_steps(_evo_steps(config, population))
     check_memory(estimate(config, population), t.device)
     start_sampling(config, population)
     return Session(resolved, loaded.task, population, saved, digests(config), topology, date)
@@ -172,7 +188,8 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     settings = resolved.hyperparameters.model_dump(mode="json", exclude_unset=True)
     first = algorithm(hp_config=dict(resolved.genes) or None, index=places.start, runtime=runtime, **settings)
     runtime.store.reserve(len(places) * algorithm.trained_slots)
-    starts = initial_hyperparameters(first.genes, first.hyperparameters, t.pop_size, first.config.seed, t.init)
+    ranges = {name: gene for name, gene in resolved.founder_genes().items() if name in first.genes}
+    starts = initial_hyperparameters(ranges, first.hyperparameters, t.pop_size, first.config.seed, t.init)
     agents = [first, *(first.clone(index) for index in places[1:])]
     for agent in agents:
         agent.parent = None
@@ -214,6 +231,24 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     for agent in agents:
         store.load_adapter(agent.slot, factors)
         agent.set_reference(factors)
+
+
+def _evo_steps(config: RunConfig, population: Population) -> int:
+    """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
+
+    A completion counts as ``max_output_tokens``, or 64 tokens where that is not set: real ones are at most as long, so
+    budgets in tokens give more generations, not fewer.
+    """
+    rows = population.prompts_per_step * population.group_sizes[0]
+    t = config.training
+    iterations = t.max_steps / rows
+    if t.max_tokens is not None:
+        lengths = population.lengths("exam")
+        completion = lengths.turns * min(population.eval_max_new_tokens or _COMPLETION, _COMPLETION)
+        prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
+        row = prompt + completion + (0 if population.learns_from_data else completion)  # sampled, then trained on
+        iterations = min(iterations, t.max_tokens / (rows * row))
+    return max(1, round(iterations / GENERATIONS))
 
 
 def try_prompts(population: Population) -> None:

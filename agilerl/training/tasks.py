@@ -1,5 +1,6 @@
 """The section ``environment`` of a manifest as a task."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, EnvError
 from agilerl.models.tiny.mistakes import MISTAKES
 from agilerl.rewards.grader import exact_match
 from agilerl.training.graders import graded, uses_own_reward
@@ -53,19 +54,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
     if family != "reasoning_gym" or not name:
         meant = f"; did you mean reasoning_gym:{known}?" if known in known_tasks() else ""
         raise ConfigError(f"environment.task={shown(known)} is unknown; expected reasoning_gym:<dataset>{meant}")
-    made = _TemplateTask(
-        name,
-        params=e.params,
-        seed=config.training.seed,
-        exam_prompts=e.eval_prompts,
-        test_prompts=e.test_prompts + second_panel(config),
-        reward=e.reward,
-        holdout=e.holdout,
-        curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
-        shrink_panels=True,
-    )
-    made.template = _template(e)
-    made.prepare()
+    made = _procedural(config, name, second_panel(config))
     return _wrapped(config, made, _careless if e.env_type == "preference" else None, allow_code)
 
 
@@ -77,6 +66,44 @@ def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code:
     if e.env_type == "preference":
         return PreferenceTask(made, mistake=mistake, seed=config.training.seed)
     return graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
+
+
+def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
+    """Return a task with its panels drawn; the ``second`` one takes at most what the other two leave."""
+    e = config.environment
+    made = _TemplateTask(
+        name,
+        params=e.params,
+        seed=config.training.seed,
+        exam_prompts=e.eval_prompts,
+        test_prompts=e.test_prompts + second,
+        reward=e.reward,
+        holdout=e.holdout,
+        curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
+        shrink_panels=True,
+    )
+    made.template = _template(e)
+    if not second:
+        made.prepare()
+        return made
+    try:
+        # Too few questions for all panels are no news if they are enough for those that the user asked for.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made.prepare()
+    except EnvError:
+        return _procedural(config, name, 0)
+    found = made.exam_prompts + made.test_prompts
+    if found == e.eval_prompts + e.test_prompts + second:
+        return made
+    made.close()
+    # As many fewer again: the last questions of a task are found by luck.
+    left = found - e.eval_prompts - e.test_prompts
+    return _procedural(config, name, left // 2 if left >= _LEAST_PANEL else 0)
+
+
+_LEAST_PANEL = 32
+"""Questions for a second panel below which there is none: it would choose by chance."""
 
 
 def second_panel(config: RunConfig) -> int:

@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.training.small_runs import less_times, lines
+from tests.training.small_runs import TOURNAMENT, less_times, lines
 
 SHORT = (
+    *TOURNAMENT,
     "training.pop_size=3",
     "training.max_steps=192",
     "training.evo_steps=2",

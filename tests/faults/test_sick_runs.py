@@ -22,7 +22,7 @@ from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT, differences, evidence
-from tests.training.small_runs import lines
+from tests.training.small_runs import TOURNAMENT, lines
 
 pytestmark = pytest.mark.model
 
@@ -187,7 +187,7 @@ def test_the_report_shows_outcomes_that_are_not_ok(whole: Path) -> None:
 
 @pytest.mark.parametrize("guard", [True, False])
 def test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite(guard: bool) -> None:
-    settings = ("training.pop_size=3", "environment.data_batch_size_per_gpu=16", "algorithm.batch_size=64")
+    settings = (*TOURNAMENT, "training.pop_size=3", "environment.data_batch_size_per_gpu=16", "algorithm.batch_size=64")
     session = build(load_manifest(None, settings))
     population = session.population
     for agent, rate in zip(population.agents, (3e-3, 1e-3, 0.3)):

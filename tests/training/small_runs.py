@@ -14,7 +14,12 @@ from agilerl.training.setup import build
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = (
+TOURNAMENT = (
+    *("selection_strategy.name=tournament", "algorithm.lr=1e-5"),
+    "mutation={probabilities: {no_mut: 0.2, rl_hp_mut: 0.8}, rl_hp_selection: {lr: {min: 1e-6, max: 1e-2}}}",
+)
+"""A population that keeps its size, from a learning rate that is too low: what is not about the search runs with it."""
+SIZES = (
     "training.pop_size=3",
     "training.max_steps=192",
     "training.evo_steps=2",
@@ -24,6 +29,7 @@ SMALL = (
     "algorithm.group_size=4",
     "algorithm.batch_size=8",
 )
+SMALL = (*SIZES, *TOURNAMENT)
 """4 iterations of 48 completions, in 2 generations."""
 TIMES = ("time/", "step_time", "tokens_per_second", "memory/")
 

@@ -11,10 +11,11 @@ from agilerl.config.named_files import digests
 from agilerl.errors import ConfigError
 from agilerl.hpo.annealing import LRSchedule
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.strategies import STRATEGIES, make_strategy, settings_of
+from agilerl.hpo.strategies import SETTINGS as KNOWN
+from agilerl.hpo.strategies import defaults_of, make_strategy, strategy_class
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.setup import build
-from tests.training.small_runs import SMALL, lines, run_here
+from tests.training.small_runs import SIZES, lines, run_here
 
 PULSES = {"every": 5, "factors": [2.0, 0.5], "challenge": 0.7, "until": 0.3, "guard": 0.9, "guard_factor": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,14 +55,14 @@ def settings_in(strategy: Any) -> dict[str, Any]:
 
 def test_the_table_has_every_setting_of_every_strategy() -> None:
     assert {name: sorted(values) for name, values in SETTINGS.items()} == {
-        name: sorted(settings_of(name)) for name in STRATEGIES
+        name: sorted(defaults_of(name)) for name in KNOWN
     }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_setting_arrives(name: str) -> None:
     resolved = resolve(load_manifest(None, section(name=name, **SETTINGS[name])))
-    assert type(resolved.selection) is STRATEGIES[name]
+    assert type(resolved.selection) is strategy_class(name)
     found = settings_in(resolved.selection)
     for key, value in SETTINGS[name].items():
         got = found[key]
@@ -76,10 +77,10 @@ def test_every_setting_arrives(name: str) -> None:
     assert again.document() == document
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_defaults_are_the_strategys_own_and_in_the_document(name: str) -> None:
     document = resolve(load_manifest(None, section(name=name))).document()["selection_strategy"]
-    for key, value in settings_of(name).items():
+    for key, value in defaults_of(name).items():
         expected = {"tournament_size": 2, "elitism": True}.get(key, value)
         if key == "pulses":
             expected = {inner: list(v) if isinstance(v, tuple) else v for inner, v in value.items()}
@@ -217,7 +218,7 @@ def manifest(tmp_path: Path) -> Path:
 
 
 def made(manifest: Path, *overrides: str, allow: bool = True) -> Any:
-    return build(load_manifest(manifest, [*SMALL, *overrides]), allow_code=allow)
+    return build(load_manifest(manifest, [*SIZES, *overrides]), allow_code=allow)
 
 
 @pytest.mark.model

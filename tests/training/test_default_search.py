@@ -1,0 +1,207 @@
+"""What a manifest gets that says nothing about the search, and what the knockout leaves in the run directory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.config.manifest import load_manifest
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.lineage import family_tree
+from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.prior import lora_rate
+from agilerl.hpo.pulses import PulseSelection
+from agilerl.hpo.selection import Best, Standing
+from agilerl.training.loop import train
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import Session, build
+from tests.training.small_runs import lines
+
+pytestmark = pytest.mark.model
+
+FEW = (
+    *("environment.data_batch_size_per_gpu=4", "environment.eval_prompts=8", "environment.test_prompts=10"),
+    *("algorithm.group_size=4", "algorithm.batch_size=8"),
+)
+
+
+def made(*overrides: str) -> Session:
+    return build(load_manifest(None, [*FEW, *overrides]))
+
+
+@pytest.fixture(scope="module")
+def session() -> Session:
+    return made("training.max_steps=2048")
+
+
+def test_a_manifest_that_names_nothing_gets_the_knockout_around_the_known_rate(session: Session) -> None:
+    agents = session.population.agents
+    assert isinstance(session.selection, KnockoutSelection)
+    assert isinstance(session.selection.later, PulseSelection)
+    assert agents[0].lr == 1e-3
+    assert all(1e-4 <= agent.lr <= 3e-3 for agent in agents)
+    assert len({agent.lr for agent in agents}) == 4
+    # What evidence may reach is wider than where founders start.
+    assert {(agent.genes["lr"].min, agent.genes["lr"].max) for agent in agents} == {(1e-6, 1e-2)}
+    # 2048 completions are 128 iterations of one agent, and 4 of them a 32nd.
+    assert session.evo_steps == 4
+
+
+def test_the_document_has_all_of_it(session: Session) -> None:
+    document = session.resolved.document()
+    assert document["algorithm"]["lr"] == 1e-3
+    assert document["training"]["evo_steps"] == 4
+    assert document["training"]["lr_schedule"] == {"name": "linear", "warmup": 0.0, "decay": 0.4, "end": 0.0}
+    assert document["selection_strategy"]["name"] == "knockout"
+    assert document["selection_strategy"]["candidates"] == 3
+    assert list(document["mutation"]["rl_hp_selection"]) == ["lr"]
+    given = session.resolved.given()
+    assert "lr" not in given["algorithm"]
+    assert "evo_steps" not in given["training"]
+
+
+def test_budgets_in_tokens_give_as_many_generations() -> None:
+    tokens = made("training.max_steps=1000000", "training.max_tokens=40000")
+    # 16 completions of at most 10 tokens, sampled and trained on, with their prompts: 40,000 are 60 to 90 iterations.
+    assert 2 <= tokens.evo_steps <= 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rates"),
+    [
+        (("algorithm.lr=2e-4",), {"lr": 2e-4}),
+        (("selection_strategy.name=none",), {"lr": 1e-3}),
+        (("selection_strategy.name=tournament",), {"lr": 1e-5}),
+        (("algorithm={name: PPO, group_size: 4, max_output_tokens: 6}",), {"lr_actor": 1e-3, "lr_critic": 1e-3}),
+        (("mutation.rl_hp_selection={lr: {min: 1e-5, max: 1e-4}}",), {"lr": 1e-4}),
+    ],
+)
+def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, float]) -> None:
+    first = made("training.pop_size=2", *overrides).population.agents[0]
+    assert {name: getattr(first, name) for name in rates} == rates
+
+
+def test_another_base_takes_the_formula() -> None:
+    resolved = resolve(load_manifest(None))
+    found = resolved.with_rate("some/model", 1536, "qwen2").hyperparameters
+    assert found.lr == pytest.approx(lora_rate(1536, "qwen2"))  # type: ignore[attr-defined]
+
+
+def test_ranges_that_the_user_gives_are_those_of_the_founders() -> None:
+    given = resolve(load_manifest(None, ["algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {max: 9e-3}}"]))
+    assert (given.founder_genes()["lr"].min, given.founder_genes()["lr"].max) == (1e-6, 9e-3)
+    free = resolve(load_manifest(None, ["algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {}, group_size: {}}"]))
+    assert (free.founder_genes()["group_size"].min, free.founder_genes()["group_size"].max) == (3, 24)
+    named = resolve(load_manifest(None, ["selection_strategy.name=tournament", "mutation.rl_hp_selection={lr: {}}"]))
+    assert named.founder_genes() == named.genes
+
+
+def test_the_panels_have_no_question_in_common(session: Session) -> None:
+    panels = {split: session.population.panel(split) for split in ("exam", "test", "second")}  # type: ignore[arg-type]
+    assert {split: len(rows) for split, rows in panels.items()} == {"exam": 8, "test": 10, "second": 8}
+    questions = [row["question"] for rows in panels.values() for row, _ in rows]
+    assert len(set(questions)) == 26
+    # The test is the one of every other strategy.
+    plain = made("selection_strategy.name=none", "training.pop_size=1").population
+    assert [row for row, _ in plain.panel("test")] == [row for row, _ in panels["test"]]
+    assert [row for row, _ in plain.panel("exam")] == [row for row, _ in panels["exam"]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen generations in which every challenge and every fall counts."""
+    out = tmp_path_factory.mktemp("knockout") / "run"
+    pulses = "{every: 2, factors: [0.5], challenge: 0.5, until: 0.8, guard: 0.6}"
+    settings = ("training.max_steps=288", "training.evo_steps=1", f"selection_strategy={{pulses: {pulses}}}")
+    for _ in train(made(*settings), out):
+        pass
+    return out
+
+
+def test_the_population_shrinks_to_one_and_the_lineage_says_why(run: Path) -> None:
+    trained: dict[int, list[int]] = {}
+    for line in lines(run / "metrics.jsonl"):
+        if line["kind"] == "train":
+            trained.setdefault(line["step"], []).append(line["agent"])
+    assert [len(agents) for agents in trained.values()][:3] == [4, 2, 1]
+    assert sum(map(len, trained.values())) == 18
+    records = lines(run / "lineage.jsonl")
+    lives = family_tree(records)
+    gone = [life for life in lives.values() if life.died is not None]
+    assert len(gone) >= 3
+    assert all(life.reason.startswith("left: ") for life in gone)
+    assert any("P = " in record["reason"] for record in records if record["event"] in ("verdict", "death"))
+
+
+def test_challengers_and_agents_that_come_back_have_other_rates(run: Path) -> None:
+    records = lines(run / "lineage.jsonl")
+    births = {line["agent"]: line for line in records if line["event"] == "birth" and line["parent"] is not None}
+    moved = {line["agent"]: line for line in records if line["event"] == "mutation"}
+    assert births
+    assert set(moved) == set(births)
+    for index, line in moved.items():
+        (change,) = line["changes"]
+        assert change["gene"] == "lr"
+        assert change["new"] == pytest.approx(change["old"] * line["details"]["factor"])
+        assert change["old"] == births[index]["hyperparameters"]["lr"]
+        assert line["details"]["factor"] in (0.5, 0.4)
+
+
+def test_the_rate_anneals_over_the_last_two_fifths(run: Path) -> None:
+    train_lines = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    rates: dict[int, Any] = {line["step"]: line["learning_rate"] for line in train_lines}
+    values = {life.agent: life for life in family_tree(lines(run / "lineage.jsonl")).values()}
+    last = train_lines[-1]
+    whole = values[last["agent"]].first_values()["lr"]
+    # Before the last completion-batch 17 of 18 are spent: (1 - 17/18) / 0.4.
+    assert rates[last["step"]] == pytest.approx(whole * (1 - 17 / 18) / 0.4)
+
+
+def test_the_best_exam_comes_back_as_it_was() -> None:
+    session = made("training.pop_size=1", "training.max_steps=64")
+    population = session.population
+    agent = population.agents[0]
+    copy = agent.state()
+    for _ in range(2):
+        population.learn(population.rollout())
+    assert not _same(agent.state(), copy)
+    best = Best(0, Fitness.from_scores([1.0] * 8))
+    fitness = {0: Fitness.from_scores([0.0] * 8)}
+    mutations = Mutations(1, 0, 0, 0, 0, 0)
+    done = population.evolve(
+        fitness, session.selection, mutations, generation=3, seed=0, standing=Standing(0.9, best), best=copy
+    )
+    (back,) = population.agents
+    assert (back.index, back.parent, population.next_index) == (1, 0, 2)
+    assert _same(back.state(), copy)
+    assert back.lr == pytest.approx(4e-4)
+    assert done.plan.verdicts[0].startswith("left: below the best exam")
+
+
+def _same(a: Any, b: Any) -> bool:
+    return all((x == y).all() for p, q in zip(a.adapter, b.adapter, strict=True) for x, y in zip(p, q, strict=True))
+
+
+def test_a_second_panel_chooses_among_the_best_exams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    session = made("training.max_steps=224", "training.evo_steps=1", "algorithm.lr=3e-3")
+    seen: dict[str, list[tuple[int, float]]] = {"exam": [], "second": []}
+    whole = session.population.evaluate
+
+    def noted(split: Any = "exam", *, agents: Any = None) -> dict[int, Fitness]:
+        found = whole(split, agents=agents)
+        if split in seen:
+            updates = (agents or session.population.agents)[0].updates
+            seen[split].append((updates, max(one.mean for one in found.values())))
+        return found
+
+    monkeypatch.setattr(session.population, "evaluate", noted)
+    summary: Any = None
+    for event in train(session, tmp_path / "run"):
+        summary = getattr(event, "summary", summary)
+    best = sorted(seen["exam"], key=lambda exam: (-exam[1], -exam[0]))[:3]
+    assert len(seen["exam"]) > 3
+    assert [updates for updates, _ in seen["second"]] == [updates for updates, _ in best]
+    # At equal results the one of the better exam.
+    assert summary["elite"]["step"] == max(seen["second"], key=lambda panel: panel[1])[0]
