@@ -256,12 +256,12 @@ def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[
     none = Work()
     return {
         "prefill": _prefill(shape, load, local, load.prompts, load.group) if load.samples else none,
-        "decode": _decode(shape, load, local, load.rows) if load.samples else none,
+        "decode": _decode(shape, load, local, load.rows, load.group) if load.samples else none,
         "logprobs": _logprobs(shape, load, local),
         "train": _train(shape, load, local),
         "optimizer": _optimizer(shape, load, local),
         "exam_prefill": _prefill(shape, load, local, load.exam_prompts, 1),
-        "exam_decode": _decode(shape, load, local, load.exam_prompts),
+        "exam_decode": _decode(shape, load, local, load.exam_prompts, 1),
         "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * local.agents),
         "checkpoint": Work(disk=3 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents * load.slots),
     }
@@ -270,7 +270,7 @@ def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[
 def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, group: int) -> Work:
     """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 per prompt (causal attention, half of 4).
 
-    The cache of a prompt is then copied for each of its rows, and their first token is drawn.
+    Its keys and values are then copied into the cache, and the first token of each row is drawn.
     """
     count = local.agents * prompts * local.share
     if not count:
@@ -279,22 +279,26 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
     tokens = count * load.prompt
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
-    drawn = rows * (2 * load.prompt * shape.kv_bytes + shape.vocabulary * DRAWING_BYTES)
+    drawn = 2 * tokens * shape.kv_bytes + rows * shape.vocabulary * DRAWING_BYTES
     found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
     return found + _gathered(shape, local, calls)
 
 
-def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int) -> Work:
-    """One token per row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes."""
+def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int, group: int) -> Work:
+    """One token per row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes.
+
+    The bytes of a prompt's keys and values are read once for all rows of its group.
+    """
     rows, d = local.agents * rows_of_agent * local.share, adapter_parameters(shape, load.rank)
     if not rows:
         return Work()
     batches = max(1, ceil(rows / rows_at_once(rows, local.agents, load.max_rows)))
-    steps, seen = batches * load.longest, load.prompt + load.completion / 2
+    steps, said = batches * load.longest, load.completion / 2
     tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
     parallel = local.split.tensor_parallel
-    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * seen)
-    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + tokens * seen * shape.kv_bytes
+    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + said))
+    cache = tokens * (load.prompt / group + said) * shape.kv_bytes
+    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + cache
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
     result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
     if parallel > 1:  # two all-reduces per layer

@@ -64,8 +64,8 @@ def test_decode() -> None:
     found = work(SHAPE, LOAD)["decode"]
     # 4 rows of 32 tokens that see 32 + 16: 128 * (2 * 140 + 2 * 30 + 4 * 2 * 4 * 48)
     assert found.flops == 128 * (280 + 60 + 1536)
-    # 32 steps of P w + 2 adapters of 30 * 4 bytes, and 128 tokens that read 48 * 32 bytes
-    assert found.bytes == 32 * (560 + 240) + 128 * 48 * 32
+    # 32 steps of P w + 2 adapters of 30 * 4 bytes, and 128 tokens that read 32 bytes of 16 tokens, and of half a prompt
+    assert found.bytes == 32 * (560 + 240) + 128 * (16 + 32 / 2) * 32
     assert found.layer_calls == 64
 
 
