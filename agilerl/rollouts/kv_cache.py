@@ -173,7 +173,7 @@ class _Block:
         room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
         self.said = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
         """Of each layer, keys and values ``[R, heads, room, head_dim]`` of what each row said."""
-        self.tokens = 0
+        self._most, self.tokens = tokens, 0
         """How many tokens of each row these are, the one included that is being computed."""
         hidden = torch.arange(self.longest) >= lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, float("-inf"))
@@ -189,8 +189,11 @@ class _Block:
         return len(self.prompt_of)
 
     def make_room(self) -> None:
-        if self.tokens == self.said[0][0].shape[2]:
-            self.said = [(_twice(keys), _twice(values)) for keys, values in self.said]
+        room = self.said[0][0].shape[2]
+        if self.tokens == room:
+            room = min(2 * room, self._most)
+            for layer, (keys, values) in enumerate(self.said):  # one after the other, for both need memory meanwhile
+                self.said[layer] = _longer(keys, room), _longer(values, room)
         self.tokens += 1
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -269,8 +272,10 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(F.pad(flat, (0, -len(flat) % 32)))[: len(flat)].view(x.shape)
 
 
-def _twice(part: Tensor) -> Tensor:
-    return torch.cat([part, torch.empty_like(part)], dim=2)
+def _longer(part: Tensor, room: int) -> Tensor:
+    found = part.new_empty((*part.shape[:2], room, part.shape[3]))
+    found[:, :, : part.shape[2]] = part
+    return found
 
 
 def _joined(*parts: Tensor) -> Tensor:
