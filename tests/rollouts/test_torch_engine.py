@@ -113,11 +113,13 @@ def sharing_off(runtime: Runtime) -> Runtime:
     return runtime
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-def test_a_prompt_shared_by_its_rows_gives_what_copies_of_it_do(heads: tuple[int, int]) -> None:
-    runtimes = [make_runtime(qwen2(num_attention_heads=heads[0], num_key_value_heads=heads[1])) for _ in range(2)]
-    shared, own = (runtime.engine.generate(requests()) for runtime in (runtimes[0], sharing_off(runtimes[1])))
-    for a, b in zip(shared, own):
+@pytest.mark.parametrize(("heads", "shared", "tokens"), [(4, 4, 12), (4, 1, 12), (4, 2, 75)])
+def test_a_prompt_shared_by_its_rows_gives_what_copies_of_it_do(heads: int, shared: int, tokens: int) -> None:
+    config = qwen2(num_attention_heads=heads, num_key_value_heads=shared, eos_token_id=EOS if tokens == 12 else None)
+    runtimes = [make_runtime(config) for _ in range(2)]
+    asked = [replace(r, sampling=SamplingSettings(tokens)) for r in requests()]
+    found, expected = (runtime.engine.generate(asked) for runtime in (runtimes[0], sharing_off(runtimes[1])))
+    for a, b in zip(found, expected):
         assert [c.token_ids for c in a] == [c.token_ids for c in b]
         assert [c.finish_reason for c in a] == [c.finish_reason for c in b]
         assert [c.logprobs for c in a] == [pytest.approx(c.logprobs, abs=1e-5) for c in b]
