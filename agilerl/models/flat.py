@@ -67,15 +67,15 @@ class FlatRows:
 
         Each key-value head serves ``heads / shared`` query heads.
         """
-        queries = query[:, :, 0].index_select(0, self.queries)
-        keys, values = (part[:, :, 0].index_select(0, self.keys) for part in (key, value))
-        found, start, begin = [], 0, 0
-        for block in self.blocks:
-            end, stop = start + block.sequences * block.queries, begin + block.sequences * block.keys
-            parts = (queries[start:end], keys[begin:stop], values[begin:stop])
+        queries = query.squeeze(2).index_select(0, self.queries)
+        keys, values = (part.squeeze(2).index_select(0, self.keys) for part in (key, value))
+        asked, there = ([b.sequences * b.queries for b in self.blocks], [b.sequences * b.keys for b in self.blocks])
+        found = []
+        # The gradient of a split is one copy; that of a slice would be a sum with zeros, for every block.
+        split = (torch.split(x, sizes) for x, sizes in ((queries, asked), (keys, there), (values, there)))
+        for block, *parts in zip(self.blocks, *split):
             q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
             found.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
-            start, begin = end, stop
         return torch.cat(found).index_select(0, self.answers).unsqueeze(1)
 
     def to(self, device: torch.device) -> "FlatRows":
