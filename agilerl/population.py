@@ -149,6 +149,8 @@ class Population:
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
+        self.waiting: frozenset[int] = frozenset()
+        """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
         self.ungraded: dict[int, int] = {}
         """Number of each agent's answers in the latest exam without a grade and without a failure."""
         self.next_index = max(a.index for a in agents) + 1
@@ -177,6 +179,11 @@ class Population:
         return self.agents
 
     @property
+    def active(self) -> list[LLMAlgorithm]:
+        """The agents of this process that sample and learn: all that are not ``waiting``."""
+        return [agent for agent in self.agents if agent.index not in self.waiting]
+
+    @property
     def group_sizes(self) -> list[int]:
         """Completions per prompt (or rows per example) of each agent of the run."""
         return [agent.config.group_size for agent in self.agents]  # type: ignore[attr-defined]
@@ -191,13 +198,14 @@ class Population:
 
         Raises RewardError (EnvError for episodes) if more than ``max_error_rate`` of all samples failed.
         """
-        rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in self.agents}
-        rollout = Rollout({a.index: [] for a in self.agents}, mark=self._mark)
+        agents = self.active
+        rounds = {a.index: getattr(a.config, "sampling_rounds", 1) for a in agents}
+        rollout = Rollout({a.index: [] for a in agents}, mark=self._mark)
         rollout.dropped = {index: set() for index, most in rounds.items() if most > 1}
         sampled = dict.fromkeys(rounds, 0)
         missing = dict.fromkeys(rounds, self.prompts_per_step)
-        for number in range(max(rounds.values())):
-            asking = [a for a in self.agents if missing[a.index] and number < rounds[a.index]]
+        for number in range(max(rounds.values(), default=0)):
+            asking = [a for a in agents if missing[a.index] and number < rounds[a.index]]
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
@@ -213,7 +221,7 @@ class Population:
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
-        for agent in self.agents:
+        for agent in agents:
             agent.position += sampled[agent.index]
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
@@ -252,7 +260,7 @@ class Population:
         """
         start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
         rollout = Rollout({}, mark=self._mark)
-        for agent in self.agents:
+        for agent in self.active:
             drawn = rollout.trajectories[agent.index] = []
             for number in range(self.prompts_per_step):
                 position = agent.position + number
@@ -279,11 +287,14 @@ class Population:
         another population, or of other agents.
         """
         self._check_own(rollout)
-        pads = [agent.pad_token_id for agent in self.agents]
-        batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(self.agents, pads)]
-        outcomes = [rollout.outcome(agent.index) for agent in self.agents]
-        metrics = dict(zip((a.index for a in self.agents), learn_together(self.agents, batches, outcomes)))
-        for agent in self.agents:
+        agents = self.active
+        if not agents:
+            return {}
+        pads = [agent.pad_token_id for agent in agents]
+        batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
+        outcomes = [rollout.outcome(agent.index) for agent in agents]
+        metrics = dict(zip((a.index for a in agents), learn_together(agents, batches, outcomes)))
+        for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])
             if agent.index in rollout.dropped:
                 everything, dropped = rollout.trajectories[agent.index], len(rollout.dropped[agent.index])
@@ -310,7 +321,7 @@ class Population:
         return metrics
 
     def _check_own(self, rollout: Rollout) -> None:
-        own, foreign = [agent.index for agent in self.agents], rollout.mark not in (None, self._mark)
+        own, foreign = [agent.index for agent in self.active], rollout.mark not in (None, self._mark)
         if foreign or set(rollout.trajectories) != set(own):
             raise ConfigError(
                 "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "

@@ -229,6 +229,9 @@ class SelectionConfig(Section):
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
     """Best exams whose agents sit a second panel at the end, as large as the exam, which chooses the elite.
     None: 3 for knockout and pulses on tasks that make questions, else 1, which is the best exam's."""
+    equal_tokens: bool | None = None
+    """Compare agents after equally many tokens, not iterations: those that spend more sit iterations out. None: in
+    knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``)."""
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
@@ -254,7 +257,11 @@ class SelectionConfig(Section):
         if self.strategy == "halving" and self.between != "truncation":
             own -= {"fraction", "confidence"}
         # Both have always been in the run.json of every run, whatever its strategy.
-        foreign = self.model_fields_set - own - {"name", "collapse_guard", "candidates", "tournament_size", "elitism"}
+        foreign = (
+            self.model_fields_set
+            - own
+            - {"name", "collapse_guard", "candidates", "equal_tokens", "tournament_size", "elitism"}
+        )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
                 known = ", ".join(sorted(own)) or "none of its own"
@@ -332,6 +339,13 @@ class RunConfig(Section):
             return self.mutation.rl_hp_selection
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
         return {name: GeneConfig() for name in names}
+
+    @property
+    def equal_tokens(self) -> bool:
+        """Whether agents are compared after equally many tokens."""
+        given = self.selection_strategy.equal_tokens
+        costly = any(name in self.genes for name in ("group_size", "update_epochs"))
+        return given if given is not None else costly and self.selection_strategy.strategy in ANNEALED
 
     @property
     def smallest_population(self) -> int:

@@ -182,6 +182,7 @@ def _run(
         if _spent(session, progress) < 1:
             yield _evolve(session, progress, progress.exam)
         progress.generation, progress.step, progress.exam = progress.generation + 1, 0, None
+        progress.pace.clear()
         checkpoints.save(progress)
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
@@ -252,6 +253,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     factor = session.config.lr_schedule.factor(min(_spent(session, progress), 1.0))
     for agent in population.agents:
         agent.schedule_factor = factor
+    population.waiting = _waiting(session, progress)
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)
@@ -265,7 +267,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         "memory/peak": _peak_memory(population.runtime.base.device),
     }
     own: dict[int, dict[str, Any]] = {}
-    for agent in population.agents:
+    for agent in population.active:
         spent = {name: count - before[agent.index][name] for name, count in agent.tokens.items()}
         agent.scores.append(learned[agent.index].get("reward", float("nan")))
         # Both sampled and learned tokens; the time is that of all agents, since they share every forward pass.
@@ -274,8 +276,11 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         samples = len(rollout.trajectories[agent.index])
         own[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
     everybody = session.topology.peers.merged(own)
-    for done in everybody.values():
+    for index, done in everybody.items():
         progress.samples += done["samples"]
+        if session.config.equal_tokens:
+            tokens, iterations = progress.pace.get(index, (0, 0))
+            progress.pace[index] = (tokens + sum(done["tokens"].values()), iterations + 1)
         for name, count in done["tokens"].items():
             progress.tokens[name] += count
     return IterationDone(
@@ -286,6 +291,24 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         outcomes={index: done["outcome"] for index, done in everybody.items()},
         completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
     )
+
+
+def _waiting(session: Session, progress: Progress) -> frozenset[int]:
+    """Return the agents that another iteration would take further ahead of the thriftiest than half of its cost.
+
+    The agent whose iterations cost least never waits. So at an exam all have spent what it has, to within half of an
+    iteration of their own, if the generation is long enough to make up for the first one, whose cost nobody knows.
+    """
+    if not session.config.equal_tokens:
+        return frozenset()
+    everyone = [agent.index for agent in session.population.everyone]
+    spent = {index: tokens for index, (tokens, _) in progress.pace.items() if index in everyone}
+    if len(spent) < len(everyone):
+        return frozenset()
+    cost = {index: tokens / progress.pace[index][1] for index, tokens in spent.items()}
+    pace = min(cost, key=lambda index: (cost[index], index))
+    target = spent[pace] + cost[pace]
+    return frozenset(index for index in spent if index != pace and spent[index] + cost[index] / 2 > target)
 
 
 def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:

@@ -43,6 +43,8 @@ class Progress:
     elite_iteration: int | None = None
     kept: list[Kept] = field(default_factory=list)
     """The best exams, best first, one agent each; empty where no more than the elite is kept."""
+    pace: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Tokens and iterations of each agent in this generation; only kept where agents are compared at equal tokens."""
     fitness: dict[int, Fitness] = field(default_factory=dict)
     """Last exam of every agent, living or dead."""
     exam: dict[int, Fitness] | None = None
@@ -78,19 +80,24 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the weights of the elite and of kept exams, and the clock, as plain data."""
         kept = {"kept": [kept.to_dict() for kept in self.kept]} if self.kept else {}
-        return kept | {
-            "iteration": self.iteration,
-            "generation": self.generation,
-            "step": self.step,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "best": self.best,
-            "elite_iteration": self.elite_iteration,
-            "fitness": {str(index): f.state() for index, f in self.fitness.items()},
-            "exam": None if self.exam is None else {str(index): f.state() for index, f in self.exam.items()},
-            "base": None if self.base is None else self.base.state(),
-            "median": None if self.median is None else {"index": self.median[0], "fitness": self.median[1].state()},
-        }
+        pace = {"pace": {str(index): list(of) for index, of in self.pace.items()}} if self.pace else {}
+        return (
+            kept
+            | pace
+            | {
+                "iteration": self.iteration,
+                "generation": self.generation,
+                "step": self.step,
+                "samples": self.samples,
+                "tokens": self.tokens,
+                "best": self.best,
+                "elite_iteration": self.elite_iteration,
+                "fitness": {str(index): f.state() for index, f in self.fitness.items()},
+                "exam": None if self.exam is None else {str(index): f.state() for index, f in self.exam.items()},
+                "base": None if self.base is None else self.base.state(),
+                "median": None if self.median is None else {"index": self.median[0], "fitness": self.median[1].state()},
+            }
+        )
 
     @classmethod
     def from_dict(
@@ -116,6 +123,7 @@ class Progress:
                 Kept(kept["agent"], kept["iteration"], Fitness.from_state(kept["fitness"]), state)
                 for kept, state in zip(values.get("kept", []), states, strict=False)
             ],
+            pace={int(index): (of[0], of[1]) for index, of in values.get("pace", {}).items()},
             fitness={int(index): Fitness.from_state(f) for index, f in values["fitness"].items()},
             exam=None if exam is None else {int(index): Fitness.from_state(f) for index, f in exam.items()},
             base=None if base is None else Fitness.from_state(base),

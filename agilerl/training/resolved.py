@@ -211,7 +211,8 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
         if "pulses" in own:
             own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
     own = {name: value for name, value in own.items() if name not in values}
-    return {**values, "candidates": config.candidates, "collapse_guard": s.collapse_guard, **own}
+    values |= {"candidates": config.candidates, "equal_tokens": config.equal_tokens}
+    return {**values, "collapse_guard": s.collapse_guard, **own}
 
 
 def _document_of(config: RunConfig) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class _Progress(SavedValues):
     exam: dict[_Index, _Fitness] | None
     base: _Fitness | None
     median: _Median | None
+    pace: dict[_Index, Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     kept: Annotated[list[_Kept], Field(max_length=16)] = Field(default_factory=list)
 
 

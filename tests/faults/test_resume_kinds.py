@@ -41,7 +41,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "dynamic sampling": (*HOT, "algorithm.dynamic_sampling=true", "algorithm.update_epochs=2", "training.max_steps=96"),
     "truncation": (*HOT, "selection_strategy={name: truncation}", "training.pop_size=4", "training.max_steps=96"),
-    "knockout": (*HOT, "selection_strategy={name: knockout, pulses: {every: 2, until: 0.9, guard: 0.5}}", *LONGER),
+    "knockout": (
+        *("algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {}, group_size: {}}", *LONGER, "training.evo_steps=3"),
+        *("training.max_steps=240", "selection_strategy={name: knockout, pulses: {every: 2, until: 0.9, guard: 0.5}}"),
+    ),
     "halving": (*HOT, "selection_strategy={name: halving, between: truncation, period: 2}", *LONGER),
     "multi-frequency": (*HOT, "selection_strategy={name: multi_frequency}", *LONGER),
     "DPO": (

@@ -159,6 +159,32 @@ def test_the_rate_anneals_over_the_last_two_fifths(run: Path) -> None:
     assert rates[last["step"]] == pytest.approx(whole * (1 - 17 / 18) / 0.4)
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_agents_that_cost_more_sit_iterations_out(equal: bool, tmp_path: Path) -> None:
+    """Group sizes of 2 to 12: after as many iterations one agent has spent several times what another has."""
+    genes = "mutation.rl_hp_selection={group_size: {}}"
+    chosen = () if equal else ("selection_strategy.equal_tokens=false",)
+    session = made("training.max_steps=520", "training.evo_steps=4", genes, *chosen)
+    sizes = {agent.index: agent.config.group_size for agent in session.population.agents}  # type: ignore[attr-defined]
+    assert max(sizes.values()) >= 2 * min(sizes.values())
+    for _ in train(session, tmp_path / "run"):
+        pass
+    exams = [line for line in lines(tmp_path / "run" / "lineage.jsonl") if line["event"] == "fitness"]
+    spent = {
+        line["agent"]: line["tokens"]["generated"] + line["tokens"]["trained"]
+        for line in exams
+        if line["generation"] == 0
+    }
+    trained = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    first = [line["agent"] for line in trained if line["generation"] == 0]
+    cost = {index: spent[index] / first.count(index) for index in spent}
+    thrifty = min(cost, key=lambda index: cost[index])
+    # Costs vary from iteration to iteration, so half of one is not exact.
+    assert all(abs(spent[index] - spent[thrifty]) < 0.75 * cost[index] for index in spent) == equal
+    assert first.count(thrifty) == 4
+    assert all(first.count(index) == 4 for index in spent) != equal
+
+
 def test_the_best_exam_comes_back_as_it_was() -> None:
     session = made("training.pop_size=1", "training.max_steps=64")
     population = session.population
