@@ -235,6 +235,7 @@ class _Decoder:
         self.blocks: list[_Block] = []
         """Those of adapters first: rows of a batch beyond the route use the base model alone."""
         self.in_flight: list[Row] = []
+        """The rows that were there when some entered last."""
         self._most = max(engine.limits.decoding(engine.max_rows), 1)
         layers, multiple = self.base.num_layers, engine._row_multiple
         self.cache: DecodingCache = (
@@ -266,20 +267,22 @@ class _Decoder:
         """Let waiting units enter where there is room for them."""
         there = sum(len(block) for block in self.blocks)
         # A few rows at a time would pay for a prefill, and for attention of their own at every step.
-        if there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
+        if not self.waiting or there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
             return
         entering: list[_Unit] = []
         while self.waiting and (not there or there + len(self.waiting[0].rows) <= self._most):
             entering.append(self.waiting.popleft())
             there += len(entering[-1].rows)
+        if not entering:
+            return
         self.in_flight = [block.rows[i] for block in self.blocks for i in block.live.tolist()]
         self.in_flight += [row for unit in entering for row in unit.rows]
-        if not self.base.flattens and entering:  # one block, in which the base model's rows come last
-            self._enter(sorted(entering, key=lambda unit: unit.slot is None), 0)
+        entering.sort(key=_is_of_base)
+        if not self.base.flattens:  # one block, in which the base model's rows come last as well
+            self._enter(entering, 0)
             return
-        for is_base, units in groupby(sorted(entering, key=lambda unit: unit.slot is None), lambda u: u.slot is None):
-            place = len(self.blocks) if is_base else sum(block.slots[0] is not None for block in self.blocks)
-            self._enter(list(units), place)
+        for of_base, units in groupby(entering, _is_of_base):
+            self._enter(list(units), len(self.blocks) if of_base else sum(b.slots[0] is not None for b in self.blocks))
 
     def _enter(self, units: Sequence[_Unit], place: int) -> None:
         """Prefill some units, which become the block at this place."""
@@ -341,10 +344,13 @@ class _Decoder:
 
     def _read(self, block: _Block) -> None:
         """Look at what a block has drawn; rows that have ended are handed out, and leave when enough of them have."""
-        for row, reason in block.read(self._eos):
+        ended = block.read(self._eos)
+        for row, reason in ended:
             count = block.produced[row]
             said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
             self._end(block.rows[row], Completion(said, logps, reason))  # type: ignore[arg-type]
+        if not ended:
+            return
         place = self.blocks.index(block)
         keep = block.staying(self.engine._row_multiple) if block.running.any() else torch.empty(0, dtype=torch.int64)
         if keep is None:
@@ -384,6 +390,10 @@ class _Decoder:
         for block in self.blocks:
             block.logits = logits[start : start + len(block)]
             start += len(block)
+
+
+def _is_of_base(unit: _Unit) -> bool:
+    return unit.slot is None
 
 
 def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[Row], steps: int) -> np.ndarray:
