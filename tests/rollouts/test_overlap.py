@@ -90,6 +90,8 @@ def at_each_pass(population: Population, act: Callable[[], None]) -> Iterator[No
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
+    for thread in set(threading.enumerate()) - before:  # one that nobody waits for may be on its way out
+        thread.join(timeout=10)
     assert set(threading.enumerate()) <= before
 
 
