@@ -1,4 +1,4 @@
-"""Tournament selection, the documented default."""
+"""Tournament selection, as AgileRL documents it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
