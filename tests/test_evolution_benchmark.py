@@ -1,0 +1,48 @@
+"""The arms of ``benchmarking/evolution.py`` start from one configuration, and are summed up right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agilerl.config.manifest import load_manifest
+from agilerl.training.resolved import resolve
+from benchmarking.evolution import ALONE, ARMS, STRATA, Run, interquartile_mean, interval, results, run_all, table
+
+
+@pytest.mark.parametrize("stratum", STRATA)
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_is_a_valid_run_from_the_same_configuration(arm: str, stratum: str) -> None:
+    resolved = resolve(load_manifest(None, Run("gcd", stratum, arm, 3, 80_000).settings()))
+    rate = 1e-3 * STRATA[stratum]
+    assert resolved.hyperparameters.lr == pytest.approx(rate)  # type: ignore[attr-defined]
+    assert resolved.config.training.max_tokens == (20_000 if arm == "quarter" else 80_000)
+    assert resolved.config.training.seed == 3
+    if arm in ALONE:
+        assert (resolved.config.training.pop_size, dict(resolved.genes)) == (1, {})
+        return
+    founders = resolved.founder_genes()
+    assert (founders["lr"].min, founders["lr"].max) == pytest.approx((rate / 10, min(3 * rate, founders["lr"].max)))
+    assert len(founders) == (4 if stratum == "four_genes" else 1)
+
+
+def test_numbers_of_the_table() -> None:
+    assert interquartile_mean([1.0, 2.0, 4.0, 100.0]) == 3.0
+    assert interquartile_mean([1.0, 4.0]) == 2.5
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert 1.0 <= low < 4.5 < high <= 8.0
+    row = {"task": "gcd", "stratum": "right", "tokens": 1000, "cpu_seconds": 2.0}
+    found = [
+        {**row, "arm": arm, "seed": seed, "test": test}
+        for arm, tests in (("ours", (0.8, 0.9)), ("formula_decay", (0.7, 0.9)))
+        for seed, test in enumerate(tests)
+    ]
+    assert "| ours | 2 | 0.850 | +5.0 | +0.0 +10.0 | 0.800 | 2 |" in table(found)
+
+
+def test_what_is_done_or_being_done_is_not_done_again(tmp_path: Path) -> None:
+    done, busy = (Run("gcd", "right", "ours", seed, 1000) for seed in (1, 2))
+    (tmp_path / done.name).write_text(json.dumps({"seed": 1}))
+    (tmp_path / f"{busy.name}.running").touch()
+    run_all(tmp_path, [done, busy])
+    assert results(tmp_path) == [{"seed": 1}]
