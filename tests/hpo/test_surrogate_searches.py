@@ -11,7 +11,7 @@ import pytest
 
 from benchmarking.surrogates import ARMS, STRATA, WORLDS, Arm, Outcome, search, table
 
-SEEDS = [10, pytest.param(100, marks=pytest.mark.nightly)]
+SEEDS = [10, pytest.param(40, marks=pytest.mark.nightly)]
 OTHERS = ("pulses", "tournament", "truncation", "halving", "halving + truncation", "multi-frequency", "random")
 
 
