@@ -31,6 +31,8 @@ environment:
   eval_prompts: 4
   test_prompts: 4
 training: {pop_size: 2, max_steps: 64, evo_steps: 1}
+selection_strategy: {name: tournament}
+mutation: {rl_hp_selection: {lr: {}}}
 network:
   pretrained_model_name_or_path: embedded
   lora_config: {r: 2, lora_alpha: 4}

@@ -85,6 +85,7 @@ from agilerl.rewards import (
     Repetition,
     RewardModelGrader,
     SandboxGrader,
+    ThreadedGrader,
     TokenLength,
     call_grader,
     check_grader,
@@ -236,6 +237,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "Repetition": lambda w: (Repetition, {}),
     "RewardModelGrader": lambda w: (RewardModelGrader, {"model": "m"}),
     "SandboxGrader": lambda w: (SandboxGrader, {}),
+    "ThreadedGrader": lambda w: (ThreadedGrader, {"grader": exact_match}),
     "TokenLength": lambda w: (TokenLength, {"target": 5}),
     "call_grader": lambda w: (call_grader, GRADED),
     "check_grader": lambda w: (check_grader, GRADED),
@@ -297,7 +299,7 @@ GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows"
 SEEN_ELSEWHERE = {
     "ALGORITHMS", "GRADER_CHECKS", "LIBRARY",  # tables
     "LLMPPO", "LLMREINFORCE",  # other names
-    "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader",  # to subclass
+    "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader", "WaitingGrader",  # to subclass
     "ToolCallParser",  # also
     "Grader", "Row",  # types
     "GraderCase", "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult", "AgentFiles",  # results
