@@ -71,11 +71,14 @@ class Run:
     arm: str
     seed: int
     tokens: int
+    setting: str = ""
+    """A setting that is changed in the configuration, as ``key=value``."""
 
     @property
     def name(self) -> str:
         """Name of its file."""
-        return f"{self.task}-{self.stratum}-{self.arm}-{self.tokens // 1000}k-{self.seed}.json"
+        changed = f"-{self.setting}" if self.setting else ""
+        return f"{self.task}-{self.stratum}-{self.arm}{changed}-{self.tokens // 1000}k-{self.seed}.json"
 
     def settings(self) -> list[str]:
         """Return the manifest's settings, on top of the embedded default's base and adapter."""
@@ -100,6 +103,7 @@ class Run:
             "training.log_completions=0",
             *steps,
             *ARMS[self.arm],
+            *([self.setting] if self.setting else []),
         ]
 
 
