@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.metrics import record_batch
+from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked

@@ -15,18 +15,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.special import ndtri
 
-from agilerl.hpo.annealing import LRSchedule
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.halving import SuccessiveHalving
-from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, Mutations
 from agilerl.hpo.parameters import Gene, Value
-from agilerl.hpo.pulses import PulseSelection
-from agilerl.hpo.selection import Best, NoSelection, SelectionStrategy, Standing
+from agilerl.hpo.selection import Best, NoSelection, SelectionStrategy, Standing, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.strategies import LRSchedule
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 from agilerl.streams import stream
 
 PROMPTS = 128

@@ -71,7 +71,7 @@ CLOCKS = (
     Clocked("agilerl.population", "Population.learn", "update: rest"),
     Clocked("agilerl.data.batch", "collate", "update: lines", "update"),
     Clocked("agilerl.data.batch", "RolloutBatch.select", "update: lines", "update"),
-    Clocked("agilerl.algorithms.gradients", "Share.cut", "update: lines", "update"),
+    Clocked("agilerl.algorithms.update", "Share.cut", "update: lines", "update"),
     Clocked("agilerl.models.flat", "flatten", "update: lines", "update"),
     Clocked("agilerl.runtime", "Runtime.forward", "update: forward", "update"),
     Clocked("agilerl.algorithms.custom_loss", "compute_loss", "update: forward", "update"),

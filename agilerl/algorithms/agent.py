@@ -20,8 +20,15 @@ from agilerl.algorithms.codec import actor_folder, read_state, save_folder, writ
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig, lr_factor
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.documented import DocumentedSurface
-from agilerl.algorithms.examination import Environment, examine, of_all
-from agilerl.algorithms.experiences import ActionResult, action_result, prompt_ids, to_batch
+from agilerl.algorithms.experiences import (
+    ActionResult,
+    Environment,
+    action_result,
+    examine,
+    of_all,
+    prompt_ids,
+    to_batch,
+)
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.logprobs import fingerprint
 from agilerl.algorithms.state import (

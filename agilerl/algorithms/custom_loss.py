@@ -11,8 +11,7 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
-from agilerl.algorithms.metrics import record_tokens
-from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms
+from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
 from agilerl.arguments import nearest
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs

@@ -10,8 +10,7 @@ from torch import Tensor
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.config import LLMConfig
-from agilerl.algorithms.examination import Environment, of_all
-from agilerl.algorithms.experiences import ActionResult
+from agilerl.algorithms.experiences import ActionResult, Environment, of_all
 from agilerl.arguments import Count, checked
 from agilerl.data import RolloutBatch
 from agilerl.envs.gyms import DataGym

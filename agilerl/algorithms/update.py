@@ -1,29 +1,298 @@
 """One update of many agents: every micro-batch of every agent through one base, one backward, one stacked step.
 
-Two operations change an agent by training: :func:`gradients.accumulate` adds gradients, :func:`optim_step` spends them.
+Two operations change an agent by training: :func:`accumulate` adds gradients, :func:`optim_step` spends them.
 Learning is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and
 ``agent.optim_step``.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.custom_loss import LossFunction, loss_denominator
-from agilerl.algorithms.gradients import Share, accumulate
+from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator
 from agilerl.algorithms.learner import Experience, Learner
 from agilerl.algorithms.logprobs import sampled_as_trained
-from agilerl.algorithms.metrics import record_batch
-from agilerl.data import RolloutBatch
+from agilerl.algorithms.objective import record_batch, record_idle
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
+from agilerl.models.lockstep import agreed
+from agilerl.models.memory import attempt
 from agilerl.models.optim import adamw_step
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.failures import Outcome
-from agilerl.runtime import Runtime
+from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+
+_HEADER = 8
+"""Bytes that say how long the JSON before the gradients is."""
+
+
+@dataclass
+class Share:
+    """Rows of one agent that go into one optimizer step together."""
+
+    agent: Learner
+    experience: Experience
+    rows: Tensor
+    denominator: float
+    metrics: MetricReducer
+    loss: LossFunction | None = None
+    """Used in place of the agent's own; None: the agent's."""
+
+    def cut(self) -> tuple[list["_Piece"], int]:
+        """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
+
+        Idle rows are idle under the algorithm's own objective only; another loss sees every row.
+        """
+        own = self.loss if self.loss is not None else self.agent.loss
+        idle = self.experience.idle if own is None else None
+        busy = self.rows if idle is None else self.rows[~idle[self.rows]]
+        batch = self.experience.batch
+        skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
+        runtime, limit = self.agent.runtime, self.agent.runtime.limits.train_tokens
+        # A critic reads the tokens once more, in the same pass.
+        most = self.most.at_most(limit if limit is None or self.agent.critic_slot is None else max(1, limit // 2))
+        if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
+            most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
+        return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped
+
+    @property
+    def most(self) -> MicroBatch:
+        """The most that one forward pass takes of these rows."""
+        return self.agent.micro_batch
+
+
+@dataclass
+class _Piece:
+    """One micro-batch: rows of one agent that go through the base together."""
+
+    share: Share
+    rows: Tensor
+    metrics: MetricReducer = field(default_factory=MetricReducer)
+    """Of this micro-batch alone, until all of them have been computed: a pass that memory did not hold leaves none."""
+    is_finite: bool = True
+    """Whether its loss was."""
+
+    @property
+    def slot(self) -> int:
+        """Slot of the agent's policy."""
+        return self.share.agent.slot
+
+    @cached_property
+    def batch(self) -> RolloutBatch:
+        """The rows, cut to the shortest padded length that holds them."""
+        return self.share.experience.batch.select(self.rows)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens that it adds to a forward pass; a critic reads them once more."""
+        flat, batch = self.share.agent.runtime.base.flattens, self.batch
+        once = batch.distinct_tokens if flat else batch.ids.numel()
+        return once * (1 if self.share.agent.critic_slot is None else 2)
+
+
+class _Overflow(NamedTuple):
+    """A forward pass that memory did not hold."""
+
+    tokens: int
+    """Tokens of it."""
+    slot: int
+    """Of the first agent in it."""
+    rows: int
+    """Rows of it where it was of one agent alone, else 0."""
+
+
+def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list[Learner]:
+    """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
+
+    All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
+    to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
+    passes. Returns the agents of which memory does not hold the least, without a gradient from here; the others' passes
+    are what they would be without them. Where several processes share the agents, each computes some of the
+    micro-batches, and all of them return with the gradients, metrics and verdicts of the whole.
+    """
+    store, unfit, left = runtime.store, list[Learner](), list(shares)
+    before = runtime.limits.train_tokens
+    slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
+    pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
+    while True:
+        cuts = [share.cut() for share in left]
+        full = _divided(runtime, [pieces for pieces, _ in cuts])
+        if full is None:
+            break
+        for slot in slots:
+            store.grad[slot] = pending.get(slot, 0.0)
+        runtime.limits.train_tokens = max(1, full.tokens // 2)
+        share = next(share for share in left if share.agent.slot == full.slot)
+        if 0 < full.rows <= share.most.unit:  # it cannot make do with fewer
+            runtime.limits.train_tokens = before
+            unfit.append(share.agent)
+            left = [other for other in left if other is not share]
+    for share, (pieces, idle_tokens) in zip(left, cuts):
+        record_idle(idle_tokens, share.metrics)
+        for piece in pieces:
+            share.metrics.merge(piece.metrics)
+            share.agent.gradient_is_finite &= piece.is_finite
+    return unfit
+
+
+def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
+    """Compute each agent's micro-batches, on all processes together; returns what memory did not hold, if anything.
+
+    On a CPU the processes add up one micro-batch of each after the other, in the order in which one process would, to
+    the same bits. Elsewhere each adds up its own, and the sums are added: a single transfer.
+    """
+    processes, store = runtime.processes, runtime.store
+    if processes.size == 1:
+        return _in_packs(runtime, pieces)
+    slots = {i: list(own[0].share.agent.optimizer_settings()) for i, own in enumerate(pieces) if own}
+    every = [slot for own in slots.values() for slot in own]
+    longest = max((len(own) for own in pieces), default=0)
+    in_order = _adds_in_order(store)
+    width = processes.size if in_order else max(longest, 1)
+    total = store.grad[every]
+    for start in range(0, longest, width):
+        places = [
+            [k for k in range(start, min(start + width, len(own))) if (i + k) % processes.size == processes.rank]
+            for i, own in enumerate(pieces)
+        ]
+        store.grad[every] = 0.0
+        work = partial(_compute, runtime, pieces, places, every if in_order else [])
+        received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
+        full = next((found for found, _, _ in received if found is not None), None)
+        if full is not None:
+            return full
+        for _, reports, _ in received:
+            for i, k, metrics, is_finite in reports:
+                pieces[i][k].metrics, pieces[i][k].is_finite = MetricReducer.from_state(metrics), is_finite
+        if in_order:
+            parts = [torch.frombuffer(g, dtype=store.dtype).view(total.shape) for _, _, g in received]
+            row = 0
+            for i, own in slots.items():
+                for k in range(start, start + width):
+                    total[row : row + len(own)] += parts[(i + k) % processes.size][row : row + len(own)]
+                row += len(own)
+        else:
+            own_sum = store.grad[every]
+            processes.add_(own_sum)
+            total += own_sum
+    store.grad[every] = total
+    return None
+
+
+def _adds_in_order(store: AdapterStore) -> bool:
+    """Return whether bits are promised, which is worth a transfer for each round of micro-batches."""
+    return store.device.type == "cpu"
+
+
+def _compute(
+    runtime: Runtime, pieces: Sequence[Sequence[_Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
+) -> bytes:
+    """Compute this process's micro-batches; returns what the others have to know, with the gradients of ``slots``."""
+    full = _in_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
+    done = [(i, k) for i, mine in enumerate(places) for k in mine] if full is None else []
+    reports = [[i, k, pieces[i][k].metrics.state(), pieces[i][k].is_finite] for i, k in done]
+    header = json.dumps([full, reports]).encode()
+    gradients = runtime.store.grad[list(slots)].numpy().tobytes() if slots else b""
+    return len(header).to_bytes(_HEADER) + header + gradients
+
+
+def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
+    end = _HEADER + int.from_bytes(part[:_HEADER])
+    full, reports = json.loads(part[_HEADER:end])
+    return None if full is None else _Overflow(*full), reports, bytearray(part[end:])
+
+
+def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
+    """Compute each agent's micro-batches, the k-th ones of all agents together, until memory does not hold a pass."""
+    most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_tokens)
+    for k in range(max((len(own) for own in pieces), default=0)):
+        for pack in _packs([own[k] for own in pieces if k < len(own)], most):
+            if attempt(partial(_forward_backward, runtime, pack)) is None:
+                tokens, first = sum(piece.tokens for piece in pack), pack[0]
+                return _Overflow(tokens, first.slot, len(first.rows) if len(pack) == 1 else 0)
+    return None
+
+
+def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
+    """Group micro-batches into forward passes of at most ``max_tokens`` tokens, or one micro-batch.
+
+    Padded lengths never mix where rows are padded: a row's bits in the backward pass of attention depend on its length.
+    """
+    by_length: dict[int, list[_Piece]] = {}
+    for piece in sorted(pieces, key=lambda p: p.slot):
+        flat = piece.share.agent.runtime.base.flattens
+        by_length.setdefault(0 if flat else piece.batch.ids.shape[1], []).append(piece)
+    packs: list[list[_Piece]] = []
+    for group in by_length.values():
+        room = -1
+        for piece in group:
+            if piece.tokens > room:
+                packs.append([])
+                room = max_tokens
+            packs[-1].append(piece)
+            room -= piece.tokens
+    return packs
+
+
+def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
+    """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
+
+    The total is the plain sum of the agents' losses: each is divided by its own
+    window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
+    skip the next step. Returns the total.
+    """
+    agents = [piece.share.agent for piece in pack]
+    parts = [AgentRows(p.slot, p.batch, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
+    critics = [i for i, agent in enumerate(agents) if agent.critic_slot is not None]
+    parts += [AgentRows(agents[i].critic_slot, pack[i].batch, 1.0, values=True) for i in critics]
+    outputs = runtime.forward(parts, entropy=True)
+    values = {i: output.values for i, output in zip(critics, outputs[len(pack) :])}
+    losses = []
+    for i, (piece, output) in enumerate(zip(pack, outputs)):
+        loss = compute_loss(agents[i], piece.share.loss, _inputs(piece, output, values.get(i)), piece.metrics)
+        piece.is_finite = bool(torch.isfinite(loss))
+        losses.append(loss)
+    total = torch.stack(losses).sum()
+    with nullcontext() if runtime.lockstep is None else runtime.lockstep.backward():
+        total.backward()  # type: ignore[no-untyped-call]
+    return float(total.detach())
+
+
+def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossInputs:
+    e, batch, logp = piece.share.experience, piece.batch, output.logp
+    assert logp is not None
+    width, device = logp.shape[1], logp.device
+
+    def rows(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[piece.rows.to(values.device), :width].to(device)
+
+    old, advantages = rows(e.old_logp), rows(e.advantages)
+    assert advantages is not None
+    return LossInputs(
+        logp=logp,
+        mask=batch.action_mask.to(device),
+        old_logp=logp.detach() if old is None else old,
+        advantages=advantages,
+        denominator=piece.share.denominator,
+        ref_logp=rows(e.ref_logp),
+        sampling_logp=rows(e.sampling_logp),
+        entropy=output.entropy,
+        turn_ids=batch.turn_ids.to(device),
+        values=values,
+        old_values=rows(e.old_values),
+        returns=rows(e.returns),
+    )
+
+
+# -- the update: windows of each agent, one after another -------------------------------------------------------------
 
 
 @dataclass

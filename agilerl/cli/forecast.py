@@ -22,9 +22,8 @@ from agilerl.models.targets import lora_layers
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS
-from agilerl.training.memory import adapter_slots, available_bytes
+from agilerl.training.memory import adapter_slots, available_bytes, largest_rank
 from agilerl.training.resolved import Resolved
-from agilerl.training.sampling import largest_rank
 from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512

@@ -14,8 +14,7 @@ from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.own_code import names_code
 from agilerl.errors import ConfigError
-from agilerl.hpo.annealing import LRSchedule
-from agilerl.hpo.strategies import ANNEALED, SETTINGS, SHRINKING
+from agilerl.hpo.strategies import ANNEALED, SETTINGS, SHRINKING, LRSchedule
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 

@@ -1,13 +1,14 @@
 """Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, TypeVar
 
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
+from agilerl.streams import stream
 
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
@@ -226,3 +227,109 @@ def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
 def next_generation(agents: Sequence[Evolvable]) -> int:
     """Return the generation of agents outside a population: evaluations so far, minus one."""
     return max(max(len(agent.fitness) for agent in agents) - 1, 0)
+
+
+# -- truncation: that of population based training, with a gate against replacing on noise ----------------------------
+
+
+class TruncationSelection:
+    """Each of the worst ``fraction`` of agents copies a random one of the best ``fraction`` (PBT, arXiv 1711.09846).
+
+    Gate: an agent is replaced only if the donor is better with probability at least ``confidence``, from the paired
+    exam, shrunk by how much of the spread between agents is real (``probability_better``, ``reliability``); ties keep.
+    Agents whose fitness is not finite are always replaced. Only the new clones are open to mutation.
+    Raises ConfigError for a fraction outside (0, 0.5] or a confidence outside [0.5, 1).
+    """
+
+    @checked
+    def __init__(self, fraction: float = 0.25, confidence: float = 0.8) -> None:
+        if not 0 < fraction <= 0.5:
+            raise ConfigError(f"fraction must be in (0, 0.5], found {fraction}.")
+        if not 0.5 <= confidence < 1:
+            raise ConfigError(f"confidence must be in [0.5, 1), found {confidence}.")
+        self.fraction = fraction
+        self.confidence = confidence
+
+    @checked
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
+        """Return the plan of this generation (see SelectionStrategy)."""
+        check_population(fitness, next_index)
+        ranked = ranking(fitness)
+        finite = [index for index in ranked if fitness[index].is_finite]
+        if not finite:
+            return keep_all(fitness, generation, "no agent has a finite fitness")
+        count = max(1, int(self.fraction * len(ranked)))
+        donors = finite[:count]
+        candidates = {*ranked[-count:], *ranked[len(finite) :]} - set(donors)
+        trust = reliability(list(fitness.values()))
+        births: dict[int, Birth] = {}
+        for index in sorted(candidates):
+            donor = donors[int(stream(seed, "selection", generation, index).integers(len(donors)))]
+            better = probability_better(fitness[donor], fitness[index], trust)
+            # With confidence=0.5 a tie would pass as well, but a tie must not replace an agent.
+            if better >= self.confidence and better > 0.5:
+                births[index] = Birth(next_index + len(births), donor)
+        return Plan(
+            generation,
+            ranked[0],
+            slots=tuple(births[index].child if index in births else index for index in fitness),
+            births=tuple(births.values()),
+            deaths=tuple(births),
+            mutants=tuple(births[index].child for index in fitness if index in births),
+        )
+
+
+# -- successive halving: the better half continues, with the budget of both halves ------------------------------------
+
+
+class SuccessiveHalving:
+    """Every ``period`` generations the worse half of the agents stops, N -> N/2 -> ... -> ``floor`` (arXiv 1502.07943).
+
+    The plan has fewer slots than before; the tokens per interval stay what they were, so each survivor trains on more.
+    Between the halvings ``between`` plans (a strategy that takes any population size, such as TruncationSelection);
+    without it no agent changes. Agents whose fitness is not finite are the first to stop.
+    Raises ConfigError for a period or floor below one.
+    """
+
+    @checked
+    def __init__(self, period: int = 1, floor: int = 1, between: SelectionStrategy | None = None) -> None:
+        if period < 1 or floor < 1:
+            raise ConfigError(f"period and floor must be at least 1, found period={period}, floor={floor}.")
+        self.period = period
+        self.floor = floor
+        self.between = between or NoSelection()
+
+    @checked
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: Whole,
+        seed: Seed,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
+        """Return the plan of this generation (see SelectionStrategy)."""
+        check_population(fitness, next_index)
+        if (generation + 1) % self.period or len(fitness) <= self.floor:
+            return self.between.plan(fitness, generation, seed, next_index, standing)
+        ranked = ranking(fitness)
+        finite = sum(one.is_finite for one in fitness.values())
+        if not finite:
+            reason = "no agent has a finite fitness"
+            return replace(NoSelection().plan(fitness, generation, seed, next_index), reason=reason)
+        count = min(max((len(ranked) + 1) // 2, self.floor), finite)
+        kept = set(ranked[:count])
+        return Plan(
+            generation,
+            ranked[0],
+            slots=tuple(index for index in fitness if index in kept),
+            deaths=tuple(index for index in fitness if index not in kept),
+            reason=f"halving: {len(ranked)} to {count} agents",
+        )

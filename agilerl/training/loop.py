@@ -33,9 +33,8 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
-from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import RunWriter
-from agilerl.training.saved import SavedCheckpoint
+from agilerl.training.saved import Kept, Progress, SavedCheckpoint
 from agilerl.training.setup import Session
 
 

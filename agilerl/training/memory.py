@@ -19,7 +19,6 @@ from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE
-from agilerl.training.sampling import largest_rank
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""
@@ -38,6 +37,12 @@ _CURES = {
         "vllm_config.sleep_mode=true",
     ),
 }
+
+
+def largest_rank(config: RunConfig) -> int:
+    """Return the largest rank that an adapter of the run may have."""
+    start = config.network.lora_config.r
+    return max(start, config.mutation.rank_range[1]) if config.mutation.probabilities.arch_mut > 0 else start
 
 
 def adapter_bytes(config: RunConfig, algorithm: type[LLMAlgorithm], layers: Sequence[LinearShape]) -> int:

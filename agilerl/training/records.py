@@ -16,8 +16,7 @@ from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
 from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, RunStarted
-from agilerl.training.progress import Progress
-from agilerl.training.saved import CLOCK, Positions, SavedCheckpoint, write_checkpoint
+from agilerl.training.saved import CLOCK, Positions, Progress, SavedCheckpoint, write_checkpoint
 
 
 class RunWriter:

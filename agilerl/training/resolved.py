@@ -19,12 +19,12 @@ from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
-from agilerl.hpo.prior import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.selection import SelectionStrategy
+from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
 from agilerl.models.base import EMBEDDED
 from agilerl.runs.directory import run_date
-from agilerl.training.graders import own_weights
+from agilerl.training.tasks import own_weights
 from agilerl.validation import validated
 
 
@@ -46,7 +46,7 @@ class Resolved:
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
     selection: SelectionStrategy | None
-    """None for code of the user's, until it is loaded (``agilerl.training.strategies``)."""
+    """None for code of the user's, until it is loaded (``agilerl.training.setup``)."""
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:

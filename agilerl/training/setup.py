@@ -1,36 +1,45 @@
 """From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.arguments import shown
+from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
+from agilerl.config.own_code import load_code, names_code
 from agilerl.config.run import RunConfig
+from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
+from agilerl.custom_code import contained
 from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import CheckpointError, ConfigError
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError
+from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.selection import SelectionStrategy
+from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_scaling, read_adapter
-from agilerl.models.base import check_device
+from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model
+from agilerl.models.quantised import imported_peft
+from agilerl.models.targets import lora_layers
 from agilerl.population import Population
+from agilerl.rollouts.vllm.colocated import check_installed
+from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
-from agilerl.training.base import load_runtime
-from agilerl.training.memory import check_memory, estimate
+from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
 from agilerl.training.resolved import Resolved, resolve
-from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.strategies import selection_strategy
 from agilerl.training.tasks import task
 
 GENERATIONS = 32
@@ -260,3 +269,227 @@ def try_prompts(population: Population) -> None:
             population.examples(position)
     else:
         population.places("train")
+
+
+# -- the base model: found, loaded, and checked against the machine and its tokenizer ---------------------------------
+
+
+PartT = TypeVar("PartT")
+
+
+def load_runtime(resolved: Resolved) -> Runtime:
+    """Load the base with its tokenizer according to the options, and make the adapter bank.
+
+    Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
+    """
+    config, options = resolved.config, resolved.options
+    t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
+    path = resolve_model(name)
+    check_weights(path, t.device, options.quantization_config)
+    _spare_retries(name)
+    tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.padding))
+    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
+    if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
+        raise ConfigError(
+            f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
+            "tokenizer that belongs to the model, or resize the model's embeddings"
+        )
+    settings = _lora(network)
+    layers = lora_layers(base.model, settings, options.lora_target_scope)
+    sizes = {
+        "base": base.weight_bytes,
+        "adapters": adapter_bytes(config, resolved.algorithm, layers),
+    }
+    check_memory(sizes, t.device)
+    return Runtime(
+        base,
+        lora_config=settings,
+        tokenizer=tokenizer,
+        seed=t.seed,
+        max_tokens=t.max_tokens_in_flight,
+        max_rows=t.max_rows_in_flight,
+        options=options,
+    )
+
+
+def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
+    """Load something; turn whatever a damaged file raises into a ConfigError with its reason."""
+    try:
+        return load()
+    except AgileRLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _lora(config: NetworkConfig) -> Any:
+    return imported_peft().LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
+
+
+def _spare_retries(name: str) -> None:
+    """Put the hub client into offline mode if a model's name needs the hub and it does not answer.
+
+    Otherwise it would retry for a minute; offline it uses its cache or fails at once.
+    """
+    from huggingface_hub import constants
+
+    if name != EMBEDDED and not Path(name).expanduser().exists() and is_out_of_reach():
+        constants.HF_HUB_OFFLINE = True
+
+
+# -- the engine that samples: checks before anything is loaded, and its start -----------------------------------------
+
+
+def check_sampling(config: RunConfig, options: SharedOptions) -> None:
+    """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
+    if not options.use_vllm:
+        return
+    settings = options.vllm_config or VLLMConfig()
+    if settings.base_url is not None and os.environ.get(API_KEY):
+        where, typed = "algorithm.vllm_config.base_url", config.typed_addresses
+        check_key(where, API_KEY, settings.base_url, typed, without=f"unset {API_KEY}")
+    if settings.base_url is None:
+        check_installed(settings, config.training.device.partition(":")[0])
+    rank, most = largest_rank(config), settings.max_lora_rank
+    if most is not None and rank > most:
+        raise ConfigError(
+            f"algorithm.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
+            "(network.lora_config.r, mutation.rank_range); raise it, or narrow mutation.rank_range"
+        )
+    lora_capacity(rank)
+    processes = config.distributed.processes_per_island or 1
+    if processes > 1 and settings.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} with "
+            f"distributed.processes_per_island={processes}: each process starts its own vLLM on its own GPU, so "
+            "none can use the others'; remove one of the two, or start a server and name it as "
+            "algorithm.vllm_config.base_url"
+        )
+
+
+def start_sampling(config: RunConfig, population: Population) -> None:
+    """Start vLLM if it samples, so that problems show before training."""
+    engine = population.runtime.engine
+    if isinstance(engine, VLLMEngine):
+        if engine.config.max_model_len is not None:  # before starting vLLM
+            check_room(population, engine.config, engine.config.max_model_len)
+        longest = population.context_length + (population.eval_max_new_tokens or 0)
+        rank = max(largest_rank(config), population.runtime.store.max_rank)
+        engine.start(max(len(population), config.training.pop_size), rank, longest)
+        check_room(population, engine.config, engine.backend.context_length)
+
+
+def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
+    """Raise ConfigError if vLLM's context of ``room`` tokens would truncate allowed completions.
+
+    This counts the longest prompt of the panels and of the first training rows; for episodes, the first prompt. Limits
+    by the agents' ``max_model_len`` or the base do not concern vLLM.
+    """
+    limit, most = population.context_length, population.runtime.base.context_length
+    asked = [] if population.learns_from_data else [_training_row(population, limit)]
+    if settings.exams == "vllm":
+        exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
+        asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
+    prompt, completion = max(asked, key=sum, default=(0, 0))
+    if prompt + completion > room:
+        where = "algorithm.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"
+        raise ConfigError(
+            f"vLLM's context holds {room} tokens (max_model_len), but prompts have up to {prompt} and completions "
+            f"up to {completion} tokens, together {prompt + completion}; raise {where} to that, or lower "
+            "algorithm.max_output_tokens and training.eval_max_new_tokens"
+        )
+
+
+def _training_row(population: Population, limit: int) -> tuple[int, int]:
+    """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
+    prompt = max(population.lengths("train").prompts)
+    longest = (agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
+    return prompt, min(max(longest), limit - prompt)
+
+
+# -- custom selection strategies: ``selection_strategy.name: strategy.py:MySelection`` --------------------------------
+
+
+_WHERE = "selection_strategy.name"
+
+
+class CustomSelection:
+    """Calls a strategy of the user's, and checks that what it returns is a plan for these agents."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.name, self.inner = name, inner
+
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: int,
+        seed: int,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
+        """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
+        try:
+            with contained():
+                plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
+        except KeyboardInterrupt:
+            raise
+        except AgileRLError as error:
+            raise ConfigError(f"{_WHERE}={shown(self.name)}: {error}") from error
+        except Exception as error:
+            raise ConfigError(
+                f"{_WHERE}={shown(self.name)} failed in plan(): {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(plan, Plan):
+            raise ConfigError(
+                f"{_WHERE}={shown(self.name)}: expected plan() to return an agilerl.hpo.selection.Plan, found "
+                f"{type(plan).__name__}"
+            )
+        self._check(plan, fitness, next_index, standing)
+        return plan
+
+    def _check(self, plan: Plan, fitness: Mapping[int, Fitness], next_index: int, standing: Standing) -> None:
+        children = [birth.child for birth in plan.births]
+        wrong = ""
+        if children != list(range(next_index, next_index + len(children))):
+            wrong = f"children get the indices from next_index={next_index} on, found {children}"
+        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(fitness):
+            wrong = (
+                f"each of the agents {list(fitness)} is in slots or in deaths and at least one in slots, found slots "
+                f"{list(plan.slots)} and deaths {list(plan.deaths)}"
+            )
+        elif plan.elite not in fitness:
+            wrong = f"the elite is one of the agents {list(fitness)}, found {plan.elite}"
+        elif any(birth.parent not in fitness and not birth.from_best for birth in plan.births):
+            wrong = f"parents are among the agents {list(fitness)}, found {[birth.parent for birth in plan.births]}"
+        elif any(birth.hyperparameters_from not in {None, *fitness} for birth in plan.births):
+            wrong = f"hyperparameters_from is one of the agents {list(fitness)} or None"
+        elif standing.best is None and any(birth.from_best for birth in plan.births):
+            wrong = "from_best needs standing.best, which is None"
+        if wrong:
+            raise ConfigError(f"{_WHERE}={shown(self.name)}: in a plan, {wrong}")
+
+
+def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
+    """Return the strategy of the user's that a configuration names, made with ``selection_strategy.params``.
+
+    Raises ConfigError if code is not allowed, cannot be loaded, refuses the parameters, or has no ``plan``.
+    """
+    section = config.selection_strategy
+    assert names_code(section.strategy)
+    found = load_code(_WHERE, section.strategy, allowed=allow_code)
+    try:
+        with contained():
+            inner = found(**section.params or {})
+    except KeyboardInterrupt:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{_WHERE}={shown(section.strategy)} cannot be made with selection_strategy.params="
+            f"{shown(section.params or {})}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(getattr(inner, "plan", None)):
+        raise ConfigError(
+            f"{_WHERE}={shown(section.strategy)}: expected a class with a method plan(fitness, generation, seed, "
+            f"next_index, standing), found {shown(inner)}"
+        )
+    return CustomSelection(section.strategy, inner)

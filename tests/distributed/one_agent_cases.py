@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from agilerl.algorithms import DPO, GRPO, PPO, gradients
+from agilerl.algorithms import DPO, GRPO, PPO, update
 from agilerl.algorithms.update import learn_together
 from agilerl.data import collate
 from agilerl.llm_envs import ReasoningGym
@@ -48,9 +48,9 @@ def new_runtime(processes: Processes, *, double: bool = False, sharding: str = "
 def learned(agent: Any, updates: int = UPDATES) -> Found:
     """Let an agent sample and learn; returns its weights and metrics."""
     metrics: dict[str, float] = {}
-    for update in range(updates):
+    for turn in range(updates):
         prompts = [
-            np.random.default_rng(p + 10 * update).integers(2, VOCABULARY, 4 + p).tolist()
+            np.random.default_rng(p + 10 * turn).integers(2, VOCABULARY, 4 + p).tolist()
             for p in agent.runtime.processes.share(5)
         ]
         action = agent.get_action([{"input_ids": torch.tensor([ids])} for ids in prompts])
@@ -98,11 +98,11 @@ def grpo(processes: Processes, *, double: bool = False, sharding: str = "none") 
 
 def at_once(processes: Processes) -> Found:
     """As ``grpo``, with the sums that GPUs make: each process adds up its own gradients, then all add up the sums."""
-    before, gradients._adds_in_order = gradients._adds_in_order, lambda store: False
+    before, update._adds_in_order = update._adds_in_order, lambda store: False
     try:
         return grpo(processes)
     finally:
-        gradients._adds_in_order = before
+        update._adds_in_order = before
 
 
 def tight(processes: Processes) -> Found:

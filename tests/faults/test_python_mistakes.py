@@ -50,13 +50,11 @@ from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.tools import LocalSearch, PythonTool, ToolEnv
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, RewardError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
-from agilerl.hpo.halving import SuccessiveHalving
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
-from agilerl.hpo.selection import NoSelection, Plan
+from agilerl.hpo.selection import NoSelection, Plan, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
-from agilerl.hpo.truncation import TruncationSelection
 from agilerl.llm_envs import (
     FormatRewardWrapper,
     PreferenceGym,

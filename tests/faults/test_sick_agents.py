@@ -13,9 +13,8 @@ from agilerl.algorithms.codec import read_state
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.selection import NoSelection
+from agilerl.hpo.selection import NoSelection, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 from agilerl.population import Population
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, Seen, iterate, make_population, weights
 

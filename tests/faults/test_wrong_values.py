@@ -57,12 +57,11 @@ from agilerl.envs.tools import (
 )
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
-from agilerl.hpo.halving import SuccessiveHalving
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, _say_that_all_move
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
+from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
-from agilerl.hpo.truncation import TruncationSelection
 from agilerl.llm_envs import (
     FormatRewardWrapper,
     PreferenceGym,

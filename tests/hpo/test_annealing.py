@@ -3,7 +3,7 @@
 import pytest
 
 from agilerl.errors import ConfigError
-from agilerl.hpo.annealing import LRSchedule
+from agilerl.hpo.strategies import LRSchedule
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import pytest
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.selection import Birth, NoSelection, Plan
+from agilerl.hpo.selection import Birth, NoSelection, Plan, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 
 ELITE = Vitals(
     entropy=(2.0, 1.1, 0.9, 1.0), length=(9.0, 21.0, 19.0, 20.0), reward=(0.5, 0.6, 0.7, 0.6), reward_before=(0.4, 0.5)

@@ -6,8 +6,7 @@ import pytest
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.halving import SuccessiveHalving
-from agilerl.hpo.truncation import TruncationSelection
+from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 
 
 def exam(*means):

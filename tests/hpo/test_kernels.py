@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agilerl.hpo.kernels import mutate_value
+from agilerl.hpo.mutation import mutate_value
 from agilerl.hpo.parameters import Gene
 from agilerl.streams import stream
 

@@ -7,10 +7,9 @@ from plain_agents import population
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better
-from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.mutation import Change, Member, Mutation, rescaled
 from agilerl.hpo.parameters import Gene
-from agilerl.hpo.pulses import PulseSelection
 from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing, apply_plan, with_factors
 
 

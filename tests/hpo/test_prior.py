@@ -3,7 +3,7 @@
 import pytest
 
 from agilerl.hpo.parameters import Gene
-from agilerl.hpo.prior import around, lora_rate
+from agilerl.hpo.spread import around, lora_rate
 
 
 @pytest.mark.parametrize(

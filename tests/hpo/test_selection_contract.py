@@ -10,13 +10,19 @@ from plain_agents import PlainAgent, population
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.halving import SuccessiveHalving
-from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.pulses import PulseSelection
-from agilerl.hpo.selection import Birth, NoSelection, Plan, apply_plan, latest_fitness, next_generation
+from agilerl.hpo.selection import (
+    Birth,
+    NoSelection,
+    Plan,
+    SuccessiveHalving,
+    TruncationSelection,
+    apply_plan,
+    latest_fitness,
+    next_generation,
+)
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 
 STRATEGIES = {
     "tournament": lambda n: TournamentSelection(min(2, n), True, n),

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from surrogate_worlds import DOCUMENTED_LR, Outcome, World, cliff, greedy_trap, hunt, mean_shipped, pure_noise, search
 
-from agilerl.hpo.halving import SuccessiveHalving
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.selection import NoSelection, SelectionStrategy
+from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.hpo.truncation import TruncationSelection
 
 SIZE = 8
 SEEDS = [60, pytest.param(120, marks=pytest.mark.nightly)]

@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.truncation import TruncationSelection
+from agilerl.hpo.selection import TruncationSelection
 
 
 def exam(mean, seed, n=64, noise=0.3):

@@ -8,12 +8,11 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.knockout import KnockoutSelection
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.lineage import family_tree
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.prior import lora_rate
-from agilerl.hpo.pulses import PulseSelection
 from agilerl.hpo.selection import Best, Standing
+from agilerl.hpo.spread import lora_rate
 from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import Session, build

@@ -9,10 +9,9 @@ import yaml
 from agilerl.config.manifest import load_manifest
 from agilerl.config.named_files import digests
 from agilerl.errors import ConfigError
-from agilerl.hpo.annealing import LRSchedule
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.strategies import SETTINGS as KNOWN
-from agilerl.hpo.strategies import defaults_of, make_strategy, strategy_class
+from agilerl.hpo.strategies import LRSchedule, defaults_of, make_strategy, strategy_class
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.setup import build
 from tests.training.small_runs import SIZES, lines, run_here

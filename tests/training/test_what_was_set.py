@@ -17,11 +17,10 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
 from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
-from agilerl.training.base import load_runtime
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.saved import SavedRun, open_run
-from agilerl.training.setup import build, check, first_generation
+from agilerl.training.setup import build, check, first_generation, load_runtime
 from tests.training.small_runs import SMALL, lines
 
 MANIFESTS = Path(__file__).resolve().parent.parent.parent / "tutorials" / "manifests"
