@@ -26,11 +26,10 @@ from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors
 from agilerl.rollouts import SamplingSettings
+from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import episode_metrics
-from agilerl.rollouts.failures import Failure, check_error_rate, lost_places
-from agilerl.rollouts.questions import grader_metrics
-from agilerl.rollouts.rollout import Rollout, teaches_nothing
+from agilerl.rollouts.rollout import Failure, Rollout, check_error_rate, lost_places, teaches_nothing
 
 Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[

@@ -20,7 +20,7 @@ from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.models import adapters
-from agilerl.models.accelerators import check_accelerator, check_whole, loading_whole, processes_of, sharding_of
+from agilerl.models.adapters import lora_layers
 from agilerl.models.base import (
     BaseModel,
     check_device,
@@ -31,13 +31,20 @@ from agilerl.models.base import (
     with_padding,
 )
 from agilerl.models.flat import Rows, flatten
-from agilerl.models.lockstep import Lockstep, agreed
 from agilerl.models.lora import attach, detach, token_values
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.quantised import check_loaded
-from agilerl.models.sharding import shard_base
+from agilerl.models.sharding import (
+    Lockstep,
+    agreed,
+    check_accelerator,
+    check_whole,
+    loading_whole,
+    processes_of,
+    shard_base,
+    sharding_of,
+)
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.models.targets import lora_layers
 from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes

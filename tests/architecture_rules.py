@@ -38,7 +38,6 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         "agilerl.rollouts.vllm",
         "agilerl.rollouts.scripted",
         "agilerl.rollouts.kv_cache",
-        "agilerl.rollouts.sampling",
     ),
 }
 """What the files of a package never import, beyond the order of the layers."""

@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # The grader that IsolatedGrader was given, in a process of its own:
         "agilerl.rewards.worker: import_module",
         # --allow-code, agilerl check ENV and make_env in Python; the file in that process as well:
-        "agilerl.config.own_code: import_module",
+        "agilerl.custom_code: import_module",
         "agilerl.custom_code: exec_module",
         "agilerl.custom_code: source_to_code",
     ),

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.own_code import load_code
-from agilerl.custom_code import contained, torch_restored
+from agilerl.custom_code import contained, load_code, torch_restored
 from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task

@@ -49,4 +49,4 @@ def test_what_is_to_be_installed_exists(extra: str):
 def test_the_messages_share_one_home_for_it():
     said = [path.relative_to(ROOT) for path in READ if path.suffix == ".py" and "install -e '.[" in path.read_text()]
     # A docstring may show the command; a message takes it from there.
-    assert [str(path) for path in said] == ["agilerl/envs/tools/search.py", "agilerl/errors.py"]
+    assert [str(path) for path in said] == ["agilerl/envs/tools/builtin.py", "agilerl/errors.py"]

@@ -29,8 +29,7 @@ from agilerl.algorithms.experiences import (
     prompt_ids,
     to_batch,
 )
-from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.logprobs import fingerprint
+from agilerl.algorithms.learner import Experience, fingerprint
 from agilerl.algorithms.state import (
     AgentState,
     PlainState,
@@ -54,9 +53,9 @@ from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.base import padding_id
 from agilerl.models.operators import add_noise, resize
-from agilerl.models.optim import AdamWSettings
+from agilerl.models.slots import AdamWSettings
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.failures import Outcome
+from agilerl.rollouts.rollout import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 

@@ -7,10 +7,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm
-from agilerl.algorithms.from_data import DataAlgorithm, DataConfig
 from agilerl.algorithms.keywords import DPOKeywords
-from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.logprobs import ReferenceLogprobs
+from agilerl.algorithms.learner import Experience, ReferenceLogprobs
+from agilerl.algorithms.sft import DataAlgorithm, DataConfig
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (

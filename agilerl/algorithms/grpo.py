@@ -14,8 +14,7 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.keywords import GRPOKeywords
-from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.logprobs import behaviour_entropy, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, behaviour_entropy, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.state import AgentState
 from agilerl.arguments import checked, nearest

@@ -1,16 +1,20 @@
-"""What an update needs of an agent (:class:`Learner`), and what it learns from (:class:`Experience`)."""
+"""What an update needs of an agent (:class:`Learner`), what it learns from, and the log-probs that it compares."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from agilerl.algorithms.config import LLMConfig, SurrogateConfig
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
-from agilerl.functional import MetricReducer
-from agilerl.models.optim import AdamWSettings
-from agilerl.rollouts.failures import Outcome
+from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum
+from agilerl.models.slots import AdamWSettings
+from agilerl.rollouts.rollout import Outcome
 from agilerl.runtime import Runtime
 
 
@@ -139,3 +143,167 @@ class PolicyLearner(Learner, Protocol):
     @property
     def config(self) -> SurrogateConfig:
         """Hyperparameters."""
+
+
+# -- log-probs that a batch is compared with: of the policy at rollout, of a foreign engine, of the reference ---------
+
+
+_ROW_TOKENS = 128
+"""What a row costs beside its tokens (key, tensor object), in tokens."""
+
+_STORES: "weakref.WeakKeyDictionary[Runtime, ReferenceLogprobs]" = weakref.WeakKeyDictionary()
+
+
+def is_off_policy(agent: Learner, batch: RolloutBatch) -> bool:
+    """Return whether the ratio leaves 1: the batch takes more than one optimizer step, or has been learned from."""
+    several = agent.config.update_epochs > 1 or len(batch) > agent.window_rows
+    return several or (agent.learns_again and sampled_as_trained(agent, batch))
+
+
+def sampled_as_trained(agent: Learner, batch: RolloutBatch) -> bool:
+    """Return whether the log-probs that came with a batch are what the trainer's own forward would have said."""
+    runtime = agent.runtime
+    return batch.sampling_logps is not None and runtime.engine.exact and runtime.base.decodes_exactly
+
+
+def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
+    """Return old log-probs ``[B, L]``: those of the policy at rollout.
+
+    Our own engine's log-probs are the policy's, so they serve as old ones without a second forward, unless it rounds in
+    another way than the trainer does. Then, and where there are none, they are those of the policy before the update.
+    """
+    if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
+        return batch.sampling_logps
+    return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_batch)
+
+
+def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
+    """Return the log-probs ``[B, L]`` that a foreign engine reported of its samples; None where it is our own."""
+    return None if agent.runtime.engine.exact else batch.sampling_logps
+
+
+def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
+    """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
+
+    Completions that several agents, or one agent several times, drew for a prompt are computed once.
+    """
+    known = ReferenceLogprobs.of(agent.runtime)
+    return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, _temperature(agent))
+
+
+class Sampled(NamedTuple):
+    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare the policy's with."""
+
+    old: Tensor | None
+    """Of the policy at rollout; None where nothing needs them."""
+    reported: Tensor | None
+    """As a foreign engine reported them; None where it is our own."""
+    ref: Tensor | None
+    """Of the reference; None without a KL."""
+    kl: Tensor | None
+    """Detached KL of each token, where it is needed before the update."""
+
+
+def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
+    """Compute what a batch is compared with, having adapted the weight of the KL to it."""
+    c = agent.config
+    old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
+    reported = reported_logprobs(agent, batch)
+    ref = reference_logprobs(agent, batch) if c.beta > 0 else None
+    kl = None
+    if c.kl_when_sampled and old is not None and ref is not None:
+        kl = _sampled_kl(agent, old, ref, batch.action_mask)
+    return Sampled(old, reported, ref, kl)
+
+
+def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
+    """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
+    return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_batch).cpu()
+
+
+def _temperature(agent: Learner) -> float:
+    return float(getattr(agent.config, "temperature", 1.0))
+
+
+def _sampled_kl(agent: PolicyLearner, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """Return the detached KL ``[B, L]`` of what was sampled, having adapted its weight to it; on the CPU."""
+    c, before, base, mask = agent.config, old.cpu(), ref.cpu(), mask.cpu()
+    sums = masked_sum(before - base, mask, -1)
+    if c.kl_target is not None and len(sums):
+        samples = min(len(sums), c.kl_horizon)  # more than a horizon at once could turn the weight negative
+        mean = float(sums.double().mean())
+        agent.kl_scale = adaptive_kl_coefficient(
+            agent.kl_scale, mean, c.kl_target, horizon=float(c.kl_horizon), samples=samples
+        )
+    return kl_estimate(before, base, c.kl_estimator, c.kl_clamp_value, mask=mask)
+
+
+# -- log-probs of the reference, computed once for all agents that share it -------------------------------------------
+
+
+class ReferenceLogprobs:
+    """Log-probs of completion tokens by (policy, row), the oldest forgotten beyond ``max_tokens``.
+
+    A fixed policy gives a row the same bits whoever asks and whatever else is in the batch, so agents may share them.
+    """
+
+    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.max_tokens = max_tokens
+        self.rows_computed = 0
+        """Rows that were not known and had to go through the base model."""
+        self._known: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._tokens = 0
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> "ReferenceLogprobs":
+        """Return the store that all agents of a runtime share."""
+        if runtime not in _STORES:
+            _STORES[runtime] = cls(runtime)
+        return _STORES[runtime]
+
+    def logprobs(
+        self, batch: RolloutBatch, slot: int | None, policy: bytes, most: MicroBatch, temperature: float = 1.0
+    ) -> Tensor:
+        """Return log-probs ``[B, L]``, 0 off the action mask, on the CPU.
+
+        ``slot`` holds the policy, None for the base model alone; ``policy`` is its fingerprint.
+        """
+        of = policy + repr(float(temperature)).encode()
+        keys = [_key(of, batch, row) for row in range(len(batch))]
+        missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
+        found = {key: self._known[key] for key in keys if key in self._known}
+        if missing:
+            part, runtime = batch.select(torch.tensor(missing)), self._runtime()
+            assert runtime is not None
+            values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
+            for place, row in enumerate(missing):
+                found[keys[row]] = values[place][part.action_mask[place].cpu()].clone()
+                self._keep(keys[row], found[keys[row]])
+            self.rows_computed += len(missing)
+        mask = batch.action_mask.cpu()
+        flat = torch.cat([found[key] for key in keys]) if keys else torch.zeros(0)
+        return torch.zeros(mask.shape).masked_scatter(mask, flat)
+
+    def _keep(self, key: bytes, values: Tensor) -> None:
+        self._known[key] = values
+        self._tokens += len(values) + _ROW_TOKENS
+        while self._tokens > self.max_tokens and len(self._known) > 1:
+            self._tokens -= len(self._known.popitem(last=False)[1]) + _ROW_TOKENS
+
+
+def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> bytes:
+    """Return a digest of an adapter; equal adapters are equal policies."""
+    digest = hashlib.blake2b(repr(scaling).encode(), digest_size=16)
+    for pair in factors:
+        for factor in pair:
+            digest.update(factor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def _key(policy: bytes, batch: RolloutBatch, row: int) -> bytes:
+    length = int(batch.lengths[row])
+    digest = hashlib.blake2b(len(policy).to_bytes(4) + policy, digest_size=16)
+    digest.update(batch.ids[row, :length].cpu().numpy().tobytes())
+    digest.update(batch.action_mask[row, : length - 1].cpu().numpy().tobytes())
+    return digest.digest()

@@ -13,8 +13,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.keywords import PPOKeywords
-from agilerl.algorithms.learner import Experience
-from agilerl.algorithms.logprobs import is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -35,8 +34,7 @@ from agilerl.functional import (
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Evolve
 from agilerl.models.operators import resize
-from agilerl.models.optim import AdamWSettings
-from agilerl.models.slots import Route
+from agilerl.models.slots import AdamWSettings, Route
 from agilerl.validation import validated
 
 

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator
-from agilerl.algorithms.learner import Experience, Learner
-from agilerl.algorithms.logprobs import sampled_as_trained
+from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
-from agilerl.models.lockstep import agreed
 from agilerl.models.memory import attempt
-from agilerl.models.optim import adamw_step
-from agilerl.models.slots import AdapterStore
-from agilerl.rollouts.failures import Outcome
+from agilerl.models.sharding import agreed
+from agilerl.models.slots import AdapterStore, adamw_step
+from agilerl.rollouts.rollout import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 _HEADER = 8

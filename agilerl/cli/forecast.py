@@ -15,10 +15,10 @@ from agilerl.addresses import is_out_of_reach
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import EVO_STEPS, RunConfig
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.models.adapters import lora_layers
 from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
-from agilerl.models.targets import lora_layers
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS

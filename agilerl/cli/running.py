@@ -15,8 +15,7 @@ from rich.console import Console
 
 from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
-from agilerl.config.algorithm_names import check_names
-from agilerl.config.manifest import load_manifest
+from agilerl.config.manifest import check_names, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agilerl.arguments import shown
 from agilerl.config import Section
-from agilerl.config.own_code import code_name
+from agilerl.custom_code import code_name
 from agilerl.redaction import secrets_in
 from agilerl.validation import LARGEST_FLOAT32
 

@@ -12,8 +12,8 @@ from typing import Any
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.own_code import file_of, names_code
 from agilerl.config.run import RunConfig
+from agilerl.custom_code import file_of, names_code
 from agilerl.errors import CheckpointError, ConfigError
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")

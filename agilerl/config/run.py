@@ -12,7 +12,7 @@ from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.own_code import names_code
+from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, SETTINGS, SHRINKING, LRSchedule
 from agilerl.sizes import MAX_ROWS

@@ -11,8 +11,7 @@ from torch import Tensor
 from agilerl.arguments import Count, Tokenizer, Whole, checked
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.checks import one_row
-from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.episodes import Episode
+from agilerl.envs.episode_task import Episode, EpisodeTask
 from agilerl.envs.prompts import (
     ChatFormat,
     completion_length,

@@ -17,19 +17,26 @@ from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
-from agilerl.models.flat import FlatRows, Rows, flatten
-from agilerl.models.kernels import apply_liger_kernels, asking, choose_attention, decoding_attention
-from agilerl.models.layers import configure_layers, configure_norms, offloaded
+from agilerl.models.flat import FlatRows, Rows, flatten, pack
+from agilerl.models.layers import (
+    apply_liger_kernels,
+    asking,
+    choose_attention,
+    configure_layers,
+    configure_norms,
+    decoding_attention,
+    offloaded,
+)
 from agilerl.models.model_config import (
     auto_class,
     check_attention,
     check_config,
     check_model_folder,
     check_size,
+    check_tokenizer_parts,
     model_config,
     overridden_dtype,
 )
-from agilerl.models.packing import pack
 from agilerl.models.quantised import (
     loading_arguments,
     prepare,
@@ -38,7 +45,6 @@ from agilerl.models.quantised import (
     stored_numbers,
 )
 from agilerl.models.slots import AdapterStore
-from agilerl.models.tokenizer_parts import check_tokenizer_parts
 
 _log = logging.getLogger(__name__)
 

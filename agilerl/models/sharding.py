@@ -1,23 +1,233 @@
-"""The frozen base sharded over the processes of a group, by torch's FSDP2 or DeepSpeed's ZeRO-3."""
+"""The base sharded over processes: kept in step, set up by accelerate or by FSDP2 and ZeRO-3."""
 
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from agilerl.config.distributed import Sharding
-from agilerl.errors import ConfigError, how_to_install
+from agilerl import errors
+from agilerl.arguments import described
+from agilerl.config.distributed import Sharding, sharding_by_stage, sharding_by_version, wanted_sharding
+from agilerl.errors import AgileRLError, ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
-from agilerl.models.lockstep import Lockstep
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.processes import Processes
+
+if TYPE_CHECKING:
+    from agilerl.processes import Processes
+
+
+_SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
+"""What torch's errors say, which have no type of their own, if another process does not take part."""
+_FINE, _FAILED = b"\0", b"\1"
+_ERRORS: dict[str, type[AgileRLError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
+}
+
+
+class Lockstep:
+    """Makes processes that each hold a part of the weights run the same number of forward passes.
+
+    A pass gathers the weights of every layer from all processes, so no process can run one alone. Before each pass all
+    processes announce what they are about to do, and a process that has nothing left to compute joins in with a dummy
+    pass over a few tokens. All processes are always in the same phase (sampling, log-probs, an optimizer step), which
+    ends with :meth:`catch_up`.
+    """
+
+    def __init__(self, processes: Processes, dummy: Callable[[bool], None]) -> None:
+        """``dummy(train)`` runs a small forward pass, with ``train`` also a backward pass, without side effects."""
+        self.processes, self._dummy = processes, dummy
+        self._inside = self._in_dummy = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surround a forward pass of the body; with gradients, the pass lasts until the end of :meth:`backward`."""
+        if self._in_dummy:
+            yield
+            return
+        self._check_whole()
+        train = torch.is_grad_enabled()
+        self._announce(train)
+        self._inside = True
+        with _reporting_lost_process():
+            yield
+        self._inside = train
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surround the backward pass of the last forward pass."""
+        with _reporting_lost_process():
+            yield
+        self._inside = False
+
+    def catch_up(self) -> None:
+        """Run dummy passes until all processes have reached this point."""
+        self._check_whole()
+        while (train := self._announce(None)) is not None:
+            self._in_dummy = True
+            try:
+                with _reporting_lost_process():
+                    self._dummy(train)
+            finally:
+                self._in_dummy = False
+
+    def _announce(self, train: bool | None) -> bool | None:
+        """Announce a pass, or with None that none is left; returns what any process is about to do, None: nothing."""
+        passes = torch.tensor([float(train is False), float(train is True)])
+        self.processes.add_(passes)
+        if not passes.any():
+            return None
+        return bool(passes[1])
+
+    def _check_whole(self) -> None:
+        if self._inside:
+            raise EngineError(
+                f"process {self.processes.rank} failed in the middle of a pass through the sharded base, which the "
+                "other processes cannot finish without it; if it ran out of memory, lower "
+                "training.max_tokens_in_flight and training.max_rows_in_flight"
+            )
+
+
+def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockstep | None = None) -> list[bytes]:
+    """Return the result of ``compute`` in every process, in the order of their ranks.
+
+    An error of this package that one process raises is raised in all of them, so that all end with the same message.
+    Raises EngineError if a process is lost.
+    """
+    failed: AgileRLError | None = None
+    try:
+        sent = _FINE + compute()
+    except AgileRLError as error:
+        failed = error
+        sent = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
+    if lockstep is not None:
+        lockstep.catch_up()
+    received = processes.gather(sent)
+    for part in received:
+        if failed is None and part[:1] == _FAILED:
+            kind, message = json.loads(part[1:])
+            failed = _ERRORS.get(kind, AgileRLError)(message)
+    if failed is not None:
+        failed.everywhere = True
+        raise failed
+    return [part[1:] for part in received]
+
+
+@contextmanager
+def _reporting_lost_process() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error).lower() for sign in _SIGNS):
+            raise EngineError(
+                "another process of this run is lost or does not answer; continue from the last checkpoint with "
+                "agilerl resume, or under the launcher with --resume auto"
+            ) from error
+        raise
+
+
+# -- accelerate: settings that come from an Accelerator, or from the environment of ``accelerate launch`` -------------
+
+
+def sharding_of(accelerator: Any) -> Sharding:
+    """Return the sharding of an ``accelerate.Accelerator``'s plugins; raises ConfigError for FSDP of version 1."""
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if deepspeed is not None:
+        return sharding_by_stage(deepspeed.zero_stage)
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    return "none" if fsdp is None else sharding_by_version(fsdp.fsdp_version)
+
+
+def processes_of(accelerator: Any) -> "Processes":
+    """Return the processes of an ``accelerate.Accelerator``, in a group that carries tensors of CPUs as well.
+
+    Raises ConfigError if accelerate does not know of the other processes of the group, or has dropped a plugin.
+    """
+    import torch.distributed as dist
+
+    from agilerl.processes import ALONE, Processes
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != accelerator.num_processes:
+        raise ConfigError(
+            f"torch.distributed has {world} processes, but the accelerator was made for "
+            f"{accelerator.num_processes}; on CPUs make it as accelerate.Accelerator(cpu=True, kwargs_handlers="
+            '[accelerate.InitProcessGroupKwargs(backend="gloo")])'
+        )
+    if (wanted := wanted_sharding()) != "none" and sharding_of(accelerator) == "none":
+        raise ConfigError(
+            f"accelerate launch is configured for {wanted}, which the accelerator has dropped, as it does on CPUs; "
+            "give it a plugin without cpu=True, or use agilerl train with distributed.sharding"
+        )
+    if world == 1:
+        return ALONE
+    group: Any = dist.group.WORLD
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    return Processes.of(group)
+
+
+def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
+    """Raise ConfigError unless an accelerator fits a base on this device, of this type.
+
+    ``dtype`` is named as torch does, for instance ``bfloat16``.
+    """
+    kinds = [getattr(accelerator, name, None) for name in ("num_processes", "device", "state")]
+    if any(kind is None for kind in kinds):
+        raise ConfigError(f"accelerator must be an accelerate.Accelerator, found {described(accelerator)}")
+    if str(accelerator.device).partition(":")[0] != device.partition(":")[0]:
+        raise ConfigError(
+            f"the accelerator uses {accelerator.device}, but the base model is on {device}; give the agent the same "
+            f"device, or make the accelerator with cpu={device == 'cpu'}"
+        )
+    if accelerator.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the accelerator has no effect "
+            "here: batch_size rows make an optimizer step, in forwards of micro_batch_size_per_gpu rows; leave it at 1"
+        )
+    wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision, dtype)
+    if wanted != dtype:
+        raise ConfigError(
+            f"the accelerator's mixed_precision={accelerator.mixed_precision!r} expects a base in {wanted}, found "
+            f"{dtype}; load the model with dtype={wanted} (adapters stay in float32), or use mixed_precision='no'"
+        )
+
+
+@contextmanager
+def loading_whole(accelerator: Any) -> Iterator[None]:
+    """Let transformers load whole models, even if a DeepSpeed plugin of stage 3 has told it to shard them."""
+    plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
+    if plugin is None:
+        yield
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
+
+
+def check_whole(model: Any) -> None:
+    """Raise ConfigError for a model that transformers has sharded while loading it."""
+    if any(hasattr(parameter, "ds_id") for parameter in getattr(model, "parameters", tuple)()):
+        raise ConfigError(
+            "actor_network was sharded by transformers when it was loaded, because of a DeepSpeed plugin; load it "
+            "before the accelerator is made, or give model_name instead: agilerl shards the base itself"
+        )
+
+
+# -- sharding: by torch's FSDP2 or DeepSpeed's ZeRO-3 -----------------------------------------------------------------
+
 
 _DUMMY_TOKENS = 8
 """Length of a dummy pass, which a process only runs so that the others can run theirs."""

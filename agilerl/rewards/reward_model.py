@@ -9,8 +9,7 @@ from jinja2 import TemplateError
 from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
-from agilerl.models.model_config import check_config, check_model_folder
-from agilerl.models.tokenizer_parts import check_tokenizer_parts
+from agilerl.models.model_config import check_config, check_model_folder, check_tokenizer_parts
 from agilerl.rewards.grader import BaseGrader
 from agilerl.templates import apply_chat_template
 

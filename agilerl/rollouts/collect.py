@@ -1,20 +1,28 @@
 """From asks to graded trajectories; in a group of processes each does a part, and all of them get the whole."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import accumulate
+from time import perf_counter
 from typing import Any
 
+import torch
+
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
-from agilerl.envs.core import Row, Task
+from agilerl.envs.core import Row, Task, grade_completions, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.models.lockstep import Lockstep, agreed
+from agilerl.envs.prompts import decode_completions
+from agilerl.errors import RewardError
+from agilerl.functional import MetricReducer
+from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
+from agilerl.rewards.combine import weighted
+from agilerl.rewards.grader import AllGradesFailedError, Grade, Grades
+from agilerl.rewards.waiting import EarlyGrading
 from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
 from agilerl.rollouts.episodes import collect_episodes
-from agilerl.rollouts.failures import Failure
-from agilerl.rollouts.questions import collect_answers
-from agilerl.rollouts.rollout import CollectReport
+from agilerl.rollouts.rollout import CollectReport, Failure, failure_of
 
 Collected = tuple[list[list[Trajectory]], CollectReport]
 """The trajectories of each ask, in order, with the seconds spent and what failed."""
@@ -92,3 +100,155 @@ def _decoded(values: dict[str, Any], row: Row | None) -> Trajectory:
     values["outcome"] = None if outcome is None else EpisodeOutcome(**outcome)
     trajectory = Trajectory(**{**values, "failed": tuple(values["failed"])})
     return trajectory if row is None else replace(trajectory, row=row)
+
+
+# -- single-turn tasks: all agents' completions in one call of the engine, and the graders ----------------------------
+
+
+def collect_answers(
+    engine: RolloutEngine, task: Task, tokenizer: Any, asks: Sequence[Ask]
+) -> tuple[list[list[Trajectory]], CollectReport]:
+    """Return the trajectories of each ask, one a sample, with the seconds spent and what failed.
+
+    A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
+    the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
+    The seconds of grading are those after the last completion.
+    """
+    report = CollectReport()
+    start = perf_counter()
+    requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
+    graders = waiting_graders(task, exam=_is_exam(asks))
+    with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
+        early = _Early(grading, tokenizer, asks)
+        groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
+        report.rollout = perf_counter() - start
+        flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
+        # Finished decoding belongs to the reward phase: it is what the grader reads.
+        start = perf_counter()
+        texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
+        whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
+        graded = [asks[flat[n][0]] for n in whole]
+        rows = [early.row(n, flat[n][1]) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
+        verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
+    result: list[list[Trajectory]] = [[] for _ in asks]
+    for n, (number, completion) in enumerate(flat):
+        verdict = verdicts.get(n, _Verdict())
+        if completion.finish_reason == "oom":
+            report.failures.append(Failure(number, "oom", "memory does not hold a single completion"))
+        elif verdict.reward is None and verdict.error is not None:
+            report.failures.append(failure_of(number, verdict.error))
+        result[number].append(_trajectory(asks[number], completion, texts[n], verdict))
+    report.reward = perf_counter() - start
+    return result, report
+
+
+_IDS = "completion_ids"
+
+
+def _graded_row(ask: Ask, completion: Completion) -> Row:
+    """Return the row that graders get."""
+    return {**ask.place.row, _IDS: completion.token_ids}
+
+
+def _is_exam(asks: Sequence[Ask]) -> bool:
+    return any(ask.split != "train" for ask in asks)
+
+
+class _Early:
+    """Hands completions to the graders as they end."""
+
+    def __init__(self, grading: EarlyGrading, tokenizer: Any, asks: Sequence[Ask]) -> None:
+        self.grading, self.tokenizer, self.asks = grading, tokenizer, asks
+        self.firsts = [0, *accumulate(ask.samples for ask in asks)]
+        self._rows: dict[int, Row] = {}
+        """What was handed over, by place in the batch."""
+
+    def __call__(self, request: int, sample: int, completion: Completion) -> None:
+        if completion.finish_reason == "oom":
+            return
+        place = self.firsts[request] + sample
+        self._rows[place] = _graded_row(self.asks[request], completion)
+        (text,) = decode_completions(self.tokenizer, [completion.token_ids])
+        self.grading.add(place, text, self._rows[place])
+
+    def row(self, place: int, completion: Completion) -> Row | None:
+        """Return the row that was handed over with this completion, whose very objects graders know it by."""
+        row = self._rows.get(place)
+        return row if row is not None and row[_IDS] == completion.token_ids else None
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What the graders said about one completion."""
+
+    reward: Grade = None
+    scores: Mapping[str, Grade] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    error: RewardError | None = None
+    """What went wrong first."""
+
+
+def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
+    """Grade completions; where a grader fails on a whole batch, that is what is said of each of them."""
+    try:
+        grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
+    except AllGradesFailedError as error:
+        return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(asks))]
+    except RewardError as error:
+        slots = {ask.slot for ask in asks}
+        if len(slots) < 2:
+            return [_Verdict(error=error) for _ in asks]
+        # It broke its protocol on the batch as a whole: the texts of one agent must not cost the others theirs.
+        found: dict[int, _Verdict] = {}
+        for slot in slots:
+            own = [place for place, ask in enumerate(asks) if ask.slot == slot]
+            parts = [asks[k] for k in own], [rows[k] for k in own], [texts[k] for k in own]
+            found |= dict(zip(own, _verdicts(task, *parts)))
+        return [found[place] for place in range(len(asks))]
+    rewards = _rewards(asks, grades)
+    return [
+        _Verdict(reward, grades.scores_at(place), grades.failed_at(place), grades.reasons.get(place))
+        for place, reward in enumerate(rewards)
+    ]
+
+
+def _rewards(asks: Sequence[Ask], grades: Grades) -> list[Grade]:
+    """Return the reward of each completion, by the weights of the agent that it is for."""
+    # One mapping an agent, so one sum over the batch for each of them.
+    distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
+    sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
+    return [sums.get(id(ask.weights), grades.rewards)[place] for place, ask in enumerate(asks)]
+
+
+def _trajectory(ask: Ask, completion: Completion, text: str, verdict: _Verdict) -> Trajectory:
+    return Trajectory(
+        prompt_ids=list(ask.place.prompt_ids),
+        token_ids=completion.token_ids,
+        action_mask=[True] * len(completion.token_ids),
+        logprobs=completion.logprobs,
+        rewards=[float("nan") if verdict.reward is None else float(verdict.reward)],
+        group=ask.group,
+        finish_reason=completion.finish_reason,
+        text=text,
+        row=ask.place.row,
+        scores=verdict.scores,
+        failed=verdict.failed,
+    )
+
+
+def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return mean and spread of what each grader said, and how often it failed; empty where none is kept apart.
+
+    ``rewards/<grader>/mean`` and ``/std`` are over the completions that it applied to, and missing if there are none.
+    """
+    said = MetricReducer()
+    failures = {name: 0.0 for t in trajectories for name in t.scores}
+    for name in failures:
+        scores = torch.tensor([s for t in trajectories if (s := t.scores.get(name)) is not None], dtype=torch.float64)
+        if len(scores):
+            said.add(f"rewards/{name}/mean", scores)
+            said.add(f"rewards/{name}/std", scores, reduction="std")
+    for trajectory in trajectories:
+        for name in trajectory.failed:
+            failures[name] += 1
+    return said.result() | {f"reward_errors/{name}": count for name, count in failures.items()}

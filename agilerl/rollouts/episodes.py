@@ -12,13 +12,11 @@ from time import perf_counter
 from typing import Any, Literal
 
 from agilerl.data import Completion, Trajectory
-from agilerl.envs.episode_task import EpisodeTask, Stepping
-from agilerl.envs.episodes import Episode
+from agilerl.envs.episode_task import Episode, EpisodeTask, Stepping
 from agilerl.envs.prompts import decode_completions
 from agilerl.errors import EnvError
 from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, RolloutEngine
-from agilerl.rollouts.failures import Failure
-from agilerl.rollouts.rollout import CollectReport
+from agilerl.rollouts.rollout import CollectReport, Failure
 from agilerl.sizes import UNIT_ROWS
 
 _SLOW = 1e-3

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agilerl.errors import EngineError
-from agilerl.models.kernels import asking, attend_decoding, attend_part
+from agilerl.models.layers import asking, attend_decoding, attend_part
 from agilerl.sizes import padded_length
 
 Kept = list[tuple[Tensor, Tensor]]

@@ -11,10 +11,10 @@ from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.arguments import nearest, shown
 from agilerl.bounds import compiled_pattern
-from agilerl.config.algorithm_names import check_gene, check_hyperparameters, check_source, chosen
 from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.own_code import names_code
+from agilerl.config.manifest import check_gene, check_hyperparameters, check_source, chosen
 from agilerl.config.run import GeneConfig, PulseConfig, RunConfig
+from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations

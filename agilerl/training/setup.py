@@ -15,10 +15,9 @@ from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.arguments import shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
-from agilerl.config.own_code import load_code, names_code
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
-from agilerl.custom_code import contained
+from agilerl.custom_code import contained, load_code, names_code
 from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
@@ -28,10 +27,9 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
-from agilerl.models.adapters import lora_scaling, read_adapter
+from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter
 from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model
 from agilerl.models.quantised import imported_peft
-from agilerl.models.targets import lora_layers
 from agilerl.population import Population
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine

@@ -13,9 +13,8 @@ import numpy as np
 from agilerl.addresses import OPENAI, check_key
 from agilerl.arguments import nearest, shown
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig, GraderConfig
-from agilerl.config.own_code import code_name, load_code, names_code
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import contained
+from agilerl.custom_code import code_name, contained, load_code, names_code
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
@@ -28,7 +27,7 @@ from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError, EnvError
-from agilerl.models.tiny.mistakes import MISTAKES
+from agilerl.models.tiny import MISTAKES
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader, exact_match
 from agilerl.rewards.isolated import IsolatedGrader

@@ -10,7 +10,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, DPO
 from agilerl.algorithms.dpo import PairCount
-from agilerl.algorithms.logprobs import ReferenceLogprobs
+from agilerl.algorithms.learner import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, cut
 from agilerl.envs.datasets import DatasetTask

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms import CISPO, DPO, GRPO, GSPO, PPO, REINFORCE, RLOO, SFT, LLMAlgorithm, PolicyLoss
-from agilerl.algorithms.logprobs import ReferenceLogprobs
+from agilerl.algorithms.learner import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, collate
 from agilerl.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from agilerl.algorithms import GRPO
 from agilerl.config.distributed import by_accelerate, check_launch, wanted_sharding
 from agilerl.errors import ConfigError
-from agilerl.models.accelerators import check_accelerator, sharding_of
+from agilerl.models.sharding import check_accelerator, sharding_of
 from tests.algorithms.conftest import lora
 from tests.tiny_models import PAD, random_model
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.data.batch import union
 from agilerl.errors import ConfigError, EngineError, RewardError
-from agilerl.models.lockstep import Lockstep, agreed
+from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import ALONE, Processes
 from tests.distributed.one_agent_cases import Found, new_runtime, run
 from tests.distributed.test_processes import free_port

@@ -19,9 +19,9 @@ from agilerl.envs.prompts import completion_length, decode_completions, end_toke
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts.collect import collect_answers
 from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import collect_episodes
-from agilerl.rollouts.questions import collect_answers
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 

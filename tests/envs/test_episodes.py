@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.data import collate
-from agilerl.envs.episodes import Episode, EpisodeLimits
+from agilerl.envs.episode_task import Episode, EpisodeLimits
 from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import EnvError
 from tests.envs.conftest import make_tokenizer

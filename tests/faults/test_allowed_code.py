@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.own_code import file_of, load_code
+from agilerl.custom_code import file_of, load_code
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.training.saved import open_run
 from agilerl.training.tasks import task

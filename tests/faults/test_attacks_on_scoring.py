@@ -23,7 +23,7 @@ from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, is_harmless
-from agilerl.envs.tools.compute import calculator
+from agilerl.envs.tools.builtin import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError
 from agilerl.rewards import Accuracy, IsolatedGrader

@@ -12,9 +12,8 @@ from agilerl.cli.progress import watch
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
-from agilerl.report.facts import lineage_table
 from agilerl.report.load import load_run, trace_family
-from agilerl.report.page import render
+from agilerl.report.page import lineage_table, render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
 from agilerl.training.events import IterationDone

@@ -10,9 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from agilerl.algorithms import GRPO
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.models.adapters import check_lora_config, read_adapter, read_config
+from agilerl.models.adapters import check_lora_config, lora_layers, read_adapter, read_config
 from agilerl.models.slots import LinearShape
-from agilerl.models.targets import lora_layers
 from tests.algorithms.conftest import lora
 from tests.tiny_models import PAD, random_model
 

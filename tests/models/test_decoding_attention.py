@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from agilerl.models.kernels import asking, attend_decoding, decoding_attention
+from agilerl.models.layers import asking, attend_decoding, decoding_attention
 from tests.tiny_models import qwen2
 
 ROWS = 12

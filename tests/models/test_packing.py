@@ -11,7 +11,7 @@ from transformers import GemmaConfig, MistralConfig
 from agilerl.algorithms import GRPO
 from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError
-from agilerl.models.packing import pack
+from agilerl.models.flat import pack
 from agilerl.runtime import Runtime
 from tests.models.two_agents import LENGTHS, make_runtime, train_pass
 from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model

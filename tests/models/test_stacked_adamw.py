@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from agilerl.models import optim
-from agilerl.models.optim import AdamWSettings, adamw_step, zero_grad
-from agilerl.models.slots import AdapterStore, LinearShape
+from agilerl.models import slots as bank
+from agilerl.models.slots import AdamWSettings, AdapterStore, LinearShape, adamw_step, zero_grad
 
 LAYERS = [LinearShape("a", 8, 12), LinearShape("b", 12, 8)]
 SETTINGS = [
@@ -102,9 +101,9 @@ def test_gradients_are_cleared_in_place() -> None:
 def test_some_columns_at_a_time_give_the_bits_of_all_at_once(slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     banks = []
     for elements in (2**22, 1):
-        monkeypatch.setattr(optim, "_STEP_ELEMENTS", elements)
+        monkeypatch.setattr(bank, "_STEP_ELEMENTS", elements)
         store = filled(torch.float32)
-        assert (len(optim._slices(store.size, elements)) > 1) == (elements == 1)
+        assert (len(bank._slices(store.size, elements)) > 1) == (elements == 1)
         for step in range(3):
             store.grad.copy_(gradients(store, step))
             adamw_step(store, slots, [SETTINGS[i] for i in slots], [True] * len(slots))

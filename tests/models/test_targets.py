@@ -21,9 +21,9 @@ from transformers import (
 from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models import adapters
+from agilerl.models.adapters import lora_layers
 from agilerl.models.base import load_base
 from agilerl.models.slots import Route
-from agilerl.models.targets import lora_layers
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
 from tests.models.two_agents import make_runtime, rows, train_pass

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from agilerl.envs.core import is_held_out
 from agilerl.errors import CheckpointError
-from agilerl.models.tiny import tiny_model_path
-from agilerl.models.tiny.mistakes import MISTAKES
+from agilerl.models.tiny import MISTAKES, tiny_model_path
 from agilerl.streams import stream
 from tools.embedded_model.__main__ import main
 from tools.embedded_model.build import Recipe, build

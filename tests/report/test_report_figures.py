@@ -4,7 +4,6 @@ import math
 import pytest
 from small_run import birth, fitness, train, write_run
 
-from agilerl.report.facts import comparison, facts, lineage_table, verdict
 from agilerl.report.figures import (
     curve_figure,
     fitness_figure,
@@ -16,7 +15,7 @@ from agilerl.report.figures import (
     tree_figure,
 )
 from agilerl.report.load import load_run, trace_family
-from agilerl.report.page import _evenly, sample_groups
+from agilerl.report.page import _evenly, comparison, facts, lineage_table, sample_groups, verdict
 from agilerl.runs.completions import CompletionRecord, write_completions
 
 

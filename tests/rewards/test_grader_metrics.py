@@ -14,7 +14,7 @@ from agilerl.errors import ConfigError, RewardError
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rewards import BaseGrader, CombinedGrader, Overlong
-from agilerl.rollouts.questions import grader_metrics
+from agilerl.rollouts.collect import grader_metrics
 from agilerl.runtime import Runtime
 from tests.tiny_models import qwen2, random_model
 

@@ -8,8 +8,7 @@ import torch
 
 from agilerl.errors import ConfigError, EngineError
 from agilerl.rollouts import GenerationRequest, SamplingSettings, torch_engine
-from agilerl.rollouts.sampling import RowSettings, draw
-from agilerl.rollouts.torch_engine import TorchEngine
+from agilerl.rollouts.torch_engine import RowSettings, TorchEngine, draw
 from agilerl.runtime import Runtime
 from tests.tiny_models import EOS, VOCABULARY, llama, qwen2, random_model
 

@@ -22,8 +22,7 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm import colocated
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
-from agilerl.rollouts.vllm.engine import VLLMEngine
-from agilerl.rollouts.vllm.probe import trainer_logprobs
+from agilerl.rollouts.vllm.engine import VLLMEngine, trainer_logprobs
 from agilerl.runtime import Runtime
 from tests.rollouts.test_vllm_requests import make_runtime
 from tests.tiny_models import random_model

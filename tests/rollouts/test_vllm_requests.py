@@ -12,11 +12,10 @@ from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.operators import add_noise, resize
-from agilerl.models.optim import AdamWSettings, adamw_step
+from agilerl.models.slots import AdamWSettings, adamw_step
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.vllm.adapters import AdapterVersions
 from agilerl.rollouts.vllm.backend import Answer, Row, completion_of, request_seed, row_of
-from agilerl.rollouts.vllm.engine import OffloadedBase
+from agilerl.rollouts.vllm.engine import AdapterVersions, OffloadedBase
 from agilerl.runtime import Runtime
 from agilerl.utils import algo_utils
 from tests.tiny_models import random_model

@@ -19,8 +19,7 @@ from agilerl.models.operators import add_noise, resize
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.vllm.backend import StagedAdapter
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM
-from agilerl.rollouts.vllm.engine import VLLMEngine
-from agilerl.rollouts.vllm.probe import trainer_logprobs
+from agilerl.rollouts.vllm.engine import VLLMEngine, trainer_logprobs
 from agilerl.runtime import Runtime
 from tests.with_vllm.conftest import World, random_factors
 

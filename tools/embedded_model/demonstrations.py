@@ -8,7 +8,7 @@ import numpy as np
 import reasoning_gym
 
 from agilerl.envs.core import is_held_out
-from agilerl.models.tiny.mistakes import MISTAKES
+from agilerl.models.tiny import MISTAKES
 
 Entry: TypeAlias = dict[str, Any]
 

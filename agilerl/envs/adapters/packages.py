@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from agilerl.arguments import Count, Name, checked
-from agilerl.config.own_code import load_code, names_code
+from agilerl.custom_code import load_code, names_code
 from agilerl.envs.adapters.base import AnyText, GymnasiumText, PlainEnv, SealedAdapter, without_checks
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import StepResult, TextEnv
@@ -190,7 +190,7 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
 
     ``agilerl/GuessTheNumber-v0`` (any id of gymnasium), ``gem:game:Mastermind-v0-easy``,
     ``textarena:GuessTheNumber-v0``, ``openenv:http://127.0.0.1:8000``, or ``module:Class`` or ``path.py:Class`` for a
-    custom one, whose code is run (see :func:`agilerl.config.own_code.load_code`). ``settings`` are keyword arguments of
+    custom one, whose code is run (see :func:`agilerl.custom_code.load_code`). ``settings`` are keyword arguments of
     its constructor.
 
     Raises:

@@ -11,9 +11,8 @@ from agilerl.envs.core import Row, is_held_out
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.text_env import StepResult, TextEnv
-from agilerl.envs.tools.compute import PythonTool, calculator
+from agilerl.envs.tools.builtin import LocalSearch, PythonTool, calculator
 from agilerl.envs.tools.env import ToolEnv
-from agilerl.envs.tools.search import LocalSearch
 from agilerl.errors import ConfigError
 from agilerl.rewards.grader import CLOSE, OPEN, extract_answer
 from agilerl.streams import stream

@@ -1,8 +1,16 @@
 """Sampling with vLLM: one engine for the whole population, every agent a LoRA adapter in the same batch."""
 
+import copy
+import hashlib
+import itertools
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +18,11 @@ from torch import Tensor, nn
 
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import CheckpointError, ConfigError, EngineError
+from agilerl.models.adapters import write_adapter
 from agilerl.models.base import BaseModel
-from agilerl.models.slots import AdapterStore
-from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, of_part
-from agilerl.rollouts.vllm.adapters import AdapterVersions
+from agilerl.models.slots import AdapterStore, Route
+from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, SamplingSettings, of_part
 from agilerl.rollouts.vllm.backend import (
     Answer,
     Backend,
@@ -26,8 +34,189 @@ from agilerl.rollouts.vllm.backend import (
     row_of,
 )
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM, check_installed
-from agilerl.rollouts.vllm.probe import Probe, check_probes, probe_request
 from agilerl.rollouts.vllm.server import VLLMServer
+
+_IN_MEMORY = Path("/dev/shm")
+_NUMBERS = itertools.count(1)
+"""One row of numbers for the whole process: runtimes may come and go before the same vLLM."""
+
+Factors = list[tuple[Tensor, Tensor]]
+
+
+class AdapterVersions:
+    """Which version of which adapter a vLLM engine has.
+
+    A version is known by the bytes of its factors, its rank and its scale, whatever changed them: training, a mutation,
+    a clone, a load. vLLM's caches know an adapter by name, number and path; a version gets new ones, and they are
+    never given away again.
+    """
+
+    def __init__(self, store: AdapterStore, lora_config: Any, base_name: str, folder: str | None) -> None:
+        self.store, self.lora_config, self.base_name = store, lora_config, base_name
+        self.folder = _staging_folder(folder)
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._digests: dict[int, str] = {}
+        self._staged: dict[str, StagedAdapter] = {}
+        self._bank: Tensor | None = None
+        self._written: tuple[int, int] = (-1, -1)
+
+    def close(self) -> None:
+        """Remove the staging folder."""
+        self._finalizer()
+
+    def current(self, slots: Sequence[int]) -> dict[int, StagedAdapter]:
+        """Return the present version of each slot, written to its folder if it is new; equal adapters share one."""
+        if self._changed():
+            self._digests.clear()
+        for slot in slots:
+            if slot not in self._digests:
+                factors = [(a.cpu(), b.cpu()) for a, b in self.store.adapter(slot)]
+                digest = self._digest(slot, factors)
+                if digest not in self._staged:
+                    self._staged[digest] = self._write(slot, factors)
+                self._digests[slot] = digest
+        return {slot: self._staged[self._digests[slot]] for slot in slots}
+
+    def outdated(self, keep: int) -> list[StagedAdapter]:
+        """Take the oldest versions out that no slot is known to have, all but ``keep``; their folders are removed."""
+        alive = set(self._digests.values())
+        idle = [digest for digest in self._staged if digest not in alive]
+        gone = [self._staged.pop(digest) for digest in idle[: max(0, len(self._staged) - keep)]]
+        for adapter in gone:
+            shutil.rmtree(adapter.folder, ignore_errors=True)
+        return gone
+
+    def _changed(self) -> bool:
+        """Return whether anything was written to the bank since the last call.
+
+        torch counts the in-place writes to a tensor and all its views, so a bank at rest is not hashed again.
+        """
+        bank, written = self.store.theta, (self.store.theta._version, self.store.scaling._version)
+        same = bank is self._bank and written == self._written
+        self._bank, self._written = bank, written
+        return not same
+
+    def _digest(self, slot: int, factors: Factors) -> str:
+        digest = hashlib.blake2b(f"{self.store.ranks[slot]} {float(self.store.scaling[slot])!r}".encode())
+        for pair in factors:
+            for factor in pair:
+                digest.update(factor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def _write(self, slot: int, factors: Factors) -> StagedAdapter:
+        number = next(_NUMBERS)
+        # The staging folder's name is unique, so trainers that share a server do not collide.
+        name, rank = f"{self.folder.name}-{number}", self.store.ranks[slot]
+        config = copy.deepcopy(self.lora_config)
+        config.r, config.use_rslora = rank, False
+        config.lora_alpha = float(self.store.scaling[slot]) * rank
+        path = self.folder / str(number)
+        try:
+            write_adapter(path, self.store.layers, factors, config, self.base_name)
+        except (OSError, CheckpointError) as error:
+            raise EngineError(
+                f"an adapter could not be written for vLLM: {error}; make room in "
+                f"{str(self.folder.parent)!r}, or name another folder as vllm_config.lora_staging_dir"
+            ) from error
+        return StagedAdapter(name, number, path, rank)
+
+
+def _staging_folder(wanted: str | None) -> Path:
+    """Make a folder of one's own: in the wanted one, in memory, or where temporary files go."""
+    parent = Path(wanted).expanduser() if wanted is not None else _IN_MEMORY if _IN_MEMORY.is_dir() else None
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="agilerl-", dir=parent))
+    except OSError as error:
+        if wanted is None and parent is not None:
+            return Path(tempfile.mkdtemp(prefix="agilerl-"))
+        raise EngineError(
+            f"vllm_config.lora_staging_dir={wanted!r} cannot be used: {error.strerror or error}; name a folder that "
+            "can be written to"
+        ) from error
+
+
+# -- probes: whether vLLM computes what the trainer computes, by a few tokens of every new adapter --------------------
+
+
+_PROMPT = 32
+"""Most tokens of a probe's prompt."""
+_TEMPERATURE = 0.8
+"""Not 1: a vLLM that reports log-probs of before the temperature is found out too."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What vLLM said of one adapter."""
+
+    slot: int | None
+    """None: the base model."""
+    agent: str
+    """Whose it is, for the error."""
+    prompt_ids: list[int]
+    answer: Answer
+
+
+def probe_request(request: GenerationRequest, tokens: int) -> GenerationRequest:
+    """Return a request for ``tokens`` sampled after the beginning of a request's own prompt.
+
+    Sampled, not greedy: likely and unlikely tokens say more than the most likely ones.
+    """
+    sampling = SamplingSettings(max_new_tokens=tokens, temperature=_TEMPERATURE)
+    return GenerationRequest(request.slot, request.prompt_ids[:_PROMPT], 1, sampling, "probe", request.key)
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    base: BaseModel,
+    store: AdapterStore,
+    rows: Sequence[tuple[int | None, Sequence[int], Sequence[int]]],
+    temperature: float = 1.0,
+) -> list[list[float]]:
+    """Return the trainer's log-probs of the tokens of rows (slot, prompt, tokens), from one forward pass."""
+    order = sorted(range(len(rows)), key=lambda k: (rows[k][0] is None, k))  # rows without an adapter come last
+    whole = [[*rows[k][1], *rows[k][2]] for k in order]
+    ids = torch.zeros((len(rows), max(map(len, whole))), dtype=torch.int64)
+    for place, tokens in enumerate(whole):
+        ids[place, : len(tokens)] = torch.tensor(tokens)
+    slots = tuple(slot for k in order if (slot := rows[k][0]) is not None)
+    with store.routed(Route(slots, (1,) * len(slots)) if slots else None):
+        hidden = base.hidden(ids.to(base.device))
+    found: list[list[float]] = [[] for _ in rows]
+    for place, k in enumerate(order):
+        first, targets = len(rows[k][1]), torch.tensor(list(rows[k][2]), dtype=torch.int64, device=base.device)
+        states = hidden[place, first - 1 : first - 1 + len(targets)]
+        found[k] = base.logprobs(states, targets, temperature)[0].tolist()
+    return found
+
+
+def check_probes(base: BaseModel, store: AdapterStore, probes: Sequence[Probe], limit: float) -> Mapping[str, float]:
+    """Return the mean difference in nats for each agent; raise EngineError for one that is above the limit."""
+    rows = [(p.slot, p.prompt_ids, p.answer.token_ids) for p in probes]
+    differences = {}
+    for probe, own in zip(probes, trainer_logprobs(base, store, rows, _TEMPERATURE)):
+        gaps = [abs(mine - theirs) for mine, theirs in zip(own, probe.answer.logprobs, strict=True)]
+        mean = differences[probe.agent] = sum(gaps) / len(gaps) if gaps else float("nan")
+        if not mean <= limit:  # NaN is above it
+            what = "the base model" if probe.slot is None else f"the adapter of {probe.agent}"
+            cause = (
+                "the base that vLLM has loaded is not the trainer's (name the same folder as "
+                "vllm_config.vllm_model_name_or_path, or serve it)"
+                if probe.slot is None
+                else "vLLM does not apply the adapter as the trainer does (a layer that it cannot adapt, or another "
+                "one's weights); adapt fewer layers (lora_config.target_modules), or leave out use_vllm"
+            )
+            raise EngineError(
+                f"vLLM and the trainer disagree about {what}: the log-probs of {len(gaps)} tokens differ by {mean:.3g} "
+                f"nats on average, the limit is {limit:g}. Probably {cause}. Where the two compute in different "
+                "precision on purpose, raise vllm_config.probe_tolerance"
+            )
+    return differences
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
 
 _FLOAT32_LIMIT, _HALF_LIMIT = 1e-3, 0.1
 """Mean difference of log-probs, in nats, that rounding does not reach."""
@@ -304,8 +493,8 @@ class OffloadedBase:
         devices = [tensor.device for tensor in tensors]
         if self._host is None:
             self._host = [_host_copy(tensor) for tensor in tensors]
-        for tensor, copy in zip(tensors, self._host, strict=True):
-            tensor.data = copy
+        for tensor, kept in zip(tensors, self._host, strict=True):
+            tensor.data = kept
         _free()
         try:
             yield

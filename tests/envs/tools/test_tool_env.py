@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from agilerl.data import Completion
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.episodes import Episode, EpisodeLimits
+from agilerl.envs.episode_task import Episode, EpisodeLimits, EpisodeTask
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.prompts import ChatFormat
 from agilerl.envs.tools import Tool, ToolCall, ToolEnv, calculator
