@@ -27,9 +27,8 @@ from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
-from agilerl.rollouts.engine import Ask
+from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
-from agilerl.rollouts.rollout import Failure, Rollout, check_error_rate, lost_places, teaches_nothing
 
 Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[

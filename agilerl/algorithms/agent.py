@@ -55,7 +55,7 @@ from agilerl.models.base import padding_id
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.slots import AdamWSettings
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.rollout import Outcome
+from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 

@@ -14,7 +14,7 @@ from agilerl.algorithms.config import LLMConfig, SurrogateConfig
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum
 from agilerl.models.slots import AdamWSettings
-from agilerl.rollouts.rollout import Outcome
+from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import Runtime
 
 

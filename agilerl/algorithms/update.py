@@ -25,7 +25,7 @@ from agilerl.functional import MetricReducer
 from agilerl.models.memory import attempt
 from agilerl.models.sharding import agreed
 from agilerl.models.slots import AdapterStore, adamw_step
-from agilerl.rollouts.rollout import Outcome
+from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 _HEADER = 8

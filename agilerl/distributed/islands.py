@@ -17,7 +17,7 @@ from agilerl.hpo.mutation import Member, Mutation, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
 from agilerl.population import Checkup, Known, Panels, Population
-from agilerl.rollouts.rollout import Failure, Rollout, check_error_rate
+from agilerl.rollouts.engine import Failure, Rollout, check_error_rate
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from agilerl.processes import Processes
 from agilerl.rewards.combine import weighted
 from agilerl.rewards.grader import AllGradesFailedError, Grade, Grades
 from agilerl.rewards.waiting import EarlyGrading
-from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
+from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine, failure_of
 from agilerl.rollouts.episodes import collect_episodes
-from agilerl.rollouts.rollout import CollectReport, Failure, failure_of
 
 Collected = tuple[list[list[Trajectory]], CollectReport]
 """The trajectories of each ask, in order, with the seconds spent and what failed."""

@@ -15,8 +15,7 @@ from agilerl.data import Completion, Trajectory
 from agilerl.envs.episode_task import Episode, EpisodeTask, Stepping
 from agilerl.envs.prompts import decode_completions
 from agilerl.errors import EnvError
-from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, RolloutEngine
-from agilerl.rollouts.rollout import CollectReport, Failure
+from agilerl.rollouts.engine import Ask, CollectReport, Conversation, Failure, GenerationRequest, RolloutEngine
 from agilerl.sizes import UNIT_ROWS
 
 _SLOW = 1e-3

@@ -18,7 +18,7 @@ from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.selection import Best, Standing
 from agilerl.population import Known
-from agilerl.rollouts.rollout import Rollout
+from agilerl.rollouts.engine import Rollout
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest

@@ -15,7 +15,7 @@ from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
-from agilerl.rollouts.rollout import Rollout
+from agilerl.rollouts.engine import Rollout
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, weights
 from tests.algorithms.test_grpo_golden import MASK, batch

@@ -12,7 +12,7 @@ from agilerl.errors import EnvError, RewardError, RewardTimeoutError
 from agilerl.population import Population
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.isolated import IsolatedGrader
-from agilerl.rollouts.rollout import Failure, check_error_rate, lost_places, sampling_outcome
+from agilerl.rollouts.engine import Failure, check_error_rate, lost_places, sampling_outcome
 from tests.faults.graders import sleepy
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
 
