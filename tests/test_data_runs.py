@@ -118,12 +118,12 @@ def test_an_adapter_is_where_everybody_starts_and_what_they_are_compared_with(tm
     assert all(agent.reference_slot is not None for agent in population.agents)
     with torch.no_grad():
         assert not torch.equal(population.runtime.store.theta[0], population.runtime.store.theta[1])
-    with pytest.raises(ConfigError, match=r"has rank 4 and scale 2, network\.lora_config rank 8 and scale 2"):
+    with pytest.raises(ConfigError, match=r"rank 4 and scale 2, .*rank 8 and scale 2"):
         build(config("DPO", "preference", network={"adapter": elite, "lora_config": {"r": 8, "lora_alpha": 16}}))
     with pytest.raises(CheckpointError, match="no PEFT adapter at"):
         build(config("SFT", "sft", network={"adapter": str(tmp_path / "nowhere")}))
 
 
 def test_answers_that_do_not_fit_stop_the_run_before_it_starts() -> None:
-    with pytest.raises(EnvError, match=r"none of 256 training rows .* fits; .* an example of at most 9 tokens"):
+    with pytest.raises(EnvError, match=r"none of 256 .*at most 9 tokens"):
         build(config("SFT", "sft", network={"max_context_length": 9}))

@@ -166,7 +166,7 @@ def test_an_exam_leaves_out_what_failed_for_anybody_or_stops() -> None:
             return super().step(action)
 
     lost = sum(task.episode_seed("exam", i) // 3 % 4 > 0 for i in range(40))
-    with pytest.raises(EnvError, match=f"failed in {lost} of 40 exam episodes; the first: RuntimeError: the board"):
+    with pytest.raises(EnvError, match=f"{lost} of 40 exam episodes; .*RuntimeError: the board"):
         make_population(EpisodeTask(MostlyBroken, exam_episodes=40), 1).evaluate()
 
 
@@ -184,7 +184,7 @@ def test_an_environment_that_hangs_is_left_behind() -> None:
 
 
 def test_an_environment_that_always_fails_stops_with_its_reason() -> None:
-    with pytest.raises(EnvError, match="failed in all 16 episodes; the first: RuntimeError: the board fell"):
+    with pytest.raises(EnvError, match=r"all 16 episodes; .*RuntimeError: the board"):
         make_population(EpisodeTask(lambda: Moody(broken, share=1)), 1).rollout()
 
 
@@ -222,7 +222,7 @@ def test_rows_of_one_episode_share_its_advantage_and_count_once() -> None:
 def test_credit_that_runs_from_token_to_token_refuses_episodes_in_pieces(kind: Any) -> None:
     task = EpisodeTask(lambda: Echo(length=4), enable_sliding_window=True)
     population = make_population(task, 1, kind, max_model_len=40, max_output_tokens=6)
-    with pytest.raises(ConfigError, match="several rows each; use GRPO"):
+    with pytest.raises(ConfigError, match="several rows each"):
         population.learn(population.rollout())
 
 

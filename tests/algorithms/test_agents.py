@@ -77,7 +77,7 @@ def test_a_checked_assignment_keeps_the_old_value_when_refused() -> None:
     (agent,) = make_agents(1)
     agent.lr = 2e-3
     assert agent.config.lr == 2e-3
-    with pytest.raises(ConfigError, match="lr: input should be greater than 0"):
+    with pytest.raises(ConfigError, match=r"^lr: .*greater than 0"):
         agent.lr = 0
     assert agent.lr == 2e-3
 
@@ -85,7 +85,7 @@ def test_a_checked_assignment_keeps_the_old_value_when_refused() -> None:
 def test_a_peft_model_is_refused_with_a_sentence() -> None:
     from peft import get_peft_model
 
-    with pytest.raises(ConfigError, match="must be a plain pretrained model, found a PeftModel"):
+    with pytest.raises(ConfigError, match="found a PeftModel"):
         GRPO(actor_network=get_peft_model(random_model(), lora(4)), pad_token_id=PAD)
 
 
@@ -161,7 +161,7 @@ def test_load_checkpoint_takes_weights_and_refuses_other_ranks(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="saved without its optimizer"):
         fresh.load_checkpoint(tmp_path / "a", load_optimizer=True)
     small = GRPO(runtime=agent.runtime, pad_token_id=PAD, lora_config=lora(4))
-    with pytest.raises(CheckpointError, match="has rank 8, this agent rank 4"):
+    with pytest.raises(CheckpointError, match=r"rank 8.* rank 4"):
         small.load_checkpoint(tmp_path / "a")
     with pytest.raises(CheckpointError, match=r"agent.json is missing"):
         fresh.load_checkpoint(tmp_path / "nothing")
@@ -379,7 +379,7 @@ def test_use_adapter_reaches_direct_calls_of_the_model() -> None:
     assert not torch.equal(agent_logits(agent), base)
     agent.use_adapter("reference")
     assert torch.equal(agent.runtime.base.model(IDS).logits, base)
-    with pytest.raises(ConfigError, match="expected the adapter 'actor' or 'reference', found 'critic'"):
+    with pytest.raises(ConfigError, match=r"'actor'.*'critic'"):
         agent.use_adapter("critic")
 
 

@@ -83,5 +83,5 @@ def test_a_fixed_setting_cannot_be_assigned(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("preset", ["dapo", "dr_grpo"])
 def test_presets_belong_to_grpo(runtime: Runtime, preset: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{preset}\(\) is a preset of GRPO, found GSPO"):
+    with pytest.raises(ConfigError, match=rf"{preset}\(\).*GSPO"):
         getattr(GSPO, preset)(runtime=runtime, pad_token_id=PAD, max_output_tokens=8)

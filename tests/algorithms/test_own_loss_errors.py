@@ -125,9 +125,9 @@ def test_unknown_parts_are_refused(parts: dict, message: str) -> None:
 def test_a_kl_part_needs_the_reference_and_fixed_length_its_length() -> None:
     agent, batch = trained(beta=0.0)
     agent.max_output_tokens = None
-    with pytest.raises(ConfigError, match="which an agent computes where its beta is above 0"):
+    with pytest.raises(ConfigError, match=r"kl='k3'.*beta"):
         agent.accumulate(batch, PolicyLoss(kl="k3"))
-    with pytest.raises(ConfigError, match="divides by max_output_tokens, which is None"):
+    with pytest.raises(ConfigError, match=r"max_output_tokens.*None"):
         loss_denominator(agent, PolicyLoss(aggregation="fixed-length"), batch.action_mask)
 
 

@@ -263,7 +263,7 @@ def test_the_only_reward_of_an_episode_belongs_to_its_last_turn() -> None:
     batch, _ = two_turns([0.5])
     assert agent.prepare(batch).batch.rewards.tolist() == [[0.0, 0.5]]
     three = replace(batch, turn_ids=torch.where(batch.turn_ids == 1, 2, batch.turn_ids), rewards=torch.ones(1, 2))
-    with pytest.raises(ConfigError, match="turn_ids name 3 turns, the rewards have 2 columns"):
+    with pytest.raises(ConfigError, match=r"3 turns.* 2 columns"):
         agent.prepare(three)
 
 

@@ -239,13 +239,13 @@ def test_a_damaged_value_head_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "critic" / "value_head.safetensors"
     good = load_file(path)
     save_file({"weight": good["weight"]}, path)
-    with pytest.raises(CheckpointError, match="is no value head: bias is missing"):
+    with pytest.raises(CheckpointError, match=r"value head.*bias"):
         agent.load_checkpoint(tmp_path)
     save_file({**good, "bias": torch.tensor([float("nan")])}, path)
     with pytest.raises(CheckpointError, match="not finite"):
         agent.load_checkpoint(tmp_path)
     save_file({**good, "weight": torch.zeros(1, 3)}, path)
-    with pytest.raises(CheckpointError, match="expected a value head of 65 numbers, found 4"):
+    with pytest.raises(CheckpointError, match="65 numbers, found 4"):
         agent.load_checkpoint(tmp_path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"value_head.safetensors is missing"):

@@ -127,11 +127,11 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
         assert (agent.config, agent.algorithm) == (config, GRPO.algorithm)
     with pytest.raises(TypeError, match="item assignment"):
         agent.reward_weights["even"] = math.inf
-    with pytest.raises(ConfigError, match=r"reward_weights.even evolves but has no value; found none; give it one"):
+    with pytest.raises(ConfigError, match=r"reward_weights\.even .*found none"):
         make(hp_config=EVOLVING)
-    with pytest.raises(ConfigError, match=r"even = 3.0 lies outside.*\(\*\*\{'reward_weights.even': RLParameter\("):
+    with pytest.raises(ConfigError, match=r"even = 3\.0 .*RLParameter\("):
         make(hp_config=EVOLVING, reward_weights={"even": 3})
-    with pytest.raises(ConfigError, match="SFT has no argument 'reward_weights'"):
+    with pytest.raises(ConfigError, match="'reward_weights'"):
         SFT(reward_weights={"even": 1.0})
 
 
@@ -206,7 +206,7 @@ def test_a_mutation_and_the_graders_own_weights_count_from_the_next_rollout_on()
     assert_weighted(rollout.trajectories[0], reward=3.0, even=0.5)
     assert_weighted(rollout.trajectories[1], reward=3.0, even=0.125)
     agents[0].set_hyperparameters({"reward_weights.lnog": 1.0})
-    with pytest.raises(ConfigError, match=r"the reward has no part 'lnog'; did you mean 'long'\?"):
+    with pytest.raises(ConfigError, match=r"'lnog'.*'long'\?"):
         ours.rollout()
 
 
@@ -286,7 +286,7 @@ def test_weights_of_parts_that_there_are_not_are_refused(
 @pytest.mark.model
 def test_weights_that_evolve_need_a_fitness_grader() -> None:
     agents = make(reward_weights={"even": 0.5}, hp_config=EVOLVING)
-    with pytest.raises(ConfigError, match=r"reward_weights\.even evolves, so the task needs a fitness grader"):
+    with pytest.raises(ConfigError, match=r"reward_weights\.even .*fitness grader"):
         population(agents, graded(fitness=False))
     population(agents)
     population(make(reward_weights={"even": 0.5}), graded(fitness=False))  # fixed ones do not

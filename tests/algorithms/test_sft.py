@@ -235,20 +235,20 @@ def test_defaults_and_names() -> None:
     assert ALGORITHMS["SFT"] is SFT
     config = SFT.Config()
     assert (config.lr, config.loss_type, config.packing) == (1e-4, "nll", True)
-    with pytest.raises(ConfigError, match="SFT has no argument 'beta'"):
+    with pytest.raises(ConfigError, match=r"SFT .*'beta'"):
         make(beta=0.1)
-    with pytest.raises(ConfigError, match="loss_type: input should be 'nll' or 'dft', found 'mse'"):
+    with pytest.raises(ConfigError, match=r"^loss_type: .*'nll' or 'dft', found 'mse'"):
         make(loss_type="mse")
 
 
 def test_what_is_no_batch_is_refused() -> None:
     agent = make()
-    with pytest.raises(ConfigError, match=r"SFT learns from the batches of its environment, found list"):
+    with pytest.raises(ConfigError, match=r"SFT .*found list"):
         agent.learn([{"prompt": "1", "target": "2"}])
     batch = examples(4)
     batch.action_mask[2] = False
     before = weights(agent)
-    with pytest.raises(ConfigError, match="needs a token to learn, found a row without one"):
+    with pytest.raises(ConfigError, match="found a row without one"):
         agent.learn(batch)
     assert equal(weights(agent), before)
 
@@ -256,11 +256,11 @@ def test_what_is_no_batch_is_refused() -> None:
 def test_populations_learn_from_one_source_that_fits() -> None:
     runtime = embedded_runtime()
     sft, grpo = SFT(runtime=runtime), GRPO(runtime=runtime, index=1)
-    with pytest.raises(ConfigError, match=r"SFT learns from data, found the task 'dataset' \(DatasetTask\)"):
+    with pytest.raises(ConfigError, match=r"SFT .*'dataset' \(DatasetTask\)"):
         Population([sft], memory_task().task)
-    with pytest.raises(ConfigError, match="learn from the same source, found reasoning, sft"):
+    with pytest.raises(ConfigError, match="found reasoning, sft"):
         Population([sft, grpo], memory_task())
-    with pytest.raises(ConfigError, match="has no examples to learn from"):
+    with pytest.raises(ConfigError, match="no examples"):
         Population([grpo], memory_task().task).examples(0)
 
 

@@ -262,7 +262,7 @@ def test_a_reference_is_computed_once_for_a_dataset_whatever_the_epochs(monkeypa
 
 def test_a_reference_that_cannot_move_says_so_once(runtime: Runtime) -> None:
     it = agent(GRPO, runtime, use_separate_reference_adapter=False)
-    with pytest.warns(UserWarning, match="leaves the reference as it is, the base model: use_separate_reference_adapt"):
+    with pytest.warns(UserWarning, match="use_separate_reference_adapter"):
         it.set_reference_policy(1)
     it.set_reference_policy(2)  # warnings are errors: a second one would fail
     assert it.reference_slot is None
@@ -349,7 +349,7 @@ def test_clip_coef_is_both_bounds_of_cispos_weight_wherever_it_is_given(runtime:
 )
 def test_sampling_from_a_part_of_the_vocabulary_is_warned_of(runtime: Runtime, setting: dict[str, float]) -> None:
     name, value = next(iter(setting.items()))
-    with pytest.warns(UserWarning, match=f"{name}={value} changes what completions are drawn from.*leave it out"):
+    with pytest.warns(UserWarning, match=f"^{name}={value} "):
         it = agent(GRPO, runtime, **setting)
     it.clone().set_hyperparameters({"lr": 1e-3})  # warnings are errors: a second one would fail
 

@@ -208,14 +208,14 @@ def test_learn_takes_turn_ids_and_rewards_of_each_turn(level: str, unit: str) ->
 @pytest.mark.parametrize(("cls", "settings"), [(GRPO, ("turn", "trajectory")), (GRPO, ("token", "turn"))])
 def test_turns_without_turn_ids_are_refused(cls: type[GRPO], settings: tuple[str, str]) -> None:
     it, data = agent(cls, *settings, group_size=3), batch()
-    with pytest.raises(ConfigError, match=r"is 'turn', but no turn_ids were given; call learn\(experiences, turn_ids="):
+    with pytest.raises(ConfigError, match=r"'turn'.*turn_ids"):
         it.learn((data.ids, data.action_mask, data.rewards.nansum(dim=1)))
 
 
 @pytest.mark.parametrize("cls", [GRPO, REINFORCE])
 def test_credit_by_turn_needs_a_reward_for_each_turn(cls: type[GRPO]) -> None:
     it, data = agent(cls, "token", "turn", group_size=3), batch()
-    with pytest.raises(ConfigError, match="needs a reward for each turn, found 3 turns and rewards for 1"):
+    with pytest.raises(ConfigError, match=r"3 turns.* for 1"):
         it.learn((data.ids, data.action_mask, data.rewards.nansum(dim=1)), turn_ids=data.turn_ids)
 
 

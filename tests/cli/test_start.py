@@ -200,7 +200,7 @@ def test_the_settings_can_be_left_out(monkeypatch: pytest.MonkeyPatch, agilerl: 
     assert gc.isenabled()
     assert process_settings.described() == {process_settings.SWITCH: "off"}
     monkeypatch.setenv(process_settings.SWITCH, "maybe")
-    with pytest.raises(ConfigError, match="AGILERL_PROCESS_SETTINGS must be on or off"):
+    with pytest.raises(ConfigError, match=r"AGILERL_PROCESS_SETTINGS .*'maybe'"):
         process_settings.apply()
     refused = agilerl("train", "--dry-run")
     assert (refused.code, refused.output) == (2, "")

@@ -46,7 +46,7 @@ def test_configurations_of_the_tutorials(name: str, expected: str) -> None:
 
 def test_a_launcher_that_starts_one_process_of_two_is_found_out() -> None:
     found = environment_of("--cpu", "--num_processes", "2")
-    with pytest.raises(ConfigError, match="asked for several processes but started only one"):
+    with pytest.raises(ConfigError, match="started only one"):
         check_launch(found)
 
 
@@ -87,7 +87,7 @@ def test_two_accelerators_on_one_base(accelerator: Any) -> None:
     model = random_model()
     first = GRPO(pad_token_id=PAD, actor_network=model, lora_config=lora(4), accelerator=accelerator)
     assert first.clone(1).runtime.accelerator is accelerator
-    with pytest.raises(ConfigError, match="give all agents on one base the same accelerator"):
+    with pytest.raises(ConfigError, match="same accelerator"):
         GRPO(pad_token_id=PAD, actor_network=model, lora_config=lora(4), accelerator=Accelerator(cpu=True))
 
 

@@ -103,9 +103,9 @@ def test_a_mistake_that_one_process_finds_is_said_once(tmp_path: Path) -> None:
 
 def test_processes_that_cannot_be_divided() -> None:
     config = DistributedConfig(processes_per_island=2)
-    with pytest.raises(ConfigError, match=r"3 processes cannot be divided into islands of .*_island=2"):
+    with pytest.raises(ConfigError, match=r"3 processes .*_island=2"):
         arranged(Processes(0, 3), config, {})
-    with pytest.raises(ConfigError, match=r"more islands than agents: 4 islands, training\.pop_size=3; start .* 3"):
+    with pytest.raises(ConfigError, match=r"4 islands, training\.pop_size=3;.* 3"):
         Topology(peers=Exchange(Processes(0, 4))).check(3)
     SOLITARY.check(1)
 

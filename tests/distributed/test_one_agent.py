@@ -119,7 +119,7 @@ def test_a_pass_that_breaks_off_among_divided_weights_ends_the_run() -> None:
     lockstep.catch_up()  # all is well, also with what fails between two passes
     with pytest.raises(MemoryError), torch.no_grad(), lockstep.forward():
         raise MemoryError
-    with pytest.raises(EngineError, match=r"process 0 failed in the middle of a pass.*max_tokens_in_flight"):
+    with pytest.raises(EngineError, match=r"process 0 .*max_tokens_in_flight"):
         lockstep.catch_up()
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="torch_compiler='default' compiles layers"):
         runtime.share(two, "fsdp2")
     runtime.options = runtime.options.model_copy(update={"torch_compiler": None, "use_vllm": True})
-    with pytest.raises(ConfigError, match="use_vllm=True compares vLLM with the whole base"):
+    with pytest.raises(ConfigError, match="use_vllm=True"):
         runtime.share(two, "fsdp2")
     runtime.options = runtime.options.model_copy(update={"use_vllm": False})
     weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)

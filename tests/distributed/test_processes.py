@@ -144,7 +144,7 @@ def test_nobody_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launcher_that_says_nonsense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "zero", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="set RANK='zero', expected a whole number"), joined():
+    with pytest.raises(ConfigError, match="RANK='zero'"), joined():
         pass
 
 

@@ -97,12 +97,12 @@ def test_tools_reach_the_prompt_or_are_refused(tokenizer: Any) -> None:
 
 def test_a_template_that_hides_the_assistant_is_refused() -> None:
     chat = ChatFormat(make_tokenizer(MUTE))
-    with pytest.raises(ConfigError, match="does not show what the assistant said"):
+    with pytest.raises(ConfigError, match=r"chat template.*assistant"):
         chat.between(OPENING, [3], OPENING)
 
 
 def test_a_system_message_where_there_is_no_such_role(tokenizer_without_system_role: Any) -> None:
-    with pytest.raises(ConfigError, match="move its text into the user message"):
+    with pytest.raises(ConfigError, match="system"):
         ChatFormat(tokenizer_without_system_role).prompt([{"role": "system", "content": "s"}, *OPENING])
 
 
@@ -117,6 +117,6 @@ def test_a_template_that_leaves_the_system_out_is_refused() -> None:
 
 @pytest.mark.parametrize("observation", [3, None, [], ["text"], [{"role": "user"}], b"bytes", {"role": "user"}])
 def test_an_observation_is_text_or_messages(observation: Any) -> None:
-    with pytest.raises(ConfigError, match="text or a list of messages"):
+    with pytest.raises(ConfigError, match="list of messages"):
         as_messages(observation)
     assert as_messages("hi") == [{"role": "user", "content": "hi"}]

@@ -52,7 +52,7 @@ def made(rows: Any = ROWS, *, fit: Any = None, most: int | None = None, **option
 def test_no_rendered_prompt_is_on_two_sides(questions: list[str], exam: int, test: int) -> None:
     rows = [{"question": question, "answer": str(i)} for i, question in enumerate(questions)]
     if len({question.strip() for question in questions}) <= exam + test:
-        with pytest.raises(EnvError, match=r"different prompts for|rows to train on"):
+        with pytest.raises(EnvError, match=r"different prompts|rows to train"):
             made(rows, exam_prompts=exam, test_prompts=test, fit=TRIMMING)
         return
     try:
@@ -182,11 +182,9 @@ def test_malformed_rows_are_counted_exactly(tokenizer) -> None:
 
 @pytest.mark.parametrize("bad", BAD[:9], ids=lambda row: str(row)[:30])
 def test_malformed_rows_stop_by_default(bad: dict) -> None:
-    with pytest.raises(EnvError, match=r"row 40 of the train dataset: .*; fix the file, or .* bad_rows: drop"):
+    with pytest.raises(EnvError, match=r"row 40 of the train dataset: .*bad_rows: drop"):
         made([*ROWS, bad])
-    with pytest.raises(
-        EnvError, match=r"row 40 of .*; 1 more of 42 rows are malformed \(missing|; 1 more of 42 rows are"
-    ):
+    with pytest.raises(EnvError, match=r"row 40 of .*; 1 more of 42 rows "):
         made([*ROWS, bad, bad])
 
 
@@ -214,7 +212,7 @@ def test_panels_shrink_to_the_rows_that_there_are() -> None:
 
 def test_panels_of_datasets_for_them_shrink_to_what_these_have() -> None:
     few = [{"question": f"special {i}", "answer": "x"} for i in range(5)]
-    with pytest.warns(UserWarning, match="the exam has 5 prompts and the test 20"):
+    with pytest.warns(UserWarning, match=r"exam .*5 .*test 20"):
         task = made(exam=few, exam_prompts=128, test_prompts=400, shrink_panels=True)
     assert [task.row("exam", i)["question"][:7] for i in range(5)] == ["special"] * 5
 
@@ -235,16 +233,16 @@ def rows_called(name: str, count: int) -> list[dict[str, str]]:
 
 
 def test_hardly_any_row_is_refused() -> None:
-    with pytest.raises(EnvError, match="400 different prompts for the test in the train dataset, found 5"):
+    with pytest.raises(EnvError, match=r"400 .*, found 5"):
         CuratedTask(rows_called("a", 5), shrink_panels=True)
 
 
 def test_nothing_left_is_told(tokenizer) -> None:
-    with pytest.raises(EnvError, match="the train dataset, found none; too long 40, read 40"):
+    with pytest.raises(EnvError, match="found none; too long 40, read 40"):
         made(fit=tokenizer, most=3)
-    with pytest.raises(EnvError, match=r"expected 37 different prompts for the exam in .*, found 34; ask for fewer"):
+    with pytest.raises(EnvError, match=r"37 .*exam .*, found 34"):
         made(exam_prompts=37)
-    with pytest.raises(EnvError, match=r"the train dataset, found none .* exam \(34\)"):
+    with pytest.raises(EnvError, match=r"found none .*exam \(34\)"):
         made(exam_prompts=34)
 
 
@@ -264,9 +262,9 @@ def test_bad_settings(options: dict, message: str) -> None:
 
 
 def test_datasets_of_different_forms_are_refused() -> None:
-    with pytest.raises(EnvError, match=r"found question and answer in the train .* and prompt and answer in"):
+    with pytest.raises(EnvError, match=r"question and answer .*prompt and answer "):
         made(ROWS, exam=[{"prompt": "1", "answer": "2"}])
-    with pytest.raises(EnvError, match="rename columns so that they agree"):
+    with pytest.raises(EnvError, match="columns"):
         made(mix([(ROWS, 1), ([{"prompt": "1", "answer": "2"}], 1)]))
 
 
@@ -295,7 +293,7 @@ def test_columns_and_prompts_reach_the_grader() -> None:
 
 def test_without_answers_another_grader_is_needed() -> None:
     prompts = [{"prompt": row["question"]} for row in ROWS]
-    with pytest.raises(EnvError, match="expected the column answer or completion or chosen in the train dataset"):
+    with pytest.raises(EnvError, match="answer or completion or chosen"):
         made(prompts)
     task = made(prompts, grader=lambda completion: float(len(completion)))
     row = task.row("train", 0)
@@ -308,7 +306,7 @@ def test_answers_of_any_type_are_for_own_graders() -> None:
     task = made(numbers, grader=lambda completion, answer: float(int(completion) == answer))
     row = task.row("exam", 0)
     assert task.reward(str(row["answer"]), row) == 1.0
-    with pytest.raises(EnvError, match="row 0 of the train dataset: expected text in the column answer, found 0"):
+    with pytest.raises(EnvError, match=r"row 0 .* column answer, found 0"):
         made(numbers)
 
 
@@ -393,5 +391,5 @@ def test_an_environment_leaves_out_what_does_not_fit(tokenizer) -> None:
 
 
 def test_environments_check_all_rows_at_the_start(tokenizer) -> None:
-    with pytest.raises(EnvError, match=r"row 40 of the test dataset: .* in the column answer, found 5"):
+    with pytest.raises(EnvError, match=r"row 40 of the test dataset: .* answer, found 5"):
         SFTGym(ROWS, [*ROWS, {"question": "a", "answer": 5}], tokenizer)

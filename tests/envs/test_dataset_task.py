@@ -29,7 +29,7 @@ def test_panels_keep_their_order_and_their_columns():
     assert [task.row("exam", i) for i in range(3)] == ROWS[:3]
     assert [task.row("test", i) for i in range(5)] == ROWS[3:8]
     assert (task.train_size, task.exam_prompts, task.test_prompts) == (10, 3, 5)
-    with pytest.raises(EnvError, match="index of 0 to 2 in the exam split of dataset, found 3"):
+    with pytest.raises(EnvError, match=r"0 to 2 .*exam .*found 3"):
         task.row("exam", 3)
 
 
@@ -103,5 +103,5 @@ def test_bad_templates(template, sentence):
 
 
 def test_a_row_without_an_answer_is_named():
-    with pytest.raises(EnvError, match="row 2 of the exam dataset: expected text in the column answer, found None"):
+    with pytest.raises(EnvError, match=r"row 2 of the exam dataset: .* answer, found None"):
         DatasetTask(ROWS, [*ROWS[:2], {"question": "?", "answer": None}], reward_fn=exact)

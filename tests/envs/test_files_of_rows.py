@@ -152,7 +152,7 @@ def test_a_broken_file_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
 
 
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(EnvError, match=r"expected a file of rows, found nothing at '.*rows\.jsonl'"):
+    with pytest.raises(EnvError, match=r"found nothing at '.*rows\.jsonl'"):
         read_dataset(tmp_path / "rows.jsonl")
     with pytest.raises(EnvError, match="found a folder at"):
         read_dataset(str(tmp_path))
@@ -194,7 +194,7 @@ def test_what_is_no_dataset(source: object, message: str) -> None:
 
 
 def test_a_hub_that_does_not_answer() -> None:
-    with pytest.raises(EnvError, match=r"no file 'org/name'.* the hub cannot be reached"):
+    with pytest.raises(EnvError, match=r"'org/name'.* hub "):
         read_dataset("org/name")
 
 
@@ -207,7 +207,7 @@ def test_what_the_hub_gives_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     label, table = "numbers (train)", sources._of_datasets(sources._load_from_hub("numbers", "train", None))
     assert [dict(row) for row in table.rows] == TEXTS[1:]
     assert (table.columns, label) == (["question", "answer"], "numbers (train)")
-    with pytest.raises(EnvError, match=r'Unknown split "test". Should be one of \[.train.\]'):
+    with pytest.raises(EnvError, match=r'"test".* \[.train.\]'):
         sources._load_from_hub("numbers", "test", None)
 
 

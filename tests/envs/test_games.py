@@ -70,7 +70,7 @@ def test_order_of_calls_and_seeds(make):
     with pytest.raises(EnvError, match="has not begun"):
         env.step("1")
     for seed in (-1, 1.5, "0", True):
-        with pytest.raises(EnvError, match="whole number of 0 or more as the seed"):
+        with pytest.raises(EnvError, match=r"0 or more .*seed"):
             env.reset(seed=seed)
     play(env, 0, best)
     with pytest.raises(EnvError, match="is over"):

@@ -153,7 +153,7 @@ def test_a_scorer_that_cannot_read_its_own_answer_is_at_fault():
         task.reward("7", rows[0])
     good = task.row("train", 5)
     assert score_completions(task, [rows[0], good], ["7", good["answer"]]) == [None, 1.0]
-    with pytest.raises(RewardError, match="fails on the problem's correct answer"):
+    with pytest.raises(RewardError, match="correct answer"):
         score_completions(task, rows, ["7", "7"])
 
 
@@ -220,13 +220,13 @@ def test_bad_settings_say_what_to_do(name, options, sentence):
 
 
 def test_parameters_that_leave_no_problem():
-    with pytest.raises(EnvError, match=r"spell_backward produced no problem with .*'min_word_len': 90"):
+    with pytest.raises(EnvError, match=r"spell_backward .*'min_word_len': 90"):
         ReasoningGymTask("spell_backward", {"min_word_len": 90, "max_word_len": 99})
 
 
 def test_a_task_with_too_few_questions_says_how_many_there_are():
     tiny = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(EnvError, match=r"has only (\d+) distinct questions in its reserved fifth.*holdout to 'any'"):
+    with pytest.raises(EnvError, match=r"only (\d+) distinct .*holdout to 'any'"):
         ReasoningGymTask("chain_sum", tiny).prepare()
     with pytest.raises(EnvError, match=r"has only \d+ distinct questions \("):
         ReasoningGymTask("chain_sum", tiny, holdout="any").prepare()
@@ -239,7 +239,7 @@ TINY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 def test_panels_shrink_to_the_questions_that_there_are(holdout):
     asked = {"exam_prompts": 128, "test_prompts": 400, "holdout": holdout, "shrink_panels": True}
     task = ReasoningGymTask("chain_sum", TINY, **asked)
-    with pytest.warns(UserWarning, match="distinct questions.* 128 and 400"):
+    with pytest.warns(UserWarning, match=r"distinct questions.* 128 and 400"):
         task.prepare()
     panels = {
         split: [task.row(split, i)["question"] for i in range(task.panel_size(split))] for split in ("exam", "test")
@@ -288,7 +288,7 @@ def test_a_panel_that_takes_every_question_leaves_no_training():
     task = ReasoningGymTask("composite", params, exam_prompts=1, test_prompts=0, holdout="any")
     known = {task.row("train", i)["question"] for i in range(300)} | {task.row("exam", 0)["question"]}
     greedy = ReasoningGymTask("composite", params, exam_prompts=len(known), test_prompts=0, holdout="any")
-    with pytest.raises(EnvError, match="belongs to the exam or test panel"):
+    with pytest.raises(EnvError, match="exam or test panel"):
         greedy.row("train", 0)
 
 

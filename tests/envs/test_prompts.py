@@ -45,12 +45,12 @@ def test_ids_are_plain_integers(tokenizer, tokenizer_without_template):
 def test_prompt_longer_than_the_context(tokenizer):
     count = len(render_prompt(tokenizer, [USER]))
     assert len(render_prompt(tokenizer, [USER], max_tokens=count)) == count
-    with pytest.raises(EnvError, match=f"at most {count - 1} tokens, found {count}; raise max_context_length"):
+    with pytest.raises(EnvError, match=f"at most {count - 1} tokens, found {count};.*max_context_length"):
         render_prompt(tokenizer, [USER], max_tokens=count - 1)
 
 
 def test_tokenizer_without_pad_token(tokenizer_without_pad):
-    with pytest.raises(ConfigError, match=r"pad token.*tokenizer.pad_token = tokenizer.eos_token"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.pad_token = tokenizer\.eos_token"):
         render_prompt(tokenizer_without_pad, [USER])
     with pytest.raises(ConfigError, match="pad token"):
         check_tokenizer(tokenizer_without_pad)
@@ -58,7 +58,7 @@ def test_tokenizer_without_pad_token(tokenizer_without_pad):
 
 def test_template_without_system_role(tokenizer_without_system_role):
     assert text(tokenizer_without_system_role, [USER]) == "<user>3 + 4 = <end><assistant>"
-    with pytest.raises(ConfigError, match=r"system, user: System role not supported; move its text into the user"):
+    with pytest.raises(ConfigError, match="system, user: System role not supported"):
         render_prompt(tokenizer_without_system_role, [{"role": "system", "content": "Add."}, USER])
 
 

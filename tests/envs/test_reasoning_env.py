@@ -195,7 +195,7 @@ def test_any_task_can_be_stepped_through(tokenizer, task):
 def test_bad_settings(tokenizer, tokenizer_without_pad):
     with pytest.raises(ConfigError, match="pad token"):
         make(tokenizer_without_pad)
-    with pytest.raises(ConfigError, match="1 or more for data_batch_size_per_gpu, found 0"):
+    with pytest.raises(ConfigError, match="data_batch_size_per_gpu, found 0"):
         make(tokenizer, data_batch_size_per_gpu=0)
     with pytest.raises(ConfigError, match=r"expected a function.* for reward_fn"):
         make(tokenizer, reward_fn=3)
@@ -211,11 +211,11 @@ def test_bad_completions(tokenizer):
     good = complete(tokenizer, prompts, ["1", "2"])
     with pytest.raises(EnvError, match="completions for 3 prompts, found 2"):
         env.step(good[:2])
-    with pytest.raises(EnvError, match="the same G of 1 or more"):
+    with pytest.raises(EnvError, match="G of 1 or more"):
         env.step([good[0][:1], *good[1:]])
-    with pytest.raises(EnvError, match="the same G of 1 or more"):
+    with pytest.raises(EnvError, match="G of 1 or more"):
         env.step([ids[0] for ids in good])
-    with pytest.raises(EnvError, match="prompt 1 to begin with its 7 prompt tokens"):
+    with pytest.raises(EnvError, match=r"prompt 1 .* 7 prompt tokens"):
         env.step([good[0], good[1].roll(1, dims=1), good[2]])
     assert env.step(good)[1].shape == (3, 2)
 

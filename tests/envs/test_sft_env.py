@@ -52,7 +52,7 @@ def test_without_a_template_the_end_token_is_added(tokenizer_without_template):
     example = render_completion(tokenizer, ASK, "2")
     assert tokenizer.decode(example.ids) == "1+12<end>"
     assert parts(tokenizer, example) == ["2<end>"]
-    with pytest.raises(ConfigError, match="needs a tokenizer with a chat template"):
+    with pytest.raises(ConfigError, match="chat template"):
         render_conversation(tokenizer, TALK)
 
 
@@ -141,9 +141,9 @@ def test_a_task_teaches_its_answers_and_keeps_its_exam(tokenizer):
 
 def test_a_row_without_an_answer_is_refused(tokenizer):
     task = SFTTask(ConditionalTarget())
-    with pytest.raises(EnvError, match="has no answer to learn for the question 'q'"):
+    with pytest.raises(EnvError, match=r"no answer .*'q'"):
         task.examples(tokenizer, {"question": "q", "answer": None})
-    with pytest.raises(ConfigError, match="'completion', 'assistant' for loss_on, found 'all'"):
+    with pytest.raises(ConfigError, match="loss_on, found 'all'"):
         SFTTask(ConditionalTarget(), loss_on="all")
 
 

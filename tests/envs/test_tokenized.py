@@ -74,7 +74,7 @@ def test_ids_that_do_not_continue_the_prompt(tokenizer: Any, ids: Any, message: 
 
 def test_templates_that_rewrite_are_refused_unless_they_are_followed() -> None:
     tokenizer = make_tokenizer(CUTS_THINKING)
-    with pytest.raises(ConfigError, match="changes earlier turns of the assistant"):
+    with pytest.raises(ConfigError, match="earlier turns"):
         TokenObservationWrapper(Echo(), tokenizer, 5)
     env = TokenObservationWrapper(Echo(length=2), tokenizer, 5, strict_chat_template_boundary=False)
     prompt, _ = env.reset(0)
@@ -130,7 +130,7 @@ def test_groups_of_single_rows_are_consecutive() -> None:
     assert batch.groups.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.rewards[0].tolist() == [1.0, 2.0]
     assert batch.rewards[5].isnan().tolist() == [False, True]
-    with pytest.raises(ConfigError, match="turn_ids for 6 rows, found them for 5"):
+    with pytest.raises(ConfigError, match=r"6 rows, .* for 5"):
         to_batch((ids, masks, rewards), 0, turns[:5], group_size=3)
 
 
@@ -142,12 +142,12 @@ def test_a_limit_of_nothing_is_not_no_limit(tokenizer: Any, limit: dict[str, Any
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (True, 1)])
 def test_bad_sizes(tokenizer: Any, sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match="whole number of 1 or more"):
+    with pytest.raises(ConfigError, match="1 or more"):
         SyncMultiTurnVecEnv(lambda: TokenObservationWrapper(Echo(), tokenizer, 5), *sizes)
 
 
 def test_a_factory_of_something_else() -> None:
-    with pytest.raises(ConfigError, match="to return a TokenObservationWrapper, found Echo"):
+    with pytest.raises(ConfigError, match="TokenObservationWrapper, found Echo"):
         SyncMultiTurnVecEnv(Echo, 1, 1)  # type: ignore[arg-type]
 
 

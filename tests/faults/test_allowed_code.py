@@ -221,9 +221,9 @@ def test_rows_are_those_that_the_run_began_with(place: Path, tmp_path: Path, agi
     (tmp_path / "run" / "summary.json").unlink()
     with rows.open("a") as file:
         file.write('{"question": "one more", "answer": "1"}\n')
-    with pytest.raises(CheckpointError, match=r"rows\.jsonl.* changed since .*: agilerl resume run --allow-changes$"):
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl.* agilerl resume run --allow-changes$"):
         open_run("run", report=pytest.fail)
     open_run("run", report=pytest.fail, allow_changes=True).run.close()
     rows.unlink()
-    with pytest.raises(CheckpointError, match=r"the run needs .*rows\.jsonl.*No such file"):
+    with pytest.raises(CheckpointError, match=r"rows\.jsonl.*No such file"):
         open_run("run", report=pytest.fail)

@@ -67,11 +67,9 @@ def test_some_failures_are_masked_out_and_no_outcome() -> None:
 def test_the_run_stops_where_too_many_fail() -> None:
     most = int(0.5 * 2 * BATCH)
     failing(2, raises, range(most)).rollout()
-    with pytest.raises(
-        RewardError, match=rf"{most + 1} of {2 * BATCH} completions, more than training.max_error_rate=0.5"
-    ):
+    with pytest.raises(RewardError, match=f"{most + 1} of {2 * BATCH} .*max_error_rate=0.5"):
         failing(2, raises, range(most + 1)).rollout()
-    with pytest.raises(RewardError, match=f"all {2 * BATCH} completions; .*ZeroDivisionError: no denominator"):
+    with pytest.raises(RewardError, match=f"all {2 * BATCH} .*ZeroDivisionError: no denominator"):
         failing(2, raises, range(2 * BATCH)).rollout()
     patient = failing(2, raises, range(2 * BATCH))
     patient.max_error_rate = 1.0
@@ -133,7 +131,7 @@ def test_a_combined_grader_says_which_failed_and_why() -> None:
         raise RewardTimeoutError("nothing within 5 s")
 
     task = GradedTask(Parity(), CombinedGrader({"task": TaskGrader(Parity()), "late": (late, 0.0)}))
-    with pytest.raises(RewardError, match=f"all {BATCH} completions; the first time: late: nothing within 5 s"):
+    with pytest.raises(RewardError, match=f"all {BATCH} .*late: nothing within 5 s"):
         make_population(1, task=task).rollout()
 
 
@@ -195,7 +193,7 @@ def test_environments_that_fail_for_most_stop_the_run() -> None:
     boards = Episodes(raises, range(2 * BATCH), at_once=True)
     population = make_population(3, task=EpisodeTask(boards, exam_episodes=4))  # type: ignore[arg-type]
     boards.made = 1  # the first one was made to look at, and is used first
-    with pytest.raises(EnvError, match=f"in {2 * BATCH} of {3 * BATCH} episodes, more than .*no denominator"):
+    with pytest.raises(EnvError, match=f"{2 * BATCH} of {3 * BATCH} episodes.*no denominator"):
         population.rollout()
 
 
@@ -237,9 +235,9 @@ def test_memory_is_no_fault_of_a_grader() -> None:
 def test_places_of_an_exam_that_count_for_nobody() -> None:
     assert lost_places([{1: "a"}, {2: "b"}, {}], 4, episodes=True) == {1, 2}
     assert lost_places([{0: "a", 1: "a", 2: "a"}, {2: "b"}], 4, episodes=True) == {2}
-    with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
+    with pytest.raises(EnvError, match=r"3 of 4 exam episodes.*: a"):
         lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4, episodes=True)
-    with pytest.raises(EnvError, match="3 of 4 exam episodes; the first: a"):
+    with pytest.raises(EnvError, match=r"3 of 4 exam episodes.*: a"):
         lost_places([{0: "a", 1: "b", 2: "c"}], 4, episodes=True)
-    with pytest.raises(RewardError, match="3 of 4 answers of the exam; the first time: a"):
+    with pytest.raises(RewardError, match=r"3 of 4 .*exam.*: a"):
         lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4, episodes=False)

@@ -154,7 +154,7 @@ def test_a_manifest_that_never_ends_is_not_read(kind: str, place: Path) -> None:
 @pytest.mark.parametrize("text", ["", "\n\n", "# algorithm: {lr: 1e-4}\n", "---\n", "null"])
 def test_an_empty_manifest_is_no_way_to_ask_for_the_defaults(text: str, place: Path) -> None:
     (place / "empty.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="is empty: expected sections of settings") as refusal:
+    with pytest.raises(ConfigError, match="is empty") as refusal:
         load_manifest(place / "empty.yaml", ["training.pop_size=2"])
     assert "\n" not in str(refusal.value)
     (place / "empty.yaml").write_text("{}")

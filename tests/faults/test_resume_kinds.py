@@ -81,5 +81,5 @@ def test_a_bank_of_more_ranks_than_the_run_allows_is_refused(tmp_path: Path) -> 
     run = leave_unfinished(tmp_path / "run")
     change_json(newest(run.root) / "state.json", lambda state: {**state, "bank_rank": 10**9})
     sealed(newest(run.root))
-    with pytest.raises(CheckpointError, match="rank 1000000000, but this run goes up to 64"):
+    with pytest.raises(CheckpointError, match=r"rank 1000000000.* 64"):
         next(go_on(run.root))

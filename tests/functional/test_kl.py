@@ -93,7 +93,7 @@ def test_adaptive_coefficient(kl, expected):
 
 
 def test_bad_settings_give_a_sentence():
-    with pytest.raises(ValueError, match="the KL estimator must be one of k1, k2, k3"):
+    with pytest.raises(ValueError, match=r"KL estimator .*k1, k2, k3"):
         fn.kl_estimate(torch.zeros(1), torch.zeros(1), "kl")
-    with pytest.raises(ValueError, match="target and horizon must be greater than 0"):
+    with pytest.raises(ValueError, match="target and horizon"):
         fn.adaptive_kl_coefficient(0.1, 1.0, 0.0, horizon=1.0, samples=1)

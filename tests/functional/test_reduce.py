@@ -78,7 +78,7 @@ def test_a_nan_is_not_lost(reduction, first):
 def test_one_name_has_one_reduction():
     reducer = MetricReducer()
     reducer.add("loss", 1.0)
-    with pytest.raises(ValueError, match="'loss' is already reduced by 'mean'"):
+    with pytest.raises(ValueError, match=r"'loss' .*'mean'"):
         reducer.add("loss", 1.0, reduction="sum")
-    with pytest.raises(ValueError, match="reduction must be one of"):
+    with pytest.raises(ValueError, match=r"^reduction "):
         reducer.add("other", 1.0, reduction="median")

@@ -159,7 +159,7 @@ def test_values_hold_from_their_tokens_on(tokens, lr):
 
 def test_values_of_unknown_genes_and_negative_tokens_are_errors():
     schedule = hyperparameter_schedule(story(), 3)
-    with pytest.raises(ValueError, match=r"no gene 'gamma'; it has lr, beta"):
+    with pytest.raises(ValueError, match=r"'gamma'; .*lr, beta"):
         value_at(schedule, "gamma", 0)
     with pytest.raises(ValueError, match="counted from 0"):
         value_at(schedule, "lr", -1)
@@ -176,7 +176,7 @@ def test_values_of_unknown_genes_and_negative_tokens_are_errors():
     ],
 )
 def test_damaged_records_are_named(line):
-    with pytest.raises(CheckpointError, match="lineage has an invalid line"):
+    with pytest.raises(CheckpointError, match="invalid line"):
         family_tree([*story(), line])
 
 
@@ -184,7 +184,7 @@ def test_unknown_agents_and_missing_exams_are_errors():
     with pytest.raises(CheckpointError, match="no agent 12"):
         winning_lineage(story(), 12)
     without = [line for line in story() if not (line["event"] == "fitness" and line["generation"] == 1)]
-    with pytest.raises(CheckpointError, match="no exam of agent 0 in generation 1"):
+    with pytest.raises(CheckpointError, match="agent 0 in generation 1"):
         hyperparameter_schedule(without, 3)
 
 

@@ -41,7 +41,7 @@ def test_hyperparameter_mutations_move_one_gene_within_its_range():
 
 
 def test_several_genes_may_move_at_once():
-    with pytest.warns(UserWarning, match="genes_per_mutation=5.*only 2"):
+    with pytest.warns(UserWarning, match=r"genes_per_mutation=5.*only 2"):
         plans = mutations(rl_hp=1, genes_per_mutation=5).plan(members(20), None, 0, seed=0)
     assert all([change.gene for change in plan.changes] == ["group_size", "lr"] for plan in plans)
 
@@ -72,7 +72,7 @@ def test_without_genes_nothing_moves_and_the_reason_is_told():
 
 
 def test_a_gene_without_a_value_is_an_error():
-    with pytest.raises(ConfigError, match="Agent 3 has no value for the gene"):
+    with pytest.raises(ConfigError, match=r"Agent 3 .*gene"):
         mutations(rl_hp=1).plan([Member(3, {}, GENES)], None, 0, seed=0)
 
 

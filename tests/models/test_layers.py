@@ -146,6 +146,6 @@ def test_a_bf16_base_keeps_the_inputs_of_adapters_in_bf16() -> None:
 def test_a_model_without_layers_that_are_known_is_refused() -> None:
     runtime = Runtime.for_model(random_model())
     runtime.base.body = torch.nn.Identity()
-    with pytest.raises(ConfigError, match="gradient_checkpointing needs a model with decoder layers, found Identity"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing .*found Identity"):
         runtime.configure(SharedOptions(gradient_checkpointing=True))
     assert not runtime.options.gradient_checkpointing

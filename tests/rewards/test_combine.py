@@ -95,11 +95,11 @@ def test_what_is_no_number_is_a_failure(value):
 
 
 def test_a_grader_that_always_fails_stops_the_run():
-    with pytest.raises(RewardError, match=r"broken failed on all 3 completions; .* broken raised KeyError"):
+    with pytest.raises(RewardError, match=r"^broken .* 3 completions; .*KeyError"):
         grade(CombinedGrader([length, broken]), TEXTS, ROWS)
     with pytest.raises(RewardError, match=r"^broken raised KeyError"):
         grade(broken, TEXTS[:1], ROWS[:1])
-    with pytest.raises(RewardError, match=r"a list of 3 numbers .* found 1 of them"):
+    with pytest.raises(RewardError, match=r"3 numbers .*found 1"):
         grade(CombinedGrader({"short": lambda completions: [1.0]}), TEXTS, ROWS)
 
 
@@ -119,7 +119,7 @@ def test_weights_are_read_when_they_are_used():
 def test_weights_that_do_not_fit(weights):
     grader = CombinedGrader([length, right])
     grader.weights = weights
-    with pytest.raises(ConfigError, match=r"expected (weights for length, right|a number .* as the weight of right)"):
+    with pytest.raises(ConfigError, match=r"length, right|weight of right"):
         grade(grader, TEXTS, ROWS)
 
 

@@ -208,9 +208,9 @@ def test_an_argument_that_no_column_gives():
     def batch_grader(completions, target, **rest):
         return [0.0, 0.0]
 
-    with pytest.raises(RewardError, match="asks for target, found only answer, completion, level, prompt, question"):
+    with pytest.raises(RewardError, match="target, found only answer, completion, level, prompt, question"):
         call_grader(grader, TEXTS, ROWS)
-    with pytest.raises(RewardError, match="asks for target, found only answer, completions, level, prompts"):
+    with pytest.raises(RewardError, match="target, found only answer, completions, level, prompts"):
         call_grader(batch_grader, TEXTS, ROWS)
 
 

@@ -85,7 +85,7 @@ def test_no_key_where_none_is_wanted_and_a_sentence_where_it_is_missing(monkeypa
         assert call_grader(grader, ["one"], ROWS[:1]) == [0.1]
     assert "Authorization" not in server.headers[0]
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(ConfigError, match="set the environment variable JUDGE_KEY"):
+    with pytest.raises(ConfigError, match="variable JUDGE_KEY"):
         judge(server.url).setup()
 
 

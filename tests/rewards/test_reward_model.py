@@ -86,7 +86,7 @@ def test_too_long_is_a_failure_of_that_completion(folder):
 
 def test_one_of_several_outputs(tmp_path):
     several = str(make_model(tmp_path / "several", labels=3))
-    with pytest.raises(ConfigError, match="has 3 outputs: set label to one of 0 to 2"):
+    with pytest.raises(ConfigError, match=r"3 outputs: .*label .*0 to 2"):
         RewardModelGrader(several).setup()
     with pytest.raises(ConfigError, match="has 3 outputs"):
         RewardModelGrader(several, label=3).setup()
@@ -99,7 +99,7 @@ def test_only_safetensors_and_no_code_of_the_repository(folder, tmp_path):
     weights = AutoModelForSequenceClassification.from_pretrained(pickled).state_dict()
     torch.save(weights, pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="cannot load the reward model"):
+    with pytest.raises(ConfigError, match=r"reward model .*pickled"):
         RewardModelGrader(str(pickled)).setup()
 
     remote = make_model(tmp_path / "remote")
@@ -110,7 +110,7 @@ def test_only_safetensors_and_no_code_of_the_repository(folder, tmp_path):
     }
     (remote / "config.json").write_text(json.dumps(config))
     (remote / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ConfigError, match="cannot load the reward model"):
+    with pytest.raises(ConfigError, match=r"reward model .*remote"):
         RewardModelGrader(str(remote)).setup()
     assert not (tmp_path / "ran").exists()
 
@@ -122,5 +122,5 @@ def test_settings_are_checked(settings):
 
 
 def test_a_model_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="cannot load the reward model"):
+    with pytest.raises(ConfigError, match=r"reward model .*none"):
         RewardModelGrader(str(tmp_path / "none")).setup()

@@ -240,7 +240,7 @@ def test_many_at_once_keep_their_order():
 
 @pytest.mark.processes
 def test_tests_that_are_none():
-    with pytest.raises(RewardError, match=r"expected tests in the column 'tests', found only .*question"):
+    with pytest.raises(RewardError, match=r"column 'tests', found only .*question"):
         call_grader(SandboxGrader(), [ADD], [{"question": "q"}])
     outcomes = attempt_grader(SandboxGrader(), [ADD] * 3, [{"tests": []}, {"tests": [7]}, {"tests": TESTS[0]}])
     assert "expected at least one test" in str(outcomes[0])

@@ -214,7 +214,7 @@ def test_context_limit_ends_a_completion_and_an_overlong_prompt_is_refused() -> 
     (group,) = runtime.engine.generate([GenerationRequest(0, prompt(0, 10), 2, settings)])
     assert {c.finish_reason for c in group} == {"context"}
     assert {len(c.token_ids) for c in group} == {6}
-    with pytest.raises(EngineError, match="prompt of 16 tokens cannot be continued: the context holds 16"):
+    with pytest.raises(EngineError, match=r"16 tokens .*holds 16"):
         runtime.engine.generate([GenerationRequest(0, prompt(0, 16), 1, settings)])
     with pytest.raises(EngineError, match="prompt of 0 tokens"):
         runtime.engine.generate([GenerationRequest(0, [], 1, settings)])

@@ -182,7 +182,7 @@ def test_a_wrong_adapter_stops_with_a_sentence(runtime: Runtime) -> None:
                 super().load(adapter)
 
     engine = engine_of(runtime, Confused())
-    with pytest.raises(EngineError, match=r"disagree about the adapter of agent 2: .* the limit is 0\.001"):
+    with pytest.raises(EngineError, match=r"agent 2: .* 0\.001"):
         engine.generate(asked((0, 1)))
     engine_of(runtime, Confused(), probe_tolerance=50.0).generate(asked((0, 1)))
     engine_of(runtime, Confused(), probe_tokens=0).generate(asked((0, 1)))
@@ -191,7 +191,7 @@ def test_a_wrong_adapter_stops_with_a_sentence(runtime: Runtime) -> None:
 def test_another_base_stops_with_a_sentence(runtime: Runtime) -> None:
     backend = SecondCopy()
     backend.runtime = Runtime.for_model(random_model(seed=1), seed=3)
-    with pytest.raises(EngineError, match="disagree about the base model"):
+    with pytest.raises(EngineError, match="the base model"):
         engine_of(runtime, backend).generate(asked((None,)))
 
 
@@ -208,7 +208,7 @@ def test_exams_may_stay_with_the_torch_engine(runtime: Runtime) -> None:
 def test_a_rank_beyond_the_room_stops_before_anything_is_sampled(runtime: Runtime) -> None:
     backend = SecondCopy(rank=2)
     engine = engine_of(runtime, backend)
-    with pytest.raises(EngineError, match=r"agent 1 has an adapter of rank 4, and vLLM has room for rank 2; raise"):
+    with pytest.raises(EngineError, match=r"agent 1 .*rank 4.* rank 2;"):
         engine.generate(asked())
     with pytest.raises(ConfigError, match="adapters may reach rank 64"):
         engine.start(2, 64)
@@ -219,7 +219,7 @@ def test_a_rank_beyond_the_room_stops_before_anything_is_sampled(runtime: Runtim
 def test_a_prompt_without_room_is_a_sentence(runtime: Runtime, length: int) -> None:
     engine = engine_of(runtime, SecondCopy(context_length=32))
     request = GenerationRequest(0, [7] * length, 1, SamplingSettings(4))
-    with pytest.raises(EngineError, match=f"a prompt of {length} tokens cannot be continued: .* holds 32"):
+    with pytest.raises(EngineError, match=f"{length} tokens .* holds 32"):
         engine.generate([request])
 
 

@@ -82,7 +82,7 @@ def test_the_documented_import_path_holds_it() -> None:
 
 def test_ranks_are_rounded_up_to_what_vllm_reserves() -> None:
     assert [lora_capacity(rank) for rank in (1, 8, 9, 64, 65, 300, 512)] == [8, 8, 16, 64, 128, 320, 512]
-    with pytest.raises(ConfigError, match="at most rank 512, found rank 513"):
+    with pytest.raises(ConfigError, match="512, found rank 513"):
         lora_capacity(513)
 
 
@@ -239,7 +239,7 @@ def test_a_full_disk_is_a_sentence(runtime: Runtime, tmp_path: Path) -> None:
     versions = versions_of(runtime, str(tmp_path))
     versions.folder.rmdir()
     versions.folder.write_text("")  # no folder can be made inside a file
-    with pytest.raises(EngineError, match="could not be written for vLLM"):
+    with pytest.raises(EngineError, match="could not be written"):
         versions.current([0])
 
 

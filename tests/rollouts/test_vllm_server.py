@@ -137,8 +137,8 @@ def test_nobody_there_is_a_sentence_with_the_command() -> None:
         pass
     with (
         client(url, server_timeout=1.2) as server,
-        pytest.warns(UserWarning, match=r"no vLLM server answers at .* yet; waiting up to 1\.2 s") as said,
-        pytest.raises(EngineError, match=r"no vLLM server at .*vllm serve MODEL --enable-lora"),
+        pytest.warns(UserWarning, match=r"no vLLM server .* 1\.2 s") as said,
+        pytest.raises(EngineError, match=r"vllm serve MODEL --enable-lora"),
     ):
         server.start(2, 4, None)
     assert len(said) == 1  # though it has tried more than once
@@ -235,7 +235,7 @@ def test_a_server_that_is_lost_is_a_sentence() -> None:
         server.start(2, 4, None)
     with client(url) as lost:
         lost.model = "tiny"
-        with pytest.raises(EngineError, match=r"was lost: /v1/completions: .*start it again and resume"):
+        with pytest.raises(EngineError, match=r"/v1/completions: .*resume"):
             lost.complete([ROW])
 
 

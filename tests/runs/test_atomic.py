@@ -46,7 +46,7 @@ def test_a_failing_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic.os, failing, fail)
-    with pytest.raises(CheckpointError, match=r"a\.json.*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"a\.json.*No space left"):
         write_json(path, {"x": 2})
     assert json.loads(path.read_text()) == {"x": 1}
     assert os.listdir(tmp_path) == ["a.json"]
@@ -148,7 +148,7 @@ def test_every_truncation_is_found(committed, name):
 
 def test_missing_extra_and_linked_files_are_named(committed):
     (committed / "extra").touch()
-    with pytest.raises(CheckpointError, match="extra is not in the manifest"):
+    with pytest.raises(CheckpointError, match=r"extra .*manifest"):
         verify_folder(committed)
     (committed / "extra").unlink()
     (committed / "empty").unlink()

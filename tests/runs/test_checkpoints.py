@@ -157,5 +157,5 @@ def test_leftovers_of_a_killed_process_are_no_checkpoint_and_are_cleaned(store):
 )
 def test_what_is_no_safetensors_is_refused(tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read as safetensors"):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors .*safetensors"):
         read_tensors(tmp_path / "x.safetensors")

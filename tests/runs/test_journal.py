@@ -64,7 +64,7 @@ def test_every_flip_before_the_last_record_is_an_error_and_cuts_nothing(path):
         bad = bytearray(whole)
         bad[position // 8] ^= 1 << position % 8
         path.write_bytes(bad)
-        with pytest.raises(CheckpointError, match=r"line [12] of .* is damaged or lost"):
+        with pytest.raises(CheckpointError, match=r"line [12] of "):
             Journal(path)
         assert path.read_bytes() == bytes(bad)
 

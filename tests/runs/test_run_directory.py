@@ -121,7 +121,7 @@ def test_a_run_that_another_process_made_a_moment_ago_is_not_overwritten(tmp_pat
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(CheckpointError, match=r"not empty \(found thesis\.tex\)"):
+    with pytest.raises(CheckpointError, match=r"found thesis\.tex"):
         RunDirectory.create(tmp_path, CONFIG, 7)
     with pytest.raises(CheckpointError, match=r"no run\.json"):
         RunDirectory.open(tmp_path)
@@ -175,7 +175,7 @@ def test_a_run_of_another_arithmetic_is_read_but_not_resumed(tmp_path, begun):
     before = tree(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match=rf"started with version '?{begun or 1}'? of the arithmetic.* version {ARITHMETIC_VERSION}",
+        match=rf"version '?{begun or 1}'? .* version {ARITHMETIC_VERSION}",
     ):
         RunDirectory.open(tmp_path)
     assert tree(tmp_path) == before

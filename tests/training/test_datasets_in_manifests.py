@@ -270,7 +270,7 @@ def test_a_manifest_names_no_other_file_of_the_machine_but_the_command_line_may(
     outside = tmp_path_factory.mktemp("elsewhere")
     monkeypatch.setenv("HOME", str(outside))
     path = way(place, write_lines(outside / "secret.jsonl", rows))
-    with pytest.raises(ConfigError, match=r"leads out of the folder of the manifest and the working directory"):
+    with pytest.raises(ConfigError, match="out of the folder"):
         given_in_a_manifest(place, path)
     assert task(load_manifest(None, [f"environment.dataset={path}", *SIZES])).counts["read"] == 60
 
@@ -303,7 +303,7 @@ def test_a_training_row_that_does_not_fit_is_skipped_and_counted(rows: list[dict
     ]
     assert seen(range(11, -1, -1)) == seen(range(12))[::-1]
     none_fits = Population(agents, DatasetTask([long], rows[:4], reward_fn=len), prompts_per_step=1)
-    with pytest.raises(EnvError, match="none of 256 training rows of dataset fits; the first: expected a prompt of at"):
+    with pytest.raises(EnvError, match=r"none of 256 .*; the first: "):
         none_fits.rollout()
 
 

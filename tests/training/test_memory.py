@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_named_with_its_cure(largest: str, cure: str, monke
 def test_files_are_counted_as_they_will_lie_in_memory(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(3000))
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2000)
-    with pytest.raises(ConfigError, match="most of it for base"):
+    with pytest.raises(ConfigError, match=r"memory, .*base"):
         memory.check_weights(str(tmp_path), "cpu")
     memory.check_weights(str(tmp_path), "cpu", SharedOptions(quantization_config="nf4").quantization_config)
 
@@ -225,7 +225,7 @@ def test_processes_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPa
     memory.check_memory({"base": 400}, "cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     memory.check_memory({"base": 400}, "cpu")
-    with pytest.raises(ConfigError, match=r"for 2 processes of which each needs that; .* start fewer processes"):
+    with pytest.raises(ConfigError, match=r"2 processes .*start fewer"):
         memory.check_memory({"base": 401}, "cpu")
     memory.check_memory({"base": 800}, "cuda:1")  # a GPU of its own
     with pytest.raises(ConfigError, match="rollouts"):  # which lie in the machine's memory
@@ -263,7 +263,7 @@ def test_vllm_takes_turns_where_it_sleeps(name: str, expected: int) -> None:
 def test_the_margin_is_for_what_vllm_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
     memory.check_memory({"base": 400, "adapters": 80, "training_activations": 300, "vllm_alone": 900}, "cuda:0")
-    with pytest.raises(ConfigError, match=r"most of it for vllm .*gpu_memory_utilization.*sleep_mode"):
+    with pytest.raises(ConfigError, match=r"vllm .*gpu_memory_utilization.*sleep_mode"):
         memory.check_memory({"base": 400, "adapters": 80, "training_activations": 300, "vllm": 900}, "cuda:0")
     memory.check_memory({"base": 400, "vllm": 500}, "cuda:0")
     with pytest.raises(ConfigError):

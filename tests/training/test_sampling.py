@@ -26,13 +26,13 @@ def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> 
     train = max(len(task.place_at("train", k, tokenizer, limit).prompt_ids) for k in range(256))
     need = max(exam + 7, train + 9)
     check_room(population, VLLMConfig(), need)
-    with pytest.raises(ConfigError, match=rf"holds {need - 1} tokens .* together {need}; raise algorithm"):
+    with pytest.raises(ConfigError, match=rf"{need - 1} tokens .*together {need};"):
         check_room(population, VLLMConfig(), need - 1)
-    with pytest.raises(ConfigError, match="raise the server's --max-model-len"):
+    with pytest.raises(ConfigError, match="--max-model-len"):
         check_room(population, VLLMConfig(base_url="http://localhost:1"), need - 1)
 
     population.eval_max_new_tokens = 100
-    with pytest.raises(ConfigError, match=f"completions up to 100 tokens, together {exam + 100};"):
+    with pytest.raises(ConfigError, match=f"100 tokens, together {exam + 100};"):
         check_room(population, VLLMConfig(), need)
     check_room(population, VLLMConfig(exams="torch"), train + 9)  # exams are not sampled by vLLM then
 
@@ -43,7 +43,7 @@ def test_settings_are_refused_before_vllm_is_started(where: str, monkeypatch: py
     # There is neither a vLLM nor a server: a start would be another error.
     monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
     settings = f"algorithm.vllm_config={{max_model_len: 12{where}}}"
-    with pytest.raises(ConfigError, match=r"vLLM's context holds 12 tokens \(max_model_len\)"):
+    with pytest.raises(ConfigError, match=r"12 tokens \(max_model_len\)"):
         build(config("algorithm.use_vllm=true", settings))
 
 
@@ -61,5 +61,5 @@ def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypa
         check_sampling(wanted, resolve(wanted).options)
 
     checked()
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 with distributed\.processes_per_island=2: each"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*processes_per_island=2:"):
         checked(processes_per_island=2)

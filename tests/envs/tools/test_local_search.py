@@ -53,7 +53,7 @@ def test_files(tmp_path: Path) -> None:
     expected = LocalSearch(PASSAGES).search("grey heron")
     assert LocalSearch(lines).search("grey heron") == expected
     assert LocalSearch(str(table), column="body").search("grey heron") == expected
-    with pytest.raises(EnvError, match=r"corpus.jsonl has no column 'txt'; did you mean 'text'"):
+    with pytest.raises(EnvError, match=r"corpus\.jsonl .*'txt'.*'text'"):
         LocalSearch(lines, column="txt")
 
 
@@ -62,7 +62,7 @@ def test_bad_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         LocalSearch(PASSAGES, topk=0)
     with pytest.raises(EnvError, match="without any"):
         LocalSearch(["", "!"])
-    with pytest.raises(EnvError, match="text as passage 1 of the corpus, found 3"):
+    with pytest.raises(EnvError, match=r"passage 1 .*found 3"):
         LocalSearch(["a", 3])
     with pytest.raises(EnvError, match="found nothing"):
         LocalSearch(tmp_path / "missing.jsonl")

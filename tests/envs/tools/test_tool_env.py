@@ -153,7 +153,7 @@ def test_without_a_seed_episodes_follow_one_another() -> None:
     assert env.reset(seed=8) != env.reset()
     assert env.reset() == other.reset(seed=10)
     for seed in (-1, 1.5, True, "1"):
-        with pytest.raises(EnvError, match="0 or more as the seed"):
+        with pytest.raises(EnvError, match=r"0 or more .*seed"):
             env.reset(seed=seed)
 
 
@@ -172,7 +172,7 @@ def test_splits_are_those_of_episode_task() -> None:
 def test_a_split_without_rows() -> None:
     env = ToolEnv(DatasetTask(ROWS[:5], ROWS[5:], reward_fn=exact_match), [calculator], parser="text")
     env.reset(seed=1)
-    with pytest.raises(EnvError, match="seed 2 asks for a question of the test split"):
+    with pytest.raises(EnvError, match=r"seed 2 .*test split"):
         env.reset(seed=2)
 
 

@@ -95,7 +95,7 @@ def test_names_constraints_and_models() -> None:
     assert arguments.parameters["properties"]["copy"]["minimum"] == 0
     assert arguments.check({"json": "a", "copy": 3}) == {"json": "a", "copy": 3}
     assert arguments.check({"json": "a", "model_config": {"x": 1, "y": 2}})["model_config"] == Place(x=1, y=2)
-    with pytest.raises(ConfigError, match="'copy': input should be greater than or equal to 0, found -1"):
+    with pytest.raises(ConfigError, match=r"'copy': .* 0, found -1"):
         arguments.check({"json": "a", "copy": -1})
     with pytest.raises(ConfigError, match=r"'model_config\.y' is missing"):
         arguments.check({"json": "a", "model_config": {"x": 1}})
@@ -159,7 +159,7 @@ def test_lists_and_objects_may_come_as_json_text() -> None:
         "items": [1, 2],
         "settings": {"a": 1},
     }
-    with pytest.raises(ConfigError, match=r"'items': input should be a valid list, found '\[1'"):
+    with pytest.raises(ConfigError, match=r"'items': .*, found '\[1'"):
         Arguments(lists).check({"items": "[1", "settings": {}})
 
 
