@@ -63,7 +63,7 @@ BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
 
 _MEASURES = {"entropy": "entropy", "completions/mean_length": "length", "reward": "reward"}
-"""Metrics of an update that the collapse guard looks at, and what it calls them."""
+"""Metrics of an update that the collapse guard reads, with its names for them."""
 
 
 class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
@@ -82,9 +82,9 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     env_type: ClassVar[str] = "reasoning"
     """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     rows_per_unit: ClassVar[int] = 1
-    """Rows that belong together and stay in one optimizer step; 2 where rows come in pairs."""
+    """Rows that belong together and stay in one optimizer step; 2 if rows come in pairs."""
     trained_slots: ClassVar[int] = 1
-    """Slots that an agent trains: the policy's, and a critic's where there is one."""
+    """Slots that an agent trains: the policy's, and a critic's if there is one."""
     slot: int = while_open()
     """Slot of the policy."""
     reference_slot: int | None = while_open()
@@ -104,11 +104,11 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     _reference_lease: Callable[[], object]
     _told_fixed: bool = False
     outcome: Outcome = "ok"
-    """What the last iteration came to."""
+    """The result of the last iteration."""
     bad_steps: int = 0
     """Optimizer steps in a row, up to the last one, that were skipped because something was not finite."""
     sick: str = ""
-    """Why the agent is no elite and no parent, and is replaced at the next selection; empty where it is sound."""
+    """Why the agent cannot be elite or parent and is replaced at the next selection; empty if it is healthy."""
 
     @checked
     def __init__(
@@ -169,7 +169,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self._take_slots()
 
     def _padding(self, pad_token_id: int | None, pad_token: str | None) -> int:
-        """Return the id that fills rows up: as given by number or name, else the tokenizer's."""
+        """Return the padding id: as given by number or name, else the tokenizer's."""
         tokenizer, vocabulary = self.runtime.tokenizer, self.runtime.base.vocabulary_size
         if pad_token is not None and tokenizer is not None:
             return padding_id(tokenizer, pad_token, pad_token_id)
@@ -201,13 +201,13 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         return slot
 
     def _lease_of(self, slot: int) -> Callable[[], object]:
-        """Return what gives a slot back: called once, or else when the agent is collected, never both."""
+        """Return a callback that frees a slot exactly once: when called, or when the agent is garbage-collected."""
         return weakref.finalize(self, self.runtime.store.release, slot)
 
     def clean_up(self) -> None:
-        """Give the agent's slots back, for others to use; whatever needs one raises EngineError from here on.
+        """Free the agent's slots for other agents; calls that need a slot raise EngineError from now on.
 
-        What the agent was (hyperparameters, fitness, counters) can still be read. A second call does nothing.
+        Hyperparameters, fitness and counters can still be read. A second call does nothing.
         """
         if not self.is_open:
             return
@@ -261,7 +261,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Sample completions: ``group_size`` a prompt when training, one greedy completion a prompt otherwise.
 
         ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict); tokens that an
-        ``attention_mask`` [1, P] leaves out are no part of a prompt. ``repeat_prompts=False`` samples once a prompt,
+        ``attention_mask`` [1, P] leaves out are not part of a prompt. ``repeat_prompts=False`` samples once a prompt,
         for batches that are expanded already. Raises ConfigError for anything else, and for ids beyond the vocabulary.
         """
         ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
@@ -286,10 +286,10 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
 
-        NaN does where the agent is ``sick``, whatever its rewards: selection then replaces it.
+        If the agent is ``sick``, NaN joins instead, whatever its rewards: selection then replaces it.
 
-        For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) of seeds that training
-        does not count up to.
+        For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) with seeds that
+        training never reaches.
         """
         scores = of_all(self.runtime.processes, examine(self, env, loop))
         self.note_fitness(scores)
@@ -335,7 +335,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @property
     def lr_factor(self) -> float:
-        """What the schedules, the agent's own and the run's, make of a learning rate."""
+        """Return a learning rate after the schedules of the agent and of the run."""
         return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
@@ -368,16 +368,16 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
         ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
         ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
-        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. Where several processes train the agent,
-        each gives what it has sampled, and the update is that of all rows together. Raises ConfigError where the parts
-        do not fit each other, or something goes by turn and there are no ``turn_ids``.
+        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. If several processes train the agent,
+        each passes what it has sampled, and the update is that of all rows together. Raises ConfigError if the parts
+        do not fit each other, or if a setting works by turn and there are no ``turn_ids``.
 
-        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old ones of the
+        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old log-probs of the
         importance ratio in an update of several optimizer steps (``update_epochs``, or more rows than ``batch_size``),
-        and where the same tensors are learned from a second time in a row. The only step of a first update takes the
-        current policy as the one that sampled, whatever they are: the ratio is 1. So does the first step of any update
-        without them, or where sampling is not exact (a base in 16 bits, quantised or compiled; vLLM), and for further
-        steps it computes the old ones itself. Several calls of ``accumulate`` do not count as learning again.
+        and if the same tensors are learned from a second time in a row. The only step of a first update takes the
+        current policy as the sampling one, whatever they are: the ratio is 1. So does the first step of any update
+        without them, or if sampling is not exact (a base in 16 bits, quantised or compiled; vLLM); for further steps
+        the old log-probs are then computed. Several calls of ``accumulate`` do not count as learning again.
         """
         if isinstance(experiences, RolloutBatch):
             self._check_fits(experiences)
@@ -415,8 +415,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
                 agent.accumulate(experience.select(rows), my_loss, denominator=whole)
             agent.optim_step()
 
-        Without ``denominator`` the batch is the whole step. Raises ConfigError for what is no loss function, and
-        MemoryExhaustedError, nothing having been added, where memory does not hold the least part of the batch.
+        Without ``denominator`` the batch is the whole step. Raises ConfigError for anything but a loss function, and
+        MemoryExhaustedError, with nothing added, if memory does not even hold the smallest part of the batch.
         """
         self._check_fits(batch if isinstance(batch, RolloutBatch) else batch.batch)
         experience = batch if isinstance(batch, Experience) else self.prepare(batch)
@@ -428,8 +428,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     def accumulate_tangents(self, batch: RolloutBatch | Experience, dloss_dlogp: Tensor) -> None:
         """Add the gradient of a loss that is known by its derivative with respect to each log-prob, ``[B, L]``.
 
-        Row b, position t belongs to the log-prob of token t + 1, as in :meth:`logprobs`; what stands off the action
-        mask is ignored. Nothing is divided: denominators are the caller's. A number that is not finite makes the next
+        Row b, position t belongs to the log-prob of token t + 1, as in :meth:`logprobs`; positions off the action mask
+        are ignored. Nothing is divided: the caller applies denominators. A number that is not finite makes the next
         ``optim_step`` skip. Raises ConfigError for another shape.
         """
         rows = batch.batch if isinstance(batch, Experience) else batch
@@ -468,7 +468,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @contextmanager
     def _noting(self, ids: Any) -> Iterator[None]:
-        """Remember what is learned from, so that the next call can tell whether it is the same again."""
+        """Remember the batch, so that the next call can tell whether it gets the same one again."""
         self.learns_again = self._learned is not None and self._learned() is ids
         self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
         try:
@@ -477,7 +477,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             self.learns_again = False
 
     def _whole(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return what all processes that train this agent have brought along."""
+        """Return the rows of all processes that train this agent."""
         return union(self.runtime.processes, batch, self.pad_token_id)
 
     def _count(self, batch: RolloutBatch) -> None:
@@ -485,7 +485,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self.steps += len(batch)
 
     def _check_fits(self, batch: RolloutBatch) -> None:
-        """Raise ConfigError where a batch that a user brings has token ids, or rows, that the base cannot take."""
+        """Raise ConfigError if a user's batch has token ids, or rows, that the base cannot take."""
         if len(batch):
             check_vocabulary(batch.ids, self.runtime.base.vocabulary_size, "completion_ids")
             check_context(batch.lengths, self.context_length, self.config.max_model_len, "completion_ids")
@@ -496,8 +496,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     def set_reference_policy(self, reference_update_tracker: int) -> None:
         """Make the present policy the reference when the tracker advances past its stored value.
 
-        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, and a warning
-        says so, once an agent.
+        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, with a warning
+        once per agent.
         """
         if reference_update_tracker <= self.reference_tracker:
             return
@@ -513,13 +513,13 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             )
 
     def forget_reference(self) -> None:
-        """Make the base model the reference, and give the slot of another one back."""
+        """Make the base model the reference, and free the slot of another one."""
         if self.reference_slot is not None:
             self._reference_lease()
         self.reference_slot, self.reference_key = None, b"base"
 
     def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a slot of its own; their rank may be another than ours."""
+        """Make these factors the frozen reference policy, in a separate slot; their rank may differ from ours."""
         store = self.runtime.store
         rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
         if self.reference_slot is None:
@@ -529,7 +529,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         store.load_adapter(self.reference_slot, factors)
         self.reference_key = fingerprint(factors, scaling)
 
-    # -- health: what iterations came to, and whether the agent may still be a parent -----------------------------
+    # -- health: results of iterations, and whether the agent may still be a parent -------------------------------
 
     def note_step(self, *, taken: bool) -> None:
         """Count an optimizer step that was taken, or skipped because something was not finite."""
@@ -538,14 +538,14 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             self.sick = f"loss, gradient or samples were not finite in {self.bad_steps} optimizer steps in a row"
 
     def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
-        """Count an iteration, and keep what the collapse guard looks at."""
+        """Count an iteration, and keep what the collapse guard reads."""
         self.outcome = outcome
         self.outcomes[outcome] += 1
         for metric, name in _MEASURES.items():
             self.vitals[name].append(metrics.get(metric, math.nan))
 
     def after_selection(self) -> None:
-        """Begin a generation: what was found so far has been acted on, as far as that was possible."""
+        """Begin a generation: selection has acted on the findings so far, as far as it could."""
         self.sick = ""
         self.vitals = {
             **{name: [] for name in self.vitals},
@@ -553,14 +553,14 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         }
 
     def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
-        """Return the numbers of this generation; rewards are left out where they are no measure for other agents."""
+        """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
         own = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
         return Vitals(**{name: tuple(values) for name, values in own.items()})
 
     # -- mutation -------------------------------------------------------------------------------------------------
 
     def apply_mutation(self, mutation: Mutation) -> None:
-        """Carry out a planned mutation; it ends every selection, also where it changes nothing."""
+        """Carry out a planned mutation; every selection ends with it, even if it changes nothing."""
         self.check_open()
         super().apply_mutation(mutation)
         self.after_selection()
@@ -588,7 +588,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     @classmethod
     @checked
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
-        """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold an own loss."""
+        """Build an agent from a state on a runtime; the inverse of :meth:`state`, which cannot hold a custom loss."""
         check_algorithm(state, cls.__name__, cls.Config.model_fields)
         check_restored(state.own_loss, loss)
         with runtime.store.undrawn():  # the weights of the state take the place of the first ones
@@ -598,7 +598,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @checked
     def clone(self, index: Whole | None = None, wrap: bool = True) -> Self:
-        """Return an independent copy in a slot of its own; with a new ``index`` its samples differ from here on."""
+        """Return an independent copy in another slot; with a new ``index`` its samples differ from now on."""
         clone = self.from_state(self.state(), self.runtime, self.loss)
         clone.hp_config = self.hp_config
         clone._mutation_hooks = list(self._mutation_hooks)
@@ -616,16 +616,16 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         overwrite: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write ``actor/`` (PEFT), ``reference/`` where there is one, the optimizer and the agent's settings.
+        """Write ``actor/`` (PEFT), ``reference/`` if there is one, the optimizer and the agent's settings.
 
-        The folder is there as a whole or not at all. A checkpoint that is there already is replaced with ``overwrite``,
-        nothing of it remains; CheckpointError is raised without it, for a file, and for a folder that holds something
-        else. Of several processes that train the agent the first writes.
+        The folder is written as a whole or not at all. With ``overwrite`` an existing checkpoint is replaced
+        completely; without it CheckpointError is raised, as it is for a file and for a folder that holds something
+        else. If several processes train the agent, the first one writes.
         """
         if not lora_only:
             raise ConfigError(
                 "lora_only=False is refused: the base model is frozen, so a checkpoint never holds it; load it from "
-                "where it came from, or merge the adapter with PEFT's merge_and_unload()"
+                "its source, or merge the adapter with PEFT's merge_and_unload()"
             )
         state = self.state()
         if self.runtime.processes.rank > 0:
@@ -646,12 +646,12 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     ) -> None:
         """Load the adapter of a checkpoint folder into this agent; hyperparameters stay this agent's own.
 
-        The policy is the one that was saved: if ``lora_alpha`` or ``use_rslora`` were others, the agent takes those of
-        the checkpoint over, and a warning says so. A checkpoint of another algorithm is the stage before this one (SFT
-        -> DPO -> GRPO): its actor becomes the reference policy as well. One of the same algorithm brings the reference
-        it was saved with (the base model, too), unless ``overwrite_reference_adapter`` makes its actor the reference.
-        With ``overwrite_critic_adapter`` an agent with a critic takes the checkpoint's, or starts its critic from the
-        actor where there is none. Raises CheckpointError when the ranks differ; this agent then is as it was.
+        The policy is the one that was saved: if its ``lora_alpha`` or ``use_rslora`` differ, the agent takes them over
+        with a warning. A checkpoint of another algorithm is the stage before this one (SFT -> DPO -> GRPO): its actor
+        becomes the reference policy as well. A checkpoint of the same algorithm restores the reference that it was
+        saved with (or the base model), unless ``overwrite_reference_adapter`` makes its actor the reference. With
+        ``overwrite_critic_adapter`` an agent with a critic takes the checkpoint's, or starts its critic from the actor
+        if there is none. Raises CheckpointError when the ranks differ; the agent is then unchanged.
         """
         self.check_open()
         state = read_state(Path(path), self.runtime.store.layers)
@@ -687,8 +687,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     ) -> Self:
         """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given.
 
-        The folder is what ``save_checkpoint`` or ``save_llm_checkpoint`` wrote, or the ``elite/`` of a run. An agent
-        that was trained with a custom loss needs it again as ``loss``; else CheckpointError is raised.
+        The folder was written by ``save_checkpoint`` or ``save_llm_checkpoint``, or is the ``elite/`` of a run. An
+        agent that was trained with a custom loss needs it again as ``loss``; else CheckpointError is raised.
         """
         folder = Path(path)
         lora = adapters.read_config(actor_folder(folder))
@@ -717,7 +717,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Return ``size`` agents on one base; arguments as for one agent.
 
         With an ``hp_config``, member 0 has the given hyperparameters and the others spread evenly over the ranges of
-        the genes (``init="spread"``); ``init="same"`` starts all alike.
+        the genes (``init="spread"``); with ``init="same"`` all members start equal.
         """
         first = cls(hp_config=hp_config, index=0, **arguments)
         first.runtime.store.reserve(size * cls.trained_slots)

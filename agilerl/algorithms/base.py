@@ -58,10 +58,10 @@ class AlgorithmConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How an agent learns: what that is called, and its hyperparameters."""
+    """How an agent learns: a name, and its hyperparameters."""
 
     name: str
-    """What states, journals and messages call it; a key of ``agilerl.algorithms.ALGORITHMS``."""
+    """Its name in states, journals and messages; a key of ``agilerl.algorithms.ALGORITHMS``."""
     Config: type[AlgorithmConfig]
 
 
@@ -75,7 +75,7 @@ class Hyperparameter:
         if agent is None:
             return self
         value = getattr(agent.config, self.name)
-        # An entry that is set in place would be checked by nobody, and a clone would not have it.
+        # Read-only: an entry set in place would escape the checks, and a clone would not have it.
         return MappingProxyType(value) if isinstance(value, dict) else value
 
     def __set__(self, agent: "EvolvableAlgorithm", value: Any) -> None:
@@ -112,11 +112,11 @@ class EvolvableAlgorithm(ABC):
     """
 
     algorithm: Algorithm = Algorithm("EvolvableAlgorithm", AlgorithmConfig)
-    """How the agent learns. It may become another one, so ask for ``agent.algorithm.name``, not for the class."""
+    """How the agent learns. It may change, so ask for ``agent.algorithm.name``, not for the class."""
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     """Hyperparameters of the algorithm that a new agent of this class has."""
     is_open: bool = True
-    """False after ``clean_up``: what the agent held belongs to others."""
+    """False after ``clean_up``, which gives the agent's slots to other agents."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -208,8 +208,8 @@ class EvolvableAlgorithm(ABC):
         """Raise EngineError once the agent has been cleaned up."""
         if not self.is_open:
             raise EngineError(
-                f"agent {self.index} was cleaned up: its slot belongs to others now, so it can neither act nor learn "
-                "nor be saved; clone or save an agent before clean_up(), or make a new one"
+                f"agent {self.index} was cleaned up: another agent may use its slot, so it cannot act, learn or be "
+                "saved any more; clone or save an agent before clean_up(), or make a new one"
             )
 
     # -- mutation -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from agilerl.hpo.parameters import Evolve
 
 
 class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
-    """Hyperparameters of CISPO: GRPO's, the objective fixed."""
+    """Hyperparameters of CISPO: GRPO's with the objective fixed."""
 
     algorithm: ClassVar[str] = "CISPO"
     loss_type: ClassVar[Literal["cispo"]] = "cispo"  # type: ignore[misc]  # fixed: no hyperparameter here

@@ -1,6 +1,6 @@
-"""The one form that an agent's state has outside: plain parts as JSON and tensors by name, in a folder or as bytes.
+"""The one form of an agent's state outside memory: plain parts as JSON and tensors by name, in a folder or as bytes.
 
-Nothing in it can run, and a file may come from a stranger: it is checked whole before any of it is used.
+It contains no code, and a file may be hostile: it is checked completely before any of it is used.
 """
 
 import copy
@@ -107,7 +107,7 @@ def unpacked(data: bytes) -> AgentState:
         PlainState.model_validate(values)
         return assembled(values, safetensors.torch.load(data[end:]))
     except (ValueError, KeyError, IndexError, safetensors.SafetensorError) as error:
-        raise EngineError(f"what another process sent is no agent of this version of agilerl: {error}") from error
+        raise EngineError(f"another process sent no agent of this version of agilerl: {error}") from error
 
 
 # -- in a folder ------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def write_state(
     save_optimizer: bool = True,
     actor: str = "actor",
 ) -> None:
-    """Write PEFT folders ``actor/`` and, where there are, ``reference/`` and ``critic/``; optimizer; ``agent.json``.
+    """Write PEFT folders ``actor/`` and, if there are any, ``reference/`` and ``critic/``; optimizer; ``agent.json``.
 
     ``actor`` "" puts the policy into the folder itself.
     """
@@ -157,14 +157,14 @@ def write_state(
 
 
 def _of_rank(rank: int, lora_config: Any) -> Any:
-    """Return the configuration with this rank and the same scale: a mutation of ours leaves the reference's rank."""
+    """Return the configuration with this rank and the same scale: a rank mutation does not change the reference."""
     config, scaling = copy.deepcopy(lora_config), adapters.lora_scaling(lora_config)
     config.r, config.lora_alpha = rank, scaling * (rank**0.5 if config.use_rslora else rank)
     return config
 
 
 def _check_name(path: Path) -> None:
-    """Raise CheckpointError for a path that no file system takes: too long, or links in a circle."""
+    """Raise CheckpointError for a path that no file system accepts: too long, or a loop of links."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -175,10 +175,10 @@ def _check_name(path: Path) -> None:
 
 
 def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Make a checkpoint folder of what ``write(folder)`` writes: there as a whole or not at all.
+    """Make a checkpoint folder from what ``write(folder)`` writes, as a whole or not at all.
 
-    One that exists is replaced as a whole with ``overwrite``. Raises CheckpointError without it, for a file, and for a
-    folder that holds something else; WriteError where the disk refuses.
+    With ``overwrite`` an existing checkpoint is replaced completely. Raises CheckpointError without it, for a file, and
+    for a folder that holds something else, and WriteError if the disk refuses.
     """
     target = Path(path).resolve()
     _check_name(target)
@@ -206,8 +206,8 @@ def save_llm_checkpoint(
 ) -> None:
     """Save an agent so that ``PeftModel.from_pretrained(base, folder)`` loads its policy from path and path/actor.
 
-    The folder is there as a whole or not at all; a checkpoint that is there already is replaced with ``overwrite``, and
-    CheckpointError raised without it. Of several processes that train the agent the first writes.
+    The folder is written as a whole or not at all. An existing checkpoint is replaced with ``overwrite``; without it
+    CheckpointError is raised. If several processes train the agent, the first one writes.
     """
     runtime, state = agent.runtime, agent.state()
 
@@ -222,7 +222,7 @@ def save_llm_checkpoint(
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files into a folder; raises WriteError where the disk refuses."""
+    """Write a tokenizer's files into a folder; raises WriteError if the disk refuses."""
     try:
         tokenizer.save_pretrained(str(folder))
     except Exception as error:  # tokenizers has no other type for a full disk
@@ -269,7 +269,7 @@ def _read_head(path: Path, *, finite: bool) -> Tensor:
     try:
         head = torch.cat([saved["weight"].reshape(-1), saved["bias"].reshape(-1)])
     except KeyError as error:
-        raise CheckpointError(f"{path} is no value head: {error.args[0]} is missing") from error
+        raise CheckpointError(f"{path} is not a value head: {error.args[0]} is missing") from error
     if finite and not torch.isfinite(head).all():
         raise CheckpointError(f"{path} holds numbers that are not finite")
     return head
@@ -291,7 +291,7 @@ def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentSta
         if finite and torch.isnan(found).any():
             raise CheckpointError(f"{path}: {name} holds NaN")
     moments = {name: saved[name] for name in expected}
-    if critic is not None:  # how wide the head has to be, its agent knows
+    if critic is not None:  # its agent knows how wide the head has to be
         heads = [f"critic.{moment}.head" for moment in MOMENTS]
         moments |= {name: saved.get(name, torch.zeros(0)) for name in heads}
     return assembled(plain(state), {**tensors(state, names), **moments}, names)

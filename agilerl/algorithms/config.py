@@ -1,7 +1,7 @@
 """Hyperparameters that algorithms share, each declared once with its bounds and evolution range.
 
-An algorithm's own ``Config`` stands in its file and puts these together: what all have (:class:`LLMConfig`), what
-sampling needs (:class:`RolloutLLMConfig`), a clipped policy gradient (:class:`SurrogateConfig`), one without a critic
+The ``Config`` in an algorithm's file combines these: what all have (:class:`LLMConfig`), what sampling needs
+(:class:`RolloutLLMConfig`), a clipped policy gradient (:class:`SurrogateConfig`), one without a critic
 (:class:`PolicyConfig`), and advantages that compare the completions of a prompt (:class:`GroupConfig`).
 """
 
@@ -90,7 +90,7 @@ class RolloutLLMConfig(LLMConfig):
         return self
 
     def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
-        """Return the sampling settings where the context has room for this many tokens."""
+        """Return the sampling settings if the context has room for this many tokens."""
         limit = min(self.max_output_tokens or room, room)
         return SamplingSettings(
             max_new_tokens=limit,
@@ -113,7 +113,7 @@ def _warn_of_bias(settings: str) -> None:
 
 
 class SurrogateConfig(LLMConfig):
-    """Hyperparameters of a clipped policy gradient; stands beside ``RolloutLLMConfig`` in its algorithms."""
+    """Hyperparameters of a clipped policy gradient; used together with ``RolloutLLMConfig``."""
 
     beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
     """Weight of the KL term; 0 skips the reference forward."""
@@ -134,22 +134,22 @@ class SurrogateConfig(LLMConfig):
     use_kl_advantage_shaping: bool = False
     """Add beta (mean_t kl - kl_t) to the advantages, in place of the KL term of the loss."""
     kl_clamp_value: Annotated[float | None, Field(gt=0)] = None
-    """The KL of a token counts for at most this, in nats; None: whatever it is."""
+    """Cap of a token's KL, in nats; None: no cap."""
     kl_target: Annotated[float | None, Field(gt=0)] = None
-    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593); ``beta`` is
-    where it starts. None: the weight stays ``beta``."""
+    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting from
+    ``beta``. None: the weight stays ``beta``."""
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Completions over which ``kl_target`` changes the weight by up to 20 %."""
     use_separate_reference_adapter: bool = True
     """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
     vllm_importance_sampling_correction: bool = True
-    """Weight tokens by exp(old - sampled) where a foreign engine sampled them."""
+    """Weight tokens by exp(old - sampled) if another engine sampled them (vLLM)."""
     vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
     """Cap of that weight."""
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
         "token_truncate"
     )
-    """What happens to weights above the cap, and whether a weight is a token's or a sequence's."""
+    """What happens to weights above the cap, and whether each token or each sequence has one."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
@@ -163,8 +163,8 @@ class SurrogateConfig(LLMConfig):
             )
         if self.delta is not None and self.delta <= high:
             raise ValueError(
-                f"delta={self.delta} bounds the ratio where the upper clip bound {high:g} (clip_coef={self.clip_coef}) "
-                "does not, so it lies above that; raise it, or lower clip_coef"
+                f"delta={self.delta} must be above the upper clip bound {high:g} (clip_coef={self.clip_coef}), because "
+                "it bounds what clipping does not; raise it, or lower clip_coef"
             )
         if self.delta is not None and self.dual_clip is not None:
             raise ValueError(
@@ -195,7 +195,7 @@ class SurrogateConfig(LLMConfig):
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the KL is a term of the loss, where there is one."""
+        """Whether the KL, if there is one, is a term of the loss."""
         return self.kl_placement == "loss" and not self.use_kl_advantage_shaping
 
     @property
@@ -205,7 +205,7 @@ class SurrogateConfig(LLMConfig):
 
 
 class PolicyConfig(LLMConfig):
-    """Hyperparameters of a policy gradient without a critic; stands beside ``SurrogateConfig`` in its algorithms."""
+    """Hyperparameters of a policy gradient without a critic; used together with ``SurrogateConfig``."""
 
     if TYPE_CHECKING:  # declared by RolloutLLMConfig and SurrogateConfig
         group_size: int
@@ -248,7 +248,7 @@ class PolicyConfig(LLMConfig):
                 pinned = getattr(cls, name, None)
                 found = f"{name}={values[name]!r}"
                 raise ValueError(
-                    f"{cls.algorithm} has no {name}, found {found}; leave it out, or use GRPO({found})"
+                    f"{cls.algorithm} does not use {name}, found {found}; leave it out, or use GRPO({found})"
                     if pinned is None
                     else f"{cls.algorithm} fixes {name}={pinned!r}, found {found}; leave it out, or use GRPO({found})"
                 )
@@ -266,7 +266,7 @@ class PolicyConfig(LLMConfig):
             raise ValueError("loss_norm='fixed-length' divides by max_output_tokens, which is None; set it")
         if cache is not None and (limit is None or cache > limit):
             raise ValueError(
-                f"overlong_cache_tokens={cache} lies before max_output_tokens={limit}; set that to at least {cache}"
+                f"overlong_cache_tokens={cache} needs max_output_tokens of at least {cache}, found {limit}; change one"
             )
         return self
 
@@ -282,7 +282,7 @@ class PolicyConfig(LLMConfig):
 
     @property
     def pooling(self) -> Literal["mean", "sum"]:
-        """What pooling takes of a unit's log-ratios."""
+        """How a unit's log-ratios are pooled."""
         return "mean"
 
     @property
@@ -314,20 +314,20 @@ class GroupConfig(LLMConfig):
     """Give the advantages of all action tokens mean 0 and variance 1. Those of prompts whose completions all earned the
     same stay 0 and do not count."""
     advantage_granularity: Literal["auto", "trajectory", "turn"] = "auto"
-    """Unit that is compared within a group; ``auto`` is ``turn`` where the ratio is pooled over turns."""
+    """Unit that is compared within a group; ``auto`` is ``turn`` if the ratio is pooled over turns."""
     turn_advantage_trajectory_fallback: bool = True
     """Turns that fewer than two members of the group played take the trajectory's advantage instead of 0."""
     dynamic_sampling: bool = False
     """Replace groups whose completions all earned the same, which teach nothing, by groups of further prompts (DAPO,
     arXiv 2503.14476)."""
     max_sampling_rounds: Annotated[int, Field(ge=2)] = 4
-    """Rounds of ``dynamic_sampling`` at most, the first included; what is missing then stays out of the batch."""
+    """Most rounds of ``dynamic_sampling``, the first included; groups still missing then stay out of the batch."""
 
     @model_validator(mode="after")
     def _has_a_group(self) -> Self:
         if self.group_size < 2:
             raise ValueError(
-                f"group_size={self.group_size} leaves nothing to compare a completion with, and {self.algorithm}'s "
+                f"group_size={self.group_size} leaves no other completion to compare with, but {self.algorithm}'s "
                 "advantages are relative to the group; use at least 2, or REINFORCE, which needs no group"
             )
         return self
@@ -351,11 +351,11 @@ class GroupConfig(LLMConfig):
 
 
 _FAMILY_FIELDS = frozenset(PolicyConfig.model_fields | GroupConfig.model_fields | SurrogateConfig.model_fields)
-"""Hyperparameters of which a member of the family may have fixed or dropped some."""
+"""Hyperparameters, some of which a member of the family may fix or drop."""
 
 
 def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None:
-    """Raise ValueError where the bounds of CISPO's weight are given twice, or the wrong way round."""
+    """Raise ValueError if the bounds of CISPO's weight are given twice, or the wrong way round."""
     given = c.model_fields_set
     if c.loss_type == "cispo" and "clip_coef" in given and c.clip_coef is not None and given & {"clip_min", "clip_max"}:
         names = " and ".join(sorted(given & {"clip_min", "clip_max"}))

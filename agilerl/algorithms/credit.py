@@ -45,7 +45,7 @@ def group_credit(c: GroupConfig, batch: RolloutBatch, shaped: Tensor) -> tuple[T
     """
     heads, places = batch.heads()
     rewards = shaped
-    if batch.episodes is not None:  # what the rows of an episode add or take off, put together
+    if batch.episodes is not None:  # the rows of an episode share what each adds or subtracts
         change = (shaped - batch.rewards).nan_to_num(nan=0.0)
         rewards = batch.rewards[heads] + torch.zeros_like(batch.rewards[heads]).index_add(0, places, change)
     groups = batch.groups[heads]
@@ -76,10 +76,9 @@ def shaped_advantages(
     *,
     whiten: Tensor | None = None,
 ) -> Tensor:
-    """Return advantages ``[B, L]`` with the KL where it is placed here, whitened and clamped as asked for.
+    """Return advantages ``[B, L]``, with the KL if it is placed here, whitened and clamped as configured.
 
-    ``kl`` ``[B, L]`` is the detached KL of each token; ``whiten`` ``[B, L]`` marks the tokens that are whitened, None:
-    none.
+    ``kl`` ``[B, L]`` is the detached KL of each token; ``whiten`` ``[B, L]`` marks the tokens to whiten, None: none.
     """
     kl = None if kl is None else kl.to(advantages.device)
     if kl is not None and c.kl_placement == "advantage":
@@ -87,7 +86,7 @@ def shaped_advantages(
     if kl is not None and c.use_kl_advantage_shaping:
         advantages = kl_shaped_advantages(advantages, kl, mask, kl_coef)
     if whiten is not None:
-        # The mean of the others is no reason to move a group whose completions all earned the same.
+        # A group whose completions all earned the same teaches nothing: whitening must not move it off 0.
         advantages = masked_whiten(advantages, mask, over=whiten)
     return advantages if c.adv_clip_range is None else advantages.clamp(-c.adv_clip_range, c.adv_clip_range)
 
@@ -109,7 +108,7 @@ def check_turn_rewards(batch: RolloutBatch) -> None:
 
 
 def check_whole_episodes(algorithm: str, batch: RolloutBatch) -> None:
-    """Raise ConfigError where an episode is several rows, for credit that runs from token to token."""
+    """Raise ConfigError if an episode has several rows, for credit that runs from token to token."""
     if batch.episodes is not None:
         raise ConfigError(
             f"{algorithm} carries credit from token to token, found episodes whose context was rewritten on the way "

@@ -1,4 +1,4 @@
-"""Own losses: a function in place of an algorithm's objective, and PolicyLoss, which composes one of named parts."""
+"""Custom losses: a function in place of an algorithm's objective, and PolicyLoss, which composes one of named parts."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -99,8 +99,8 @@ class PolicyLoss:
         """Return the aggregated loss and its metrics; the keywords are the agent's hyperparameters."""
         if self.kl is not None and inputs.ref_logp is None:
             raise ConfigError(
-                f"PolicyLoss(kl={self.kl!r}) needs the reference's log-probs, which an agent computes where its beta "
-                "is above 0; give the agent a beta, or leave kl out"
+                f"PolicyLoss(kl={self.kl!r}) needs the reference's log-probs, which an agent only computes with a beta "
+                "above 0; give the agent a beta, or leave kl out"
             )
         parts = PolicyParts(
             ratio=self.ratio,
@@ -156,11 +156,12 @@ def check_loss(loss: LossFunction, agent: Learner) -> None:
 
 
 def check_restored(name: str | None, loss: LossFunction | None) -> None:
-    """Raise CheckpointError when an agent that had an own loss is restored without one."""
+    """Raise CheckpointError when an agent that had a custom loss is restored without one."""
     if name is not None and loss is None:
         raise CheckpointError(
-            f"this agent was trained with an own loss, {name}, and a checkpoint cannot hold a function; pass it again "
-            "as load(path, loss=...). For the algorithm's own objective, build an agent and load the checkpoint into it"
+            f"this agent was trained with the custom loss {name}, and a checkpoint cannot hold functions; pass it "
+            "again as load(path, loss=...). For the algorithm's own objective, build an agent and load the checkpoint "
+            "into it"
         )
 
 
@@ -199,12 +200,12 @@ def loss_denominator(agent: Learner, own: LossFunction | None, mask: Tensor) -> 
 
 
 def tangent_loss(inputs: LossInputs) -> Tensor:
-    """Return the loss whose gradient with respect to the log-probs is what stands in place of the advantages."""
+    """Return the loss whose gradient with respect to the log-probs is the tensor passed as advantages."""
     return (inputs.logp * torch.where(inputs.mask, inputs.advantages.to(inputs.logp), 0.0)).sum()
 
 
 def _arguments(loss: LossFunction, agent: Learner) -> dict[str, object]:
-    """Return the parameters that a loss function has besides its inputs, and which object holds the value of each."""
+    """Return a loss function's parameters besides its inputs, each with the object that holds its value."""
     name = loss_name(loss)
     try:
         first, *others = inspect.signature(loss).parameters.values()
@@ -225,7 +226,7 @@ def _arguments(loss: LossFunction, agent: Learner) -> dict[str, object]:
             owners[parameter.name] = owner
         elif parameter.default is inspect.Parameter.empty:
             raise ConfigError(
-                f"the loss {name} asks for {parameter.name!r}, which is no hyperparameter of this agent; "
+                f"the loss {name} asks for {parameter.name!r}, which is not a hyperparameter of this agent; "
                 f"{nearest(parameter.name, type(agent.config).model_fields)}"
             )
     return owners
@@ -254,7 +255,7 @@ def _check_scalar(value: Any, name: str) -> None:
 
 @torch.no_grad()
 def _record(inputs: LossInputs, loss: Tensor, named: Mapping[str, Any], metrics: MetricReducer) -> None:
-    """Add what every loss lets us measure, and what this one says of itself, which wins where both have a name."""
+    """Add the metrics of every loss, and this loss's own, which win if both have the same name."""
     usual = MetricReducer()
     record_tokens(inputs, importance_ratio(log_ratio(inputs.logp, inputs.old_logp, inputs.mask)), usual)
     if inputs.ref_logp is not None:
@@ -262,7 +263,7 @@ def _record(inputs: LossInputs, loss: Tensor, named: Mapping[str, Any], metrics:
     for name in named:
         if name in _RESERVED or name.startswith("completions/"):
             raise ConfigError(
-                f"an own loss returned a metric named {name!r}, which the update itself reports; rename it"
+                f"the custom loss returned a metric named {name!r}, which the update itself reports; rename it"
             )
         usual.statistics.pop(name, None)
         usual.reductions.pop(name, None)
@@ -279,7 +280,7 @@ def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReduc
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"the metric {name!r} of an own loss must be a number or a tensor, found {values!r}"
+            f"the metric {name!r} of the custom loss must be a number or a tensor, found {values!r}"
         ) from None
     if tensor.shape == inputs.mask.shape:
         metrics.add(name, tensor, inputs.mask, reduction=reduction)
@@ -289,6 +290,6 @@ def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReduc
         metrics.add(name, tensor, reduction=reduction)
     else:
         raise ConfigError(
-            f"the metric {name!r} of an own loss must be a number or have shape {tuple(inputs.mask.shape)} or [n], "
+            f"the metric {name!r} of the custom loss must be a number or have shape {tuple(inputs.mask.shape)} or [n], "
             f"found {tuple(tensor.shape)}"
         )

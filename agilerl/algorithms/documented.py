@@ -1,4 +1,4 @@
-"""Documented names that mean little for an agent that is one adapter slot: thin, truthful, all in this file."""
+"""Documented names that mean little for an agent that is one adapter slot, kept for compatibility in this one file."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -123,7 +123,7 @@ class DocumentedSurface:
         accelerator: Any = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
     ) -> tuple[Any, LambdaLR | None]:
-        """Set the rates of a torch optimizer's groups, with a schedule where asked for; returns accelerator, schedule.
+        """Set the rates of a torch optimizer's groups, with a schedule if one is given; returns accelerator, schedule.
 
         An agent needs no such call: its rate is its hyperparameter, and assigning that takes effect at the next step.
         """
@@ -167,7 +167,7 @@ class DocumentedSurface:
 
     @staticmethod
     def get_action_dim(action_space: Any) -> tuple[int, ...]:
-        """Return the shape of a gymnasium space (empty for text), or its size where it is discrete."""
+        """Return the shape of a gymnasium space (empty for text), or its size if it is discrete."""
         size = getattr(action_space, "n", None)
         return (
             (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())

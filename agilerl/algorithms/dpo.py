@@ -91,7 +91,7 @@ class DPOConfig(DataConfig):
             )
         if self.label_smoothing > 0 and not _SMOOTHED & set(names):
             raise ValueError(
-                f"label_smoothing={self.label_smoothing} changes nothing in loss_type={self.loss_type!r}; set it to 0, "
+                f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}; set it to 0, "
                 f"or use one of {', '.join(sorted(_SMOOTHED))}"
             )
         if "cdpo" in names and self.label_smoothing == 0:
@@ -126,8 +126,8 @@ class PairCount(float):
 class DPO(DataAlgorithm):
     """``-log sigmoid(beta ((pi_c - ref_c) - (pi_r - ref_r)))`` and its relatives, log-probs summed over completions.
 
-    Rows come in pairs, the chosen completion first. The reference is fixed: the base model, or an adapter of the
-    agent's own where one was set.
+    Rows come in pairs, the chosen completion first. The reference is fixed: the base model, or the agent's reference
+    adapter if one was set.
     """
 
     algorithm = Algorithm("DPO", DPOConfig)
@@ -191,7 +191,7 @@ class DPO(DataAlgorithm):
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The most that one forward pass takes: whole pairs, and a whole step whose pairs depend on each other."""
+        """The most that one forward pass takes: whole pairs, and the whole step if its pairs depend on each other."""
         if _OVER_PAIRS & set(self.config.losses):
             return MicroBatch(unit=self.window_rows)
         return super().micro_batch
@@ -200,13 +200,13 @@ class DPO(DataAlgorithm):
         groups = batch.groups
         if len(batch) % 2 or not torch.equal(groups[0::2], groups[1::2]):
             raise ConfigError(
-                f"DPO learns from pairs of rows, chosen and rejected side by side, found {len(batch)} rows that are no "
-                "pairs; use the batches of a PreferenceGym"
+                f"DPO learns from pairs of rows, chosen and rejected side by side, found {len(batch)} rows that are "
+                "not pairs; use the batches of a PreferenceGym"
             )
         if not bool(batch.action_mask.any(dim=1).all()):
             alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
             raise ConfigError(
-                "every pair needs a chosen and a rejected completion, found one without a token of its own"
+                "every pair needs a chosen and a rejected completion, found one without a token"
                 f"{alpha}; leave such pairs out"
             )
 

@@ -13,7 +13,7 @@ from agilerl.hpo.parameters import Evolve
 
 
 class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
-    """Hyperparameters of DPPO: GRPO's, the bounds of the ratio aside."""
+    """Hyperparameters of DPPO: GRPO's without the bounds of the ratio."""
 
     algorithm: ClassVar[str] = "DPPO"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
@@ -35,7 +35,7 @@ class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
 
 def dppo_parts(c: DPPOConfig, kl_coef: float) -> PolicyParts:
-    """Return what the objective is made of: tokens that went too far count for nothing, no bound stops a ratio."""
+    """Return the objective's parts: tokens that moved too far do not count, and no bound stops a ratio."""
     return PolicyParts.of(
         c,
         kl_coef,

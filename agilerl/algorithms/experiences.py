@@ -95,11 +95,11 @@ def to_batch(
     """Turn ``(completion_ids, action_masks, rewards)`` into a batch.
 
     ``completion_ids`` and ``action_masks`` are lists with one tensor a prompt, whose rows form a group, or one stacked
-    tensor, whose groups are ``group_size`` consecutive rows, as they are where every list entry is a single row.
-    ``rewards`` has one number a row, as ``[rows]``, ``[rows, 1]`` or ``[prompts, group]``; or is ``[rows, turns]`` if
-    there are ``turn_ids`` [rows, T-1]; both may be lists with one tensor a row, of lengths of their own.
-    ``sampling_logps`` has the log-probs of each row's sampled tokens; where they are missing for one row, the batch has
-    none. Raises ConfigError when the parts do not fit each other.
+    tensor, whose groups are ``group_size`` consecutive rows; so are those of a list of single rows. ``rewards`` has one
+    number a row, as ``[rows]``, ``[rows, 1]`` or ``[prompts, group]``; or is ``[rows, turns]`` if there are
+    ``turn_ids`` [rows, T-1]; both may be lists with one tensor a row, of any lengths. ``sampling_logps`` has the
+    log-probs of each row's sampled tokens; if they are missing for one row, the batch has none. Raises ConfigError when
+    the parts do not fit each other.
     """
     if not isinstance(experiences, list | tuple) or len(experiences) != 3:
         raise ConfigError(
@@ -129,7 +129,7 @@ def to_batch(
     if turn_ids is not None:
         for row, own in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
             turns[row, : len(own)] = torch.where(mask[row, : len(own)], own.cpu(), -1)
-    # Whatever follows a row's last action can influence nothing: attention is causal.
+    # Attention is causal, so tokens after a row's last action cannot influence anything.
     positions = torch.arange(1, length)[None]
     lengths = torch.where(mask, positions + 1, 0).amax(dim=1).clamp(min=1)
     return RolloutBatch(
@@ -180,8 +180,8 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     longest = max((len(own) for own in found), default=0)
     if longest > positions:
         raise ConfigError(
-            f"expected turn_ids [rows, T-1], as wide as the action masks, found {longest} positions and masks of "
-            f"{positions}"
+            f"expected turn_ids [rows, T-1], at most as wide as the action masks, found {longest} positions and masks "
+            f"of {positions}"
         )
     return found
 
@@ -230,11 +230,11 @@ def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | No
 
 Environment = Annotated[
     Any,
-    Having("an environment", ("reset", "step"), "pass a ReasoningGym, ReasoningGym.from_task(task, tokenizer), say"),
+    Having("an environment", ("reset", "step"), "pass a ReasoningGym, e.g. ReasoningGym.from_task(task, tokenizer)"),
 ]
 
 _EXAM_SEED = 2**31
-"""Seed of the first exam episode; training, which counts from 0, does not reach it."""
+"""Seed of the first exam episode; training counts from 0 and never reaches it."""
 
 
 class _Player(Protocol):
@@ -269,7 +269,7 @@ def examine(agent: _Player, env: Any, loop: int) -> np.ndarray:
 
 
 def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
-    """Return the scores that all processes have found, each with its own part of the exam."""
+    """Return the scores of all processes, each of which takes a part of the exam."""
     if processes.size == 1:
         return scores
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])

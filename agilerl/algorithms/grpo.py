@@ -31,7 +31,7 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
     algorithm: ClassVar[str] = "GRPO"
     clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
-    """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585) where no ``clip_coef`` is set."""
+    """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585) if ``clip_coef`` is not set."""
     clip_min: Annotated[float | None, Field(ge=0)] = None
     """``loss_type="cispo"``: floor of the weight."""
 
@@ -41,13 +41,13 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
         unused = [name for name in ("dual_clip", "delta") if getattr(self, name) is not None]
         if self.loss_type == "cispo" and unused:
             raise ValueError(
-                f"{' and '.join(unused)} bound the clipped surrogate, which loss_type='cispo' has not; leave that out"
+                f"loss_type='cispo' does not use {' and '.join(unused)}; remove {'it' if len(unused) == 1 else 'them'}"
             )
         return self
 
     @property
     def weight_range(self) -> tuple[float, float]:
-        """Lower and upper bound of CISPO's detached importance weight; ``clip_coef``, where it is set, gives both."""
+        """Lower and upper bound of CISPO's detached importance weight; ``clip_coef``, if it is set, gives both."""
         if self.loss_type == "cispo" and "clip_coef" in self.model_fields_set:
             return self.clip_range
         return self.clip_min or 0.0, self.clip_max
@@ -78,7 +78,7 @@ def grpo_parts(c: GRPOConfig, kl_coef: float) -> PolicyParts:
 class PolicyAlgorithm(Algorithm):
     """A member of GRPO's family: its hyperparameters, and the two functions in which members differ.
 
-    Both take the agent's config, of this algorithm's ``Config``, and the present weight of the KL.
+    Both take the agent's config, of this algorithm's ``Config``, and the current weight of the KL.
     """
 
     credit: Callable[[Any, RolloutBatch, Tensor | None, float], Tensor] = grpo_credit
@@ -98,7 +98,7 @@ class GRPO(LLMAlgorithm):
 
     algorithm: PolicyAlgorithm = PolicyAlgorithm("GRPO", GRPOConfig)
     _relatives: ClassVar[dict[str, "type[GRPO]"]] = {}
-    """The family by name, each member having entered itself where its class was written."""
+    """The family by name; each member adds itself when its class is defined."""
     config: GRPOConfig
     kl_scale: float = 1.0
     """Factor on ``beta`` that ``kl_target`` has found so far."""
@@ -118,14 +118,14 @@ class GRPO(LLMAlgorithm):
     def dapo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
         """DAPO (arXiv 2503.14476): clip-higher, token mean, no KL, dynamic sampling, overlong punishment.
 
-        The punishment sets in a fifth before ``max_output_tokens`` (the paper: 4,096 of 20,480 tokens) unless
+        The punishment begins a fifth before ``max_output_tokens`` (the paper: 4,096 of 20,480 tokens) unless
         ``overlong_cache_tokens`` says otherwise; None leaves it out.
         """
         limit = arguments.get("max_output_tokens", getattr(arguments.get("config"), "max_output_tokens", None))
         if limit is None and "overlong_cache_tokens" not in arguments:
             raise ConfigError(
-                "GRPO.dapo punishes completions that come near max_output_tokens, found None; set it, or give "
-                "overlong_cache_tokens=None to do without"
+                "GRPO.dapo punishes completions close to max_output_tokens, found None; set it, or give "
+                "overlong_cache_tokens=None to switch that off"
             )
         values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0, "dynamic_sampling": True}
         if "overlong_cache_tokens" not in arguments:
@@ -166,7 +166,7 @@ class GRPO(LLMAlgorithm):
 
     @property
     def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
         return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
@@ -187,7 +187,7 @@ class GRPO(LLMAlgorithm):
         return kept
 
     def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
-        """Leave advantages on the tokens of highest entropy only: elsewhere the policy term and its gradient vanish."""
+        """Keep advantages on the tokens of highest entropy only; elsewhere the policy term and its gradient vanish."""
         entropy = behaviour_entropy(self, batch)
         valid = entropy[batch.action_mask].double()
         if not len(valid):
@@ -203,7 +203,7 @@ class GRPO(LLMAlgorithm):
         if GRPO in cls.__bases__:
             GRPO._relatives[cls.__name__] = cls
         for name, attribute in cls.__dict__.items():
-            # An agent that becomes a relative has its hyperparameters from then on, as attributes too.
+            # An agent that takes another algorithm gets that algorithm's hyperparameters as attributes too.
             if isinstance(attribute, Hyperparameter) and name not in GRPO.__dict__:
                 setattr(GRPO, name, attribute)
 
@@ -216,7 +216,7 @@ class GRPO(LLMAlgorithm):
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Change some hyperparameters together; ``algorithm`` names the relative whose algorithm this agent takes.
 
-        It keeps everything that it is and has: slot, weights, moments, counters, and the hyperparameters that were set.
+        It keeps everything else: slot, weights, moments, counters, and the hyperparameters that were set.
         Nothing changes when one of the values, or their combination, is invalid.
         """
         name = values.get("algorithm", self.algorithm.name)
@@ -244,7 +244,7 @@ class GRPO(LLMAlgorithm):
     @classmethod
     @checked
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
-        """Build the agent of a state: of the relative that the state names, whichever class is asked."""
+        """Build the agent of a state, with the algorithm that the state names, whichever class this is called on."""
         member = cls.family().get(state.algorithm, cls)
         if member is cls:
             return super().from_state(state, runtime, loss)
@@ -260,7 +260,7 @@ class GRPO(LLMAlgorithm):
 
 
 def _check_movable(cls: type[GRPO]) -> None:
-    """Raise ConfigError if an agent's class, not its algorithm, says how it learns: the gene would not carry that."""
+    """Raise ConfigError if an agent's class overrides how its algorithm learns: the gene would not carry that over."""
     methods = {"credit", "objective", "prepare", "window_denominator"}
     custom = sorted(methods & {name for c in cls.__mro__[: cls.__mro__.index(GRPO)] for name in vars(c)})
     if custom:

@@ -9,7 +9,7 @@ from agilerl.hpo.parameters import Evolve
 
 
 class GSPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
-    """Hyperparameters of GSPO: GRPO's, the objective fixed."""
+    """Hyperparameters of GSPO: GRPO's with the objective fixed."""
 
     algorithm: ClassVar[str] = "GSPO"
     loss_type: ClassVar[Literal["gspo"]] = "gspo"  # type: ignore[misc]  # fixed: no hyperparameter here

@@ -38,7 +38,7 @@ class Experience:
     idle: Tensor | None = None
     """[B] bool, True for rows whose gradient is exactly zero: counted in every normaliser, never computed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What only the whole batch can tell, reported with the metrics of the update."""
+    """Metrics that need the whole batch, reported with those of the update."""
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -149,19 +149,19 @@ class PolicyLearner(Learner, Protocol):
 
 
 _ROW_TOKENS = 128
-"""What a row costs beside its tokens (key, tensor object), in tokens."""
+"""What a row costs besides its tokens (key, tensor object), counted in tokens."""
 
 _STORES: "weakref.WeakKeyDictionary[Runtime, ReferenceLogprobs]" = weakref.WeakKeyDictionary()
 
 
 def is_off_policy(agent: Learner, batch: RolloutBatch) -> bool:
-    """Return whether the ratio leaves 1: the batch takes more than one optimizer step, or has been learned from."""
+    """Return whether the ratio can differ from 1: the batch takes several optimizer steps, or is learned from again."""
     several = agent.config.update_epochs > 1 or len(batch) > agent.window_rows
     return several or (agent.learns_again and sampled_as_trained(agent, batch))
 
 
 def sampled_as_trained(agent: Learner, batch: RolloutBatch) -> bool:
-    """Return whether the log-probs that came with a batch are what the trainer's own forward would have said."""
+    """Return whether the log-probs that came with a batch equal those of the trainer's own forward."""
     runtime = agent.runtime
     return batch.sampling_logps is not None and runtime.engine.exact and runtime.base.decodes_exactly
 
@@ -169,8 +169,8 @@ def sampled_as_trained(agent: Learner, batch: RolloutBatch) -> bool:
 def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return old log-probs ``[B, L]``: those of the policy at rollout.
 
-    Our own engine's log-probs are the policy's, so they serve as old ones without a second forward, unless it rounds in
-    another way than the trainer does. Then, and where there are none, they are those of the policy before the update.
+    Our own engine's log-probs are the policy's, so they need no second forward, unless the engine rounds differently
+    from the trainer. Then, and if there are none, they are computed with the policy before the update.
     """
     if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
         return batch.sampling_logps
@@ -178,34 +178,34 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
 
 
 def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
-    """Return the log-probs ``[B, L]`` that a foreign engine reported of its samples; None where it is our own."""
+    """Return the log-probs ``[B, L]`` that another engine (vLLM) reported for its samples; None for our own engine."""
     return None if agent.runtime.engine.exact else batch.sampling_logps
 
 
 def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
 
-    Completions that several agents, or one agent several times, drew for a prompt are computed once.
+    Equal completions of a prompt, of several agents or of one, are computed once.
     """
     known = ReferenceLogprobs.of(agent.runtime)
     return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, _temperature(agent))
 
 
 class Sampled(NamedTuple):
-    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare the policy's with."""
+    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare with the policy's."""
 
     old: Tensor | None
-    """Of the policy at rollout; None where nothing needs them."""
+    """Of the policy at rollout; None if nothing needs them."""
     reported: Tensor | None
-    """As a foreign engine reported them; None where it is our own."""
+    """As another engine reported them; None for our own engine."""
     ref: Tensor | None
     """Of the reference; None without a KL."""
     kl: Tensor | None
-    """Detached KL of each token, where it is needed before the update."""
+    """Detached KL of each token, if it is needed before the update."""
 
 
 def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
-    """Compute what a batch is compared with, having adapted the weight of the KL to it."""
+    """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
     c = agent.config
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
     reported = reported_logprobs(agent, batch)
@@ -226,11 +226,11 @@ def _temperature(agent: Learner) -> float:
 
 
 def _sampled_kl(agent: PolicyLearner, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Return the detached KL ``[B, L]`` of what was sampled, having adapted its weight to it; on the CPU."""
+    """Return the detached KL ``[B, L]`` of the samples, on the CPU, after adapting its weight to them."""
     c, before, base, mask = agent.config, old.cpu(), ref.cpu(), mask.cpu()
     sums = masked_sum(before - base, mask, -1)
     if c.kl_target is not None and len(sums):
-        samples = min(len(sums), c.kl_horizon)  # more than a horizon at once could turn the weight negative
+        samples = min(len(sums), c.kl_horizon)  # more could make the weight negative
         mean = float(sums.double().mean())
         agent.kl_scale = adaptive_kl_coefficient(
             agent.kl_scale, mean, c.kl_target, horizon=float(c.kl_horizon), samples=samples
@@ -244,14 +244,14 @@ def _sampled_kl(agent: PolicyLearner, old: Tensor, ref: Tensor, mask: Tensor) ->
 class ReferenceLogprobs:
     """Log-probs of completion tokens by (policy, row), the oldest forgotten beyond ``max_tokens``.
 
-    A fixed policy gives a row the same bits whoever asks and whatever else is in the batch, so agents may share them.
+    A fixed policy gives a row the same bits for every agent and in every batch, so agents may share them.
     """
 
     def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
         self._runtime = weakref.ref(runtime)
         self.max_tokens = max_tokens
         self.rows_computed = 0
-        """Rows that were not known and had to go through the base model."""
+        """Rows that were not in the store and went through the base model."""
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
         self._tokens = 0
 

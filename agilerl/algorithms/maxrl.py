@@ -8,7 +8,7 @@ from agilerl.algorithms.keywords import MaxRLKeywords
 
 
 class MaxRLConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
-    """Hyperparameters of MaxRL: GRPO's, what advantages are divided by fixed."""
+    """Hyperparameters of MaxRL: GRPO's with the divisor of the advantages fixed."""
 
     algorithm: ClassVar[str] = "MaxRL"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here

@@ -44,7 +44,7 @@ Surrogate = Literal["clipped", "cispo", "dppo", "reinforce"]
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts:
-    """What a policy objective is made of; a part is a name, or a function of a user that takes its place."""
+    """The parts of a policy objective; each is a name, or a user's function in its place."""
 
     ratio: PoolingLevel | Callable[[LossInputs], Tensor]
     """Unit over which log-ratios are pooled."""
@@ -54,12 +54,12 @@ class PolicyParts:
     bounds: tuple[float, float] = (0.8, 1.2)
     """Lower and upper bound of the ratio (clipped), or of the detached weight (cispo)."""
     divergence: Divergence = "tv"
-    """How dppo measures how far a token's probability has moved, and the most that it may."""
+    """How dppo measures how far a token's probability has moved, and the limit."""
     divergence_limit: float = 0.2
     weight_max: float = 20.0
     """Cap of dppo's detached weight."""
     pooling: Literal["mean", "sum"] = "mean"
-    """What pooling takes of a unit's log-ratios."""
+    """How a unit's log-ratios are pooled."""
     dual_clip: float | None = None
     delta: float | None = None
     kl: KLEstimator | Callable[[Tensor, Tensor], Tensor] | None = None
@@ -67,15 +67,15 @@ class PolicyParts:
     kl_weight: float | None = None
     """Weight of the KL in the loss; None: it is measured only."""
     kl_clamp: float | None = None
-    """Most that the KL of a token counts for, in nats; None: whatever it is."""
+    """Cap of a token's KL, in nats; None: no cap."""
     entropy_coef: float = 0.0
     mismatch: MismatchMode | None = None
-    """How tokens that a foreign engine sampled are weighted; None: not at all."""
+    """How tokens sampled by another engine are weighted; None: not at all."""
     mismatch_cap: float = 2.0
 
     @classmethod
     def of(cls, config: SurrogateConfig, kl_coef: float, **parts: Any) -> Self:
-        """Return the parts of a configuration; ``parts`` are those that it leaves open, or that take precedence."""
+        """Return the parts of a configuration; ``parts`` are those that it does not set, or that take precedence."""
         c = config
         usual = {
             "dual_clip": c.dual_clip,
@@ -105,7 +105,7 @@ class PolicyTerms:
 
 
 def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
-    """Return the terms of the loss, token by token; raises ConfigError where a user's part returns another shape."""
+    """Return the terms of the loss, token by token; raises ConfigError if a user's part returns another shape."""
     mask, advantages = inputs.mask, inputs.advantages
     ratio = _ratio(inputs, parts)
     low, high = parts.bounds
@@ -190,7 +190,7 @@ _ADVANTAGES: dict[str, Reduction] = {"advantages/mean": "mean", "advantages/std"
 
 
 def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
-    """Add what rewards and lengths say before any update; a row without a grade has no reward, not one of 0."""
+    """Add the metrics of rewards and lengths before any update; a row without a grade has no reward, not one of 0."""
     heads, _ = batch.heads()  # an episode of several rows has one return
     rewards, groups, graded = batch.rewards[heads], batch.groups[heads], batch.graded[heads]
     returns = rewards.nansum(dim=1)[graded]
@@ -206,7 +206,7 @@ def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
 
 
 def record_idle(tokens: int, metrics: MetricReducer) -> None:
-    """Count action tokens that were not computed because their advantages, and so all of these metrics, are 0."""
+    """Count action tokens that were skipped because their advantages, and so all of these metrics, are 0."""
     if tokens:
         zeros = torch.zeros(tokens)
         for name in ("policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):

@@ -51,9 +51,9 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     vf_coef: Annotated[float, Field(gt=0)] = 0.5
     """Weight of the value loss. It shares no weight with the policy: what it moves is the critic's gradient norm."""
     vf_clip_coef: Annotated[float | None, Field(gt=0), Evolve(0.05, 1.0)] = 0.2
-    """How far a value may move from the one before the update until its gradient stops; None: any distance."""
+    """How far a value may move in an update before its gradient stops; None: any distance."""
     gamma: Annotated[float, Field(ge=0, le=1), Evolve(0.9, 1.0, scale="linear")] = 1.0
-    """Discount of one action token, or of one turn where credit goes to turns; environment tokens do not count."""
+    """Discount of one action token, or of one turn if credit goes to turns; environment tokens do not count."""
     gae_lambda: Annotated[float, Field(ge=0, le=1), Evolve(0.8, 1.0, scale="linear")] = 1.0
     """Lambda of generalised advantage estimation (arXiv 1506.02438): 1 trusts the rewards, 0 the critic."""
     turn_level_clip: bool = True
@@ -103,12 +103,12 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
 
     @property
     def uses_turns(self) -> bool:
-        """Whether turns are asked for; without that they are used where a batch has several."""
+        """Whether the settings ask for turns; otherwise they are used if a batch has several."""
         return self.advantage_granularity == "turn"
 
     @property
     def advantage_level(self) -> Literal["token", "turn"]:
-        """Unit that gets one advantage, where a batch has turns."""
+        """Unit that gets one advantage, if a batch has turns."""
         if self.advantage_granularity != "auto":
             return self.advantage_granularity
         return "turn" if self.turn_level_clip else "token"
@@ -179,13 +179,13 @@ class PPO(LLMAlgorithm):
         return shaped_advantages(c, advantages, batch.action_mask, kl, self.kl_coef), values, returns
 
     def has_turns(self, batch: RolloutBatch) -> bool:
-        """Return whether turns are units of this batch: somebody took a second one, or the user insists on turns."""
+        """Return whether credit goes by turn in this batch: an episode has two or more, or the user asks for turns."""
         several = batch.turn_ids.numel() > 0 and int(batch.turn_ids.max()) > 0
         return several or self.config.advantage_granularity == "turn"
 
     @property
     def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` where there is one."""
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
         return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
@@ -249,7 +249,7 @@ class PPO(LLMAlgorithm):
         self._critic_lease = self._lease_of(self.critic_slot)
 
     def clean_up(self) -> None:
-        """Give the agent's slots back; whatever needs one raises EngineError from here on."""
+        """Free the agent's slots; calls that need one raise EngineError from now on."""
         if self.is_open:
             self._critic_lease()
         super().clean_up()
@@ -285,7 +285,7 @@ class PPO(LLMAlgorithm):
 
 
 def _turn_rewards(batch: RolloutBatch) -> Tensor:
-    """Return rewards ``[B, K]`` of each turn, 0 where there is none; an episode's only reward goes to its last turn."""
+    """Return rewards ``[B, K]`` of each turn, 0 if it has none; an episode's only reward goes to its last turn."""
     rewards = batch.rewards.nan_to_num(nan=0.0)
     turns = int(batch.turn_ids.max()) + 1 if batch.turn_ids.numel() else 1
     if turns <= rewards.shape[1]:

@@ -46,7 +46,7 @@ class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     advantage_granularity: Literal["auto", "token", "turn", "trajectory"] = "auto"
     """Unit that has one return; ``auto``: the unit over which the ratio is pooled."""
     ratio_pooling: Literal["mean", "sum"] = "mean"
-    """What a turn's or trajectory's ratio takes of its tokens' log-ratios; the sum is the ratio of probabilities."""
+    """How a turn's or trajectory's ratio pools its tokens' log-ratios; the sum is the ratio of probabilities."""
 
     @model_validator(mode="after")
     def _estimator_fits(self) -> Self:
@@ -79,14 +79,14 @@ class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
     @property
     def pooling(self) -> Literal["mean", "sum"]:
-        """What pooling takes of a unit's log-ratios."""
+        """How a unit's log-ratios are pooled."""
         return self.ratio_pooling
 
 
 def reinforce_credit(c: REINFORCEConfig, batch: RolloutBatch, kl: Tensor | None, kl_coef: float) -> Tensor:
     """Return whitened returns ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of tokens.
 
-    A KL that is placed in the reward is taken off where it arises: at its own token, turn or trajectory.
+    A KL that is placed in the reward is subtracted where it arises: at its own token, turn or trajectory.
     """
     check_whole_episodes("REINFORCE", batch)
     mask = batch.action_mask

@@ -41,13 +41,13 @@ class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
     @property
     def pooling(self) -> Literal["sum"]:
-        """What pooling takes of a unit's log-ratios: the ratio is that of the completions' probabilities."""
+        """How a unit's log-ratios are pooled: summed, so that the ratio is that of the completions' probabilities."""
         return "sum"
 
 
 class RLOO(GRPO):
     """Clipped surrogate with the ratio ``exp(sum_t (pi - old))`` of the completion and the advantage
-    ``r - mean of the others' r``, where ``r`` has ``beta`` times the k1 estimate of the KL taken off.
+    ``r - mean of the others' r``, with ``beta`` times the k1 estimate of the KL subtracted from ``r``.
 
     Advantages (``adv_norm="rloo"``) and objective are GRPO's.
     """

@@ -32,7 +32,7 @@ class DataConfig(LLMConfig):
     group_size: ClassVar[int] = 1
     """Rows that one row of the data set becomes."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Most tokens of a completion when the agent is examined; None leaves what ``max_model_len`` leaves."""
+    """Most tokens of a completion when the agent is examined; None: as many as ``max_model_len`` leaves."""
 
 
 class DataAlgorithm(LLMAlgorithm):
@@ -67,7 +67,7 @@ class DataAlgorithm(LLMAlgorithm):
     def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
         """Return the scores of ``loop`` batches of the environment's test set; their mean joins ``fitness``.
 
-        NaN does if the agent is ``sick``, whatever its scores: selection then replaces it.
+        If the agent is ``sick``, NaN joins instead, whatever its scores: selection then replaces it.
         An environment of prompts (``ReasoningGym``) grades greedy completions instead.
         """
         if not isinstance(env, DataGym):
@@ -178,7 +178,7 @@ class SFT(DataAlgorithm):
     def _token_accuracy(self, batch: RolloutBatch) -> float:
         """Return the share of learned tokens that are the policy's most likely ones, in a micro-batch's worth of rows.
 
-        The loss never holds the logits of all tokens, so they are computed once more, of as many rows as stay cheap.
+        The loss never holds the logits of all tokens, so they are computed again, for few enough rows to stay cheap.
         """
         part = batch.select(slice(0, max(1, PASS_TOKENS // batch.ids.shape[1])))
         base = self.runtime.base

@@ -1,4 +1,4 @@
-"""An agent as data: what clone, save, load and migration have in common. Its forms outside are in codec.py."""
+"""An agent as data, which clone, save, load and migration share. codec.py has its form outside memory."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ _COUNTERS = (
     "scores",
     "kl_scale",
 )
-"""Attributes that are counters of an agent; an algorithm has those that mean something for it."""
+"""Attributes that are counters of an agent; each algorithm has those that apply to it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Factors = list[tuple[Tensor, Tensor]]
@@ -90,14 +90,14 @@ class _Schedule(SavedValues):
 
 @dataclass(frozen=True)
 class SavedAs:
-    """What a mapping of a state looks like: it stays a mapping, as it was, and is checked as this type."""
+    """A mapping of a state: it stays a mapping and is checked as this type."""
 
     type: Any
 
 
 @dataclass
 class CriticState:
-    """A critic: an adapter of its own and the value head on top of it."""
+    """A critic: a separate adapter and the value head on top of it."""
 
     adapter: Factors
     head: Tensor
@@ -138,11 +138,11 @@ class AgentState:
     critic: CriticState | None = None
     """None for an algorithm without a critic."""
     own_loss: str | None = None
-    """What the user's loss function is called; the function itself is no data."""
+    """Name of the user's loss function; the function itself is not stored."""
 
 
 PLAIN = tuple(f.name for f in fields(AgentState) if f.name not in ("adapter", "moments", "reference", "critic"))
-"""The parts of a state that are no tensors."""
+"""The parts of a state that are not tensors."""
 
 
 def _type_in_json(hint: Any) -> Any:
@@ -157,7 +157,7 @@ PlainState = create_model(  # type: ignore[call-overload]
 
 
 class Stateful(Protocol):
-    """An agent as its state sees it; the counters of ``_COUNTERS`` aside."""
+    """An agent as its state sees it, apart from the counters of ``_COUNTERS``."""
 
     pad_token: str | None
     pad_token_id: int
@@ -260,7 +260,7 @@ def lora_of(state: AgentState, runtime: Runtime) -> Any:
 
 
 def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[str]) -> None:
-    """Raise CheckpointError where the state is of another algorithm, or sets what is none of its hyperparameters."""
+    """Raise CheckpointError if the state is of another algorithm, or sets something that is not a hyperparameter."""
     if state.algorithm != name:
         raise CheckpointError(
             f"expected the checkpoint of a {name} agent, found {state.algorithm}'s; build it with "
@@ -268,7 +268,9 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         )
     unknown = sorted(set(state.config) - set(hyperparameters))
     if unknown:
-        raise CheckpointError(f"the checkpoint of a {name} agent sets {shown(unknown[0])}, no hyperparameter of {name}")
+        raise CheckpointError(
+            f"the checkpoint of a {name} agent sets {shown(unknown[0])}, which is not a hyperparameter of {name}"
+        )
 
 
 def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None:
@@ -281,7 +283,7 @@ def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None
 
 
 def _like(found: Any, example: Any, name: str) -> Any:
-    """Return a counter that was saved; raises CheckpointError unless it is of the kind of a new agent's."""
+    """Return a saved counter; raises CheckpointError unless it has the type of a new agent's counter."""
     if not _is_like(found, example):
         raise CheckpointError(f"the saved counter {name} of an agent should be like {example!r}, found {shown(found)}")
     return found
@@ -305,8 +307,8 @@ def adopt(
 ) -> None:
     """Give an agent the policy of a state of equal rank, its scale and its reference included.
 
-    Rank, alpha and rsLoRA make an adapter what it is: the agent takes alpha and rsLoRA over, and a warning says so if
-    its own scale was another. Without ``with_critic`` the agent keeps the values of its critic.
+    An adapter only means the same with the same rank, alpha and rsLoRA: the agent takes alpha and rsLoRA over, with a
+    warning if its own scale was different. Without ``with_critic`` the agent keeps the values of its critic.
     """
     store, lora = agent.runtime.store, agent.lora_config
     if with_critic and agent.critic_slot is not None and state.critic is not None:
@@ -324,16 +326,16 @@ def adopt(
     if not math.isclose(before, scaling, rel_tol=1e-6):
         warnings.warn(
             f"the checkpoint's adapter has the scale {scaling:g} (lora_alpha={lora.lora_alpha:g}, use_rslora="
-            f"{lora.use_rslora}), this agent had {before:g}: it has taken the checkpoint's over, so that the policy is "
-            "the one that was saved",
+            f"{lora.use_rslora}), this agent had {before:g}; it now has the checkpoint's, so that the policy is the "
+            "one that was saved",
             stacklevel=3,
         )
 
 
 def load_weights(agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
-    """Give an agent the adapter (and the reference, where there is one) of a state of equal rank and scale.
+    """Give an agent the adapter (and the reference, if there is one) of a state of equal rank and scale.
 
-    With ``with_critic`` an agent that has a critic takes the state's; without one there, its critic starts from the
+    With ``with_critic`` an agent that has a critic takes the state's; if the state has none, its critic starts from the
     actor's adapter and a head of zeros.
     """
     store = agent.runtime.store
@@ -371,12 +373,12 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
 
 
 def check_base(state: AgentState, runtime: Runtime) -> None:
-    """Warn if a state was saved on a base model of another name: shapes that fit do not make it the same model."""
+    """Warn if a state was saved on a base model of another name: matching shapes do not make it the same model."""
     found, present = state.base, runtime.base.name
     if found and present and _place(found) != _place(present):
         warnings.warn(
             f"the checkpoint was trained on the base model {found!r}, this agent is on {present!r}; unless they are "
-            "the same model, its adapter means nothing here",
+            "the same model, its adapter does not fit",
             stacklevel=3,
         )
 

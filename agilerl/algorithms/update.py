@@ -1,7 +1,7 @@
 """One update of many agents: every micro-batch of every agent through one base, one backward, one stacked step.
 
 Two operations change an agent by training: :func:`accumulate` adds gradients, :func:`optim_step` spends them.
-Learning is nothing but a sequence of the two, and so is whatever a user builds of ``agent.accumulate`` and
+Learning is a sequence of the two, and so is anything that a user builds from ``agent.accumulate`` and
 ``agent.optim_step``.
 """
 
@@ -29,7 +29,7 @@ from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 
 _HEADER = 8
-"""Bytes that say how long the JSON before the gradients is."""
+"""Bytes with the length of the JSON before the gradients."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Share:
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
         runtime, limit = self.agent.runtime, self.agent.runtime.limits.train_tokens
-        # A critic reads the tokens once more, in the same pass.
+        # A critic reads the tokens a second time, in the same pass.
         most = self.most.at_most(limit if limit is None or self.agent.critic_slot is None else max(1, limit // 2))
         if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
             most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
@@ -74,9 +74,9 @@ class _Piece:
     share: Share
     rows: Tensor
     metrics: MetricReducer = field(default_factory=MetricReducer)
-    """Of this micro-batch alone, until all of them have been computed: a pass that memory did not hold leaves none."""
+    """Metrics of this micro-batch, kept apart until all are computed: a pass that ran out of memory must leave none."""
     is_finite: bool = True
-    """Whether its loss was."""
+    """Whether its loss was finite."""
 
     @property
     def slot(self) -> int:
@@ -90,31 +90,31 @@ class _Piece:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens that it adds to a forward pass; a critic reads them once more."""
+        """Tokens that it adds to a forward pass; a critic reads them a second time."""
         flat, batch = self.share.agent.runtime.base.flattens, self.batch
         once = batch.distinct_tokens if flat else batch.ids.numel()
         return once * (1 if self.share.agent.critic_slot is None else 2)
 
 
 class _Overflow(NamedTuple):
-    """A forward pass that memory did not hold."""
+    """A forward pass that ran out of memory."""
 
     tokens: int
     """Tokens of it."""
     slot: int
     """Of the first agent in it."""
     rows: int
-    """Rows of it where it was of one agent alone, else 0."""
+    """Its rows if it had one agent only, else 0."""
 
 
 def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool = False) -> list[Learner]:
     """Add the gradients of each agent's rows, in as few forward passes as memory and ``runtime.max_tokens`` allow.
 
-    All or nothing: the backward pass adds to the gradients layer by layer, so where memory runs out, they are put back
-    to what they were (0, or with ``keep_pending`` whatever had been accumulated) and all is computed again in smaller
-    passes. Returns the agents of which memory does not hold the least, without a gradient from here; the others' passes
-    are what they would be without them. Where several processes share the agents, each computes some of the
-    micro-batches, and all of them return with the gradients, metrics and verdicts of the whole.
+    All or nothing: the backward pass adds to the gradients layer by layer, so if memory runs out, they are reset (to 0,
+    or with ``keep_pending`` to what had been accumulated) and everything is computed again in smaller passes. Returns
+    the agents for which even the smallest pass does not fit; they get no gradient, and the passes of the other agents
+    are the same as without them. If several processes share the agents, each computes some of the micro-batches, and
+    all of them return with the gradients, metrics and verdicts of the whole.
     """
     store, unfit, left = runtime.store, list[Learner](), list(shares)
     before = runtime.limits.train_tokens
@@ -142,10 +142,10 @@ def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool 
 
 
 def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
-    """Compute each agent's micro-batches, on all processes together; returns what memory did not hold, if anything.
+    """Compute each agent's micro-batches, on all processes together; returns the pass that ran out of memory, if any.
 
-    On a CPU the processes add up one micro-batch of each after the other, in the order in which one process would, to
-    the same bits. Elsewhere each adds up its own, and the sums are added: a single transfer.
+    On a CPU the processes add their micro-batches one by one in the order of a single process, which gives the same
+    bits. On other devices each process adds up its own and the sums are added, in a single transfer.
     """
     processes, store = runtime.processes, runtime.store
     if processes.size == 1:
@@ -186,14 +186,14 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
 
 
 def _adds_in_order(store: AdapterStore) -> bool:
-    """Return whether bits are promised, which is worth a transfer for each round of micro-batches."""
+    """Return whether the same bits are promised, which costs a transfer for each round of micro-batches."""
     return store.device.type == "cpu"
 
 
 def _compute(
     runtime: Runtime, pieces: Sequence[Sequence[_Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
 ) -> bytes:
-    """Compute this process's micro-batches; returns what the others have to know, with the gradients of ``slots``."""
+    """Compute this process's micro-batches; returns what the other processes need, with the gradients of ``slots``."""
     full = _in_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
     done = [(i, k) for i, mine in enumerate(places) for k in mine] if full is None else []
     reports = [[i, k, pieces[i][k].metrics.state(), pieces[i][k].is_finite] for i, k in done]
@@ -209,7 +209,7 @@ def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
 
 
 def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
-    """Compute each agent's micro-batches, the k-th ones of all agents together, until memory does not hold a pass."""
+    """Compute each agent's micro-batches, the k-th ones of all agents together, until a pass runs out of memory."""
     most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_tokens)
     for k in range(max((len(own) for own in pieces), default=0)):
         for pack in _packs([own[k] for own in pieces if k < len(own)], most):
@@ -222,7 +222,7 @@ def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow
 def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
     """Group micro-batches into forward passes of at most ``max_tokens`` tokens, or one micro-batch.
 
-    Padded lengths never mix where rows are padded: a row's bits in the backward pass of attention depend on its length.
+    If rows are padded, a pass has one padded length: a row's bits in attention's backward pass depend on its length.
     """
     by_length: dict[int, list[_Piece]] = {}
     for piece in sorted(pieces, key=lambda p: p.slot):
@@ -243,9 +243,8 @@ def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
 def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     """Add the gradients of some micro-batches to the store: one forward, each agent's own loss, one backward.
 
-    The total is the plain sum of the agents' losses: each is divided by its own
-    window's denominator already, and a loss that is not finite reaches no other agent's gradient; its own agent will
-    skip the next step. Returns the total.
+    The total is the plain sum of the agents' losses, each divided by its own window's denominator. A loss that is not
+    finite does not reach another agent's gradient; its own agent will skip the next step. Returns the total.
     """
     agents = [piece.share.agent for piece in pack]
     parts = [AgentRows(p.slot, p.batch, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
@@ -309,8 +308,9 @@ class _Update:
         self.skipped_before = agent.skipped_steps
         if not len(batch):
             return
-        # Old log-probs that were computed before the update are those of its first window too, up to rounding, which
-        # depends on the rows that share a forward. There they are the current ones, so that the ratio is exactly 1.
+        # In the first window the policy is still the one before the update, but recomputed old log-probs could differ
+        # from the current ones by rounding, which depends on the rows in a forward. Without old log-probs the current
+        # ones stand in for them, and the ratio is exactly 1.
         first = self.experience if sampled_as_trained(agent, batch) else replace(self.experience, old_logp=None)
         for epoch in range(agent.config.update_epochs):
             for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
@@ -331,10 +331,9 @@ def learn_together(
 ) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
-    Agents need not agree on anything: an agent with fewer optimizer steps simply drops out of the later rounds. What
-    an agent computes depends on its own rows alone, so the result is the one it would have reached on its own.
-    ``sampled`` is what came of sampling the batches; an agent whose is not ok learns nothing. What came of the whole
-    is in ``agent.outcome``.
+    Agents may differ in all settings: an agent with fewer optimizer steps drops out of the later rounds. What an agent
+    computes depends on its own rows alone, so training it alone gives the same result. ``sampled`` has the outcomes of
+    sampling the batches; an agent whose outcome is not ok learns nothing. The result is in ``agent.outcome``.
     """
     runtime = agents[0].runtime
     _check_equal(runtime, agents, batches)
@@ -358,21 +357,21 @@ def learn_together(
 
 
 def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[RolloutBatch]) -> None:
-    """Raise ConfigError unless all processes that share the agents are about to do the same with the same weights."""
+    """Raise ConfigError unless all processes that share the agents have the same weights and batches."""
     if runtime.processes.size == 1:
         return
     digest = hashlib.blake2b(digest_size=16)
     for agent, batch in zip(agents, batches):
-        # As whole numbers, whose sum depends on no order.
+        # As whole numbers, because their sum does not depend on the order.
         bits = runtime.store.theta[agent.slot].view(torch.int32).sum(dtype=torch.int64)
         digest.update(repr((agent.index, agent.updates, agent.config, int(bits))).encode())
         for part in (batch.ids, batch.action_mask, batch.rewards, batch.groups):
             digest.update(part.cpu().numpy().tobytes())
     if len(set(runtime.processes.gather(digest.digest()))) > 1:
         raise ConfigError(
-            "the processes that train one agent must have equal agents, and train them on equal batches (learn puts "
-            "theirs together), found different ones; run the same program with the same seeds in all of them, on "
-            "devices of one kind"
+            "the processes that train one agent must have equal agents and train them on equal batches (learn joins "
+            "their rows), found different ones; run the same program with the same seeds in all of them, on devices "
+            "of one kind"
         )
 
 
@@ -394,8 +393,8 @@ def accumulate_batch(
 ) -> MetricReducer:
     """Add the gradient of one agent's rows, as a part of an optimizer step; returns the metrics of these rows.
 
-    Without a ``denominator`` the rows are the whole step. Raises MemoryExhaustedError, the pending gradient being what
-    it was, where memory does not hold the least of it.
+    Without a ``denominator`` the rows are the whole step. Raises MemoryExhaustedError, with the pending gradient
+    unchanged, if even the smallest pass does not fit into memory.
     """
     _check_equal(agent.runtime, [agent], [experience.batch])
     metrics = MetricReducer()
@@ -420,8 +419,8 @@ def clear_gradients(agents: Sequence[Learner]) -> None:
 def optim_step(agents: Sequence[Learner], metrics: Sequence[MetricReducer]) -> list[bool]:
     """Clip, step and clear the accumulated gradients of some agents; returns which of them took the step.
 
-    An agent steps as a whole: where a loss since its last step, or the gradient of one of its slots, is not finite, all
-    of it stays as it was.
+    An agent steps as a whole: if a loss since its last step, or the gradient of one of its slots, is not finite, all of
+    it stays unchanged.
     """
     store = agents[0].runtime.store
     owners, slots, settings, sound = [], [], [], []

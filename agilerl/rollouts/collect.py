@@ -1,4 +1,4 @@
-"""From asks to graded trajectories; in a group of processes each does a part, and all of them get the whole."""
+"""Turns asks into graded trajectories; in a group of processes each does a share, and all of them get the whole."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,13 +35,13 @@ def collect(
     tokenizer: Any,
     asks: Sequence[Ask],
 ) -> Collected:
-    """Sample and grade what is asked for, each process some consecutive asks, which are decoded together.
+    """Sample and grade what is asked for; each process takes some consecutive asks and decodes them together.
 
-    Every process gives the same asks. Seconds are those of the slowest.
+    Every process passes the same asks. The seconds are those of the slowest process.
     """
     if processes.size == 1:
         return _collected(engine, task, tokenizer, asks)
-    # Of a question every process knows the row; that of an episode shows when it has been played.
+    # Every process knows the row of a question; the row of an episode is known once it has been played.
     own, rows = processes.share(len(asks)), [None if task.multi_turn else ask.place.row for ask in asks]
 
     def sample() -> bytes:
@@ -67,7 +67,7 @@ def collect(
 def generate_beside(
     processes: Processes, lockstep: Lockstep | None, engine: RolloutEngine, requests: Sequence[GenerationRequest]
 ) -> list[list[Completion]]:
-    """Return the completions of this process's own requests, while the others generate theirs."""
+    """Return the completions of this process's own requests while the other processes generate theirs."""
     if processes.size == 1:
         return engine.generate(requests)
     found: list[list[list[Completion]]] = []
@@ -87,7 +87,7 @@ def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, 
 
 
 def _encoded(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
-    """Return a trajectory as plain data, without its ``row`` where every process knows that already."""
+    """Return a trajectory as plain data, without its ``row`` if every process knows that already."""
     values = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
     if trajectory.outcome is not None:
         values["outcome"] = asdict(trajectory.outcome)
@@ -111,7 +111,7 @@ def collect_answers(
 
     A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
     the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
-    The seconds of grading are those after the last completion.
+    Grading seconds count from the last completion on.
     """
     report = CollectReport()
     start = perf_counter()
@@ -122,7 +122,7 @@ def collect_answers(
         groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
         report.rollout = perf_counter() - start
         flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
-        # Finished decoding belongs to the reward phase: it is what the grader reads.
+        # Turning tokens into text counts as grading: the grader reads the text.
         start = perf_counter()
         texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
         whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
@@ -171,7 +171,7 @@ class _Early:
         self.grading.add(place, text, self._rows[place])
 
     def row(self, place: int, completion: Completion) -> Row | None:
-        """Return the row that was handed over with this completion, whose very objects graders know it by."""
+        """Return the row that was handed over with this completion: graders recognise it by object identity."""
         row = self._rows.get(place)
         return row if row is not None and row[_IDS] == completion.token_ids else None
 
@@ -188,7 +188,7 @@ class _Verdict:
 
 
 def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
-    """Grade completions; where a grader fails on a whole batch, that is what is said of each of them."""
+    """Grade completions; if a grader fails on a whole batch, its error stands for each of them."""
     try:
         grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
     except AllGradesFailedError as error:
@@ -197,7 +197,8 @@ def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Seque
         slots = {ask.slot for ask in asks}
         if len(slots) < 2:
             return [_Verdict(error=error) for _ in asks]
-        # It broke its protocol on the batch as a whole: the texts of one agent must not cost the others theirs.
+        # The grader broke its protocol on the whole batch. Grade agent by agent, so that the texts of one agent do not
+        # cost the other agents their grades.
         found: dict[int, _Verdict] = {}
         for slot in slots:
             own = [place for place, ask in enumerate(asks) if ask.slot == slot]
@@ -213,7 +214,7 @@ def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Seque
 
 def _rewards(asks: Sequence[Ask], grades: Grades) -> list[Grade]:
     """Return the reward of each completion, by the weights of the agent that it is for."""
-    # One mapping an agent, so one sum over the batch for each of them.
+    # An agent's asks share one mapping, so one weighted sum over the batch for each mapping is enough.
     distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
     sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
     return [sums.get(id(ask.weights), grades.rewards)[place] for place, ask in enumerate(asks)]
@@ -236,7 +237,7 @@ def _trajectory(ask: Ask, completion: Completion, text: str, verdict: _Verdict) 
 
 
 def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return mean and spread of what each grader said, and how often it failed; empty where none is kept apart.
+    """Return mean and spread of each grader's scores, and how often it failed; empty if scores are not kept apart.
 
     ``rewards/<grader>/mean`` and ``/std`` are over the completions that it applied to, and missing if there are none.
     """

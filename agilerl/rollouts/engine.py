@@ -70,7 +70,7 @@ class Ask:
     key: tuple[int, ...] = ()
     """Names the random streams of the samples, beside the purpose; those of an episode add turn and sample."""
     reserve: int = 1
-    """Tokens that later prompts of an episode leave for the completion, or else it is cut."""
+    """Tokens that later prompts of an episode must leave for the completion; if they cannot, the episode is cut."""
     weights: Mapping[str, float] | None = None
     """The agent's own weights of all parts of the reward; None: the grader's."""
 
@@ -89,9 +89,9 @@ class Ask:
 
 @dataclass
 class Conversation:
-    """What an engine may keep of one conversation from a completion to the next one. It belongs to who leads it.
+    """What an engine may keep of one conversation between completions. The caller owns it.
 
-    It is for one policy: a slot that learns in between needs a new one.
+    It belongs to one policy: a slot that learns in between needs a new one.
     """
 
     slot: int | None = None
@@ -99,7 +99,7 @@ class Conversation:
     token_ids: Sequence[int] = ()
     """Tokens whose keys and values are kept."""
     kept: Any = None
-    """These, as the engine has them."""
+    """The keys and values, in the engine's own form."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class GenerationRequest:
     key: tuple[int, ...] = ()
     """Sample s draws from the stream ``(seed, purpose, *key, s)``: which rows share a batch cannot matter."""
     conversation: Conversation | None = field(default=None, compare=False)
-    """Of which this is the next completion; with one sample only. What it kept saves computing these tokens again."""
+    """The conversation that this completion continues, with one sample only. What it kept is not computed again."""
 
 
 OnCompletion = Callable[[int, int, Completion], None]
@@ -124,7 +124,7 @@ OnCompletion = Callable[[int, int, Completion], None]
 
 
 def of_part(on_completion: OnCompletion | None, places: Sequence[int]) -> OnCompletion | None:
-    """Return what takes the completions of some of the requests, which have these places among all of them."""
+    """Return a callback for a part of the requests; ``places`` are their positions among all requests."""
     if on_completion is None:
         return None
     return lambda place, sample, completion: on_completion(places[place], sample, completion)
@@ -154,7 +154,7 @@ class RolloutEngine(Protocol):
 Outcome = Literal["ok", "nonfinite", "oom", "reward_error", "timeout"]
 """What came of one iteration of one agent. ``nonfinite``: a loss, a gradient or the log-probs of a sample were not, and
 an optimizer step was skipped. ``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed;
-``timeout``: for want of time. After the last three the agent did not learn in this iteration."""
+``timeout``: every grade timed out. After the last three the agent did not learn in this iteration."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def failure_of(request: int, error: RewardError) -> Failure:
 def sampling_outcome(samples: int, failures: Sequence[Failure], *, broken: bool) -> Outcome:
     """Return what came of the samples of one agent, before it learns from them.
 
-    Memory that ran out for one sample decides, and log-probs that were not finite in one (``broken``); grades that
-    failed do where no sample has one.
+    One sample without memory decides, then one whose log-probs are not finite (``broken``). Failed grades decide only
+    if no sample has a grade.
     """
     kinds = [failure.kind for failure in failures]
     if "oom" in kinds:
@@ -189,9 +189,9 @@ def sampling_outcome(samples: int, failures: Sequence[Failure], *, broken: bool)
 
 
 def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, episodes: bool) -> None:
-    """Raise RewardError, or EnvError for episodes, where more than the share ``most`` of the samples failed.
+    """Raise RewardError, or EnvError for episodes, if more than the share ``most`` of the samples failed.
 
-    What memory did not hold is no fault of a grader or an environment and does not count.
+    Samples that ran out of memory do not count: neither a grader nor an environment caused that.
     """
     errors = [failure for failure in failures if failure.kind != "oom"]
     if len(errors) <= most * samples:
@@ -204,11 +204,11 @@ def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, 
 
 
 def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: bool) -> set[int]:
-    """Return the places of an exam that count for nobody, because somebody's grade (or environment) failed there.
+    """Return the places of an exam that count for no agent, because grading (or the environment) failed there for one.
 
-    ``failed`` maps, for each agent, the places where its own failed to the reason. An agent that fails in more than
-    half of the exam is at fault itself: it costs nobody else a place. Raises RewardError, or EnvError for episodes,
-    where that is everybody, or the others lose more than half of the exam.
+    ``failed`` has, for each agent, its failed places with the reason. An agent that fails in more than half of the exam
+    is assumed to be the cause itself: its failures cost other agents no place. Raises RewardError, or EnvError for
+    episodes, if that holds for all agents, or if the others lose more than half of the exam.
     """
     counted = [places for places in failed if len(places) <= size / 2]
     lost = {place for places in counted for place in places}
@@ -244,15 +244,15 @@ class Rollout:
     dropped: dict[int, set[int]] = field(default_factory=dict)
     """By index of the agents with dynamic sampling: groups without variance, which are not trained on."""
     skipped: dict[int, int] = field(default_factory=dict)
-    """By agent index: training rows that are too long, in whose place another one stands."""
+    """By agent index: training rows that were too long and were replaced by another one."""
     levels: dict[int, list[int]] = field(default_factory=dict)
-    """By agent index: the level of each prompt where the task has a curriculum."""
+    """By agent index: the level of each prompt, if the task has a curriculum."""
     samples: dict[int, int] = field(default_factory=dict)
     """By agent index: completions or episodes that were asked for."""
     failures: dict[int, list[Failure]] = field(default_factory=dict)
     """By agent index: those that have no grade because something failed."""
     mark: object = None
-    """The population that it is of; None: nothing says so."""
+    """Identifies the population that sampled it; None if unknown."""
 
     def batch(self, index: int) -> list[Trajectory]:
         """Return the trajectories that an agent trains on."""
@@ -265,7 +265,7 @@ class Rollout:
         return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()), broken=broken)
 
     def note(self, report: CollectReport, owners: Sequence[int], asks: Sequence[Ask]) -> None:
-        """Take in what a collection took and what failed in it; ``asks[k]`` was of the agent ``owners[k]``."""
+        """Add the times and failures of a collection; ``asks[k]`` belongs to the agent ``owners[k]``."""
         self.times.rollout += report.rollout
         self.times.reward += report.reward
         for owner, ask in zip(owners, asks, strict=True):
@@ -275,14 +275,14 @@ class Rollout:
             self.failures.setdefault(owners[failure.request], []).append(failure)
 
     def note_place(self, owner: int, place: Place) -> None:
-        """Take in what stood at a training position of an agent."""
+        """Add what was found at a training position of an agent."""
         self.skipped[owner] = self.skipped.get(owner, 0) + place.skipped
         levels = self.levels.setdefault(owner, [])
         if place.level is not None:
             levels.append(place.level)
 
     def check(self, max_error_rate: float, *, episodes: bool) -> None:
-        """Raise RewardError, or EnvError for episodes, where more than this share of all samples failed."""
+        """Raise RewardError, or EnvError for episodes, if more than this share of all samples failed."""
         failures = [failure for own in self.failures.values() for failure in own]
         check_error_rate(sum(self.samples.values()), failures, max_error_rate, episodes=episodes)
 

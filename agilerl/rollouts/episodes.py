@@ -19,7 +19,7 @@ from agilerl.rollouts.engine import Ask, CollectReport, Conversation, Failure, G
 from agilerl.sizes import UNIT_ROWS
 
 _SLOW = 1e-3
-"""Mean seconds of a step beyond which environments step during decoding; below, threads would only get in its way."""
+"""Mean seconds of a step from which on environments step during decoding; faster ones would only be in its way."""
 
 
 @dataclass
@@ -28,12 +28,12 @@ class _Playing:
 
     ask: Ask
     number: int
-    """Of the ask, among all of them."""
+    """Position of its ask."""
     sample: int
     episode: Episode
     conversation: Conversation | None = None
     lost: bool = field(default=False)
-    """Its environment does not answer any more, or broke off: nobody uses it again."""
+    """Its environment timed out or was abandoned and is not used again."""
     failure: Failure | None = None
     """Why it has no grade."""
 
@@ -48,13 +48,13 @@ def collect_episodes(
 ) -> tuple[list[list[Trajectory]], CollectReport]:
     """Return the trajectories of each ask, in order, with the seconds of decoding and of the environments.
 
-    A sample is one trajectory, or several where the context was rewritten on the way.
+    A sample is one trajectory, or several if the context was rewritten on the way.
     An episode whose environment raises or does not answer in time ends there and has no grade (NaN): it is masked out
-    of training and does not stop the others. The report names each of them. The seconds of the environments are those
-    in which nothing was decoded.
+    of training and does not stop the other episodes. The report names each of them. Seconds count as environment time
+    only while nothing is decoded.
 
     Raises:
-        EnvError: one seed began in two ways.
+        EnvError: one seed gave two different first observations.
     """
     report, start, chat = CollectReport(), perf_counter(), task.chat(tokenizer)
     playing = [
@@ -123,7 +123,7 @@ class _Stepping(Stepping):
     def __init__(self, task: EpisodeTask) -> None:
         super().__init__(task.step_timeout)
         self.playing: dict[int, _Playing] = {}
-        # Without a timeout, environments are only ever called in this thread.
+        # Without a timeout, environments are called in this thread only.
         self.early = task.step_timeout is not None and task.step_seconds > _SLOW
 
     def step(self, p: _Playing, call: Callable[[], Any]) -> None:
@@ -157,14 +157,14 @@ def _act_early(
 
 def _request(p: _Playing, turn: int) -> GenerationRequest:
     """Return the request for the next completion of an episode."""
-    # Turn t of sample s draws from a stream of its own, whatever else is in the batch.
+    # Turn t of sample s has its own random stream, so its draws do not depend on the rest of the batch.
     return p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, conversation=p.conversation)
 
 
 def _let_engine_keep(playing: Sequence[_Playing]) -> None:
     """Let the engine keep the caches of episodes from turn to turn, for agents with few enough to hold them in memory.
 
-    It does not depend on other agents: what was kept decides the last bits of what follows.
+    The choice does not depend on other agents, because kept caches change the last bits of later log-probs.
     """
     of_slot = Counter(p.ask.slot for p in playing)
     for p in playing:
@@ -173,7 +173,7 @@ def _let_engine_keep(playing: Sequence[_Playing]) -> None:
 
 
 def _check_pure(playing: Sequence[_Playing]) -> None:
-    """Raise EnvError where one seed began in two ways: its episodes could not be compared with each other."""
+    """Raise EnvError if one seed gave two different first observations: its episodes would not be comparable."""
     first: dict[int, list[int]] = {}
     for p in playing:
         if p.episode.error is not None:

@@ -92,12 +92,12 @@ def test_one_switch(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (GRPO.dapo, {}, "GRPO.dapo punishes completions that come near max_output_tokens, found None; set it"),
-        (GRPO, {"overlong_cache_tokens": 5}, "overlong_cache_tokens=5 lies before max_output_tokens=None"),
-        (GRPO, {"overlong_cache_tokens": 5, "max_output_tokens": 4}, "max_output_tokens=4; set that to at least 5"),
-        (GRPO, {"group_size": 1}, "group_size=1 leaves nothing to compare .* GRPO's .*; use at least 2, or REINFORCE"),
+        (GRPO.dapo, {}, "GRPO.dapo .* max_output_tokens, found None;"),
+        (GRPO, {"overlong_cache_tokens": 5}, "overlong_cache_tokens=5 .*max_output_tokens .*found None"),
+        (GRPO, {"overlong_cache_tokens": 5, "max_output_tokens": 4}, "max_output_tokens of at least 5, found 4"),
+        (GRPO, {"group_size": 1}, "group_size=1 .* at least 2, or REINFORCE"),
         (GRPO, {"max_sampling_rounds": 1}, "max_sampling_rounds: input should be greater than or equal to 2, found 1"),
-        (REINFORCE, {"dynamic_sampling": True}, "REINFORCE has no dynamic_sampling"),
+        (REINFORCE, {"dynamic_sampling": True}, "REINFORCE .* dynamic_sampling"),
     ],
 )
 def test_contradictions_are_refused(runtime: Runtime, make: Any, settings: dict, message: str) -> None:

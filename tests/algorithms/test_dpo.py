@@ -316,7 +316,7 @@ def test_defaults_and_names() -> None:
         ({"loss_type": ["hinge", "hinge"]}, "names a loss twice"),
         ({"loss_type": "sft"}, "alone has no preference in it; add a preference loss, or use SFT"),
         ({"loss_type": ["sigmoid", "sft"], "nll_alpha": 0.1}, "both add the chosen completions' cross-entropy"),
-        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 changes nothing in loss_type='hinge'"),
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 .*loss_type='hinge'"),
         ({"loss_type": "cdpo"}, "is the sigmoid loss unless label_smoothing is above 0"),
         ({"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
         ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "cannot be split; found micro_batch_size_per_gpu=2"),
@@ -335,7 +335,7 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
     for bad, settings, message in (
         (examples(4), {}, "pairs of rows, chosen and rejected side by side, found 4 rows"),
         (batch.select(slice(0, 5)), {}, "found 5 rows"),
-        (bare, {}, "a chosen and a rejected completion, found one without a token of its own; leave"),
+        (bare, {}, "found one without a token; leave"),
         (bare, {"nll_alpha": 0.5}, "nll_alpha=0.5 learns the chosen one"),
     ):
         agent = make(**settings)

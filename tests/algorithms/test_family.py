@@ -225,7 +225,7 @@ def test_a_change_that_does_not_fit_changes_nothing() -> None:
             agent.set_hyperparameters({"algorithm": name, "lr": 0.5})
         assert (agent.algorithm, agent.config) == (REINFORCE.algorithm, config)
     (agent,) = make(GRPO, changes={"importance_sampling_level": "token"})
-    with pytest.raises(ConfigError, match=r"GSPO.*importance_sampling_level"):
+    with pytest.raises(ConfigError, match="importance_sampling_level='token'"):
         agent.set_hyperparameters({"algorithm": "GSPO"})
     agent.set_hyperparameters({"algorithm": "GRPO", "lr": 0.5})
     assert (agent.algorithm, agent.lr) == (GRPO.algorithm, 0.5)
@@ -329,7 +329,7 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
         ("choice[GRPO, GRPO]", {}, "at least two different algorithms"),
         ("choice[GRPO, GSPO]", {"importance_sampling_level": "token"}, "pools the ratio over the trajectory"),
         ("choice[REINFORCE, GRPO]", {"group_size": 1}, "group_size=1 leaves nothing"),
-        ("choice[GRPO, CISPO]", {"dual_clip": 3.0}, "CISPO has no dual_clip"),
+        ("choice[GRPO, CISPO]", {"dual_clip": 3.0}, "CISPO .* dual_clip"),
         ("choice[GRPO, GSPO]", {"clip_max": 2.0}, "unknown key 'algorithm.clip_max'"),
     ],
 )

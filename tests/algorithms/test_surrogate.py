@@ -313,7 +313,7 @@ INF = float("inf")
         (
             (GRPO,),
             {"loss_type": "cispo", "dual_clip": 3.0},
-            "the clipped surrogate, which loss_type='cispo' has",
+            "loss_type='cispo' .* dual_clip;",
         ),
         (
             (GRPO,),

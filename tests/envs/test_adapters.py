@@ -79,7 +79,7 @@ def test_a_plain_class_becomes_an_environment():
     assert env.step(str(int(first) + 1)) == (str(int(first) + 1), 1.0, False, False, {})
     env.step("x")
     assert env.step("x")[2:4] == (False, True)  # Counting itself never ends
-    with pytest.raises(EnvError, match=r"^Counting "):
+    with pytest.raises(EnvError, match="of Counting "):
         env.step("x")
     env.close()
     assert inner.closed

@@ -34,7 +34,7 @@ class Row:
     adapter: StagedAdapter | None
     """None asks the base model."""
     cut_by_context: bool = False
-    """The limit on tokens is what the context has room for, less than was asked for."""
+    """The token limit comes from the context, which has less room than was asked for."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    """``stop``, ``length``, or something else where vLLM gave up on the row."""
+    """``stop``, ``length``, or another reason if vLLM gave up on the row."""
 
 
 OnAnswer = Callable[[int, Answer], None]
@@ -68,25 +68,25 @@ class Backend(Protocol):
         """Whether it has been started."""
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
-        """Be ready for a batch of so many adapters of at most this rank, and prompts with completions this long."""
+        """Prepare for a batch of this many adapters of at most this rank, and for rows of this many tokens."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """Hold what sampling needs while the context is open."""
+        """Hold the resources that sampling needs while the context is open."""
 
     def load(self, adapter: StagedAdapter) -> None:
-        """Take an adapter from its folder."""
+        """Load an adapter from its folder."""
 
     def drop(self, adapter: StagedAdapter) -> None:
         """Forget an adapter."""
 
     def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
-        """Answer rows in order; all have an adapter, or none has.
+        """Answer rows in order; either all of them have an adapter or none has one.
 
-        ``answered`` may get answers in the thread of the caller, as they come.
+        ``answered`` may be called with answers as they arrive, in the thread of the caller.
         """
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 def request_seed(seed: int, request: GenerationRequest, sample: int) -> int:

@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """Return name and version of the installed vLLM, of a CUDA or a CPU build; None where there is none."""
+    """Return name and version of the installed vLLM, a CUDA or a CPU build; None if there is none."""
     for name in _DISTRIBUTIONS:
         try:
             return name, version(name)
@@ -45,7 +45,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def check_installed(config: VLLMConfig, device: str) -> None:
-    """Raise ConfigError where vLLM is missing or another one, or the settings need a GPU that is not there."""
+    """Raise ConfigError if vLLM is missing or has another version, or if the settings need a GPU that is missing."""
     installed = installed_vllm()
     if installed is None:
         raise ConfigError(
@@ -89,7 +89,7 @@ class ColocatedVLLM:
         c, source = self.config, self.config.vllm_model_name_or_path or self.base.source
         if not source:
             raise ConfigError(
-                "vLLM loads the base itself, and this one has no name or folder; load it with from_pretrained, or save "
+                "vLLM loads the base itself, but this one has no name or folder; load it with from_pretrained, or save "
                 "it and name the folder as vllm_config.vllm_model_name_or_path"
             )
         if c.max_model_len is None and context_length is not None:

@@ -38,7 +38,7 @@ from agilerl.rollouts.vllm.server import VLLMServer
 
 _IN_MEMORY = Path("/dev/shm")
 _NUMBERS = itertools.count(1)
-"""One row of numbers for the whole process: runtimes may come and go before the same vLLM."""
+"""Numbers count up for the whole process, because one vLLM may serve several runtimes one after another."""
 
 Factors = list[tuple[Tensor, Tensor]]
 
@@ -46,9 +46,9 @@ Factors = list[tuple[Tensor, Tensor]]
 class AdapterVersions:
     """Which version of which adapter a vLLM engine has.
 
-    A version is known by the bytes of its factors, its rank and its scale, whatever changed them: training, a mutation,
-    a clone, a load. vLLM's caches know an adapter by name, number and path; a version gets new ones, and they are
-    never given away again.
+    A version is identified by the bytes of its factors, its rank and its scale, whatever changed them: training, a
+    mutation, a clone, a load. vLLM's caches identify an adapter by name, number and path, so every version gets new
+    ones, which are never reused.
     """
 
     def __init__(self, store: AdapterStore, lora_config: Any, base_name: str, folder: str | None) -> None:
@@ -78,7 +78,7 @@ class AdapterVersions:
         return {slot: self._staged[self._digests[slot]] for slot in slots}
 
     def outdated(self, keep: int) -> list[StagedAdapter]:
-        """Take the oldest versions out that no slot is known to have, all but ``keep``; their folders are removed."""
+        """Drop the oldest versions that no slot uses, except the newest ``keep``, and remove their folders."""
         alive = set(self._digests.values())
         idle = [digest for digest in self._staged if digest not in alive]
         gone = [self._staged.pop(digest) for digest in idle[: max(0, len(self._staged) - keep)]]
@@ -122,7 +122,7 @@ class AdapterVersions:
 
 
 def _staging_folder(wanted: str | None) -> Path:
-    """Make a folder of one's own: in the wanted one, in memory, or where temporary files go."""
+    """Make a staging folder: in the wanted place, in memory, or among the temporary files."""
     parent = Path(wanted).expanduser() if wanted is not None else _IN_MEMORY if _IN_MEMORY.is_dir() else None
     try:
         if parent is not None:
@@ -143,17 +143,17 @@ def _staging_folder(wanted: str | None) -> Path:
 _PROMPT = 32
 """Most tokens of a probe's prompt."""
 _TEMPERATURE = 0.8
-"""Not 1: a vLLM that reports log-probs of before the temperature is found out too."""
+"""Not 1, so that a vLLM that reports log-probs from before the temperature is noticed too."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What vLLM said of one adapter."""
+    """What vLLM sampled with one adapter."""
 
     slot: int | None
     """None: the base model."""
     agent: str
-    """Whose it is, for the error."""
+    """Name of the agent, for the error message."""
     prompt_ids: list[int]
     answer: Answer
 
@@ -161,7 +161,7 @@ class Probe:
 def probe_request(request: GenerationRequest, tokens: int) -> GenerationRequest:
     """Return a request for ``tokens`` sampled after the beginning of a request's own prompt.
 
-    Sampled, not greedy: likely and unlikely tokens say more than the most likely ones.
+    Sampled, not greedy: a mix of likely and unlikely tokens tests more than the most likely ones.
     """
     sampling = SamplingSettings(max_new_tokens=tokens, temperature=_TEMPERATURE)
     return GenerationRequest(request.slot, request.prompt_ids[:_PROMPT], 1, sampling, "probe", request.key)
@@ -204,12 +204,12 @@ def check_probes(base: BaseModel, store: AdapterStore, probes: Sequence[Probe], 
                 "the base that vLLM has loaded is not the trainer's (name the same folder as "
                 "vllm_config.vllm_model_name_or_path, or serve it)"
                 if probe.slot is None
-                else "vLLM does not apply the adapter as the trainer does (a layer that it cannot adapt, or another "
-                "one's weights); adapt fewer layers (lora_config.target_modules), or leave out use_vllm"
+                else "vLLM does not apply the adapter as the trainer does (a layer that it cannot adapt, or the "
+                "weights of another agent); adapt fewer layers (lora_config.target_modules), or leave out use_vllm"
             )
             raise EngineError(
                 f"vLLM and the trainer disagree about {what}: the log-probs of {len(gaps)} tokens differ by {mean:.3g} "
-                f"nats on average, the limit is {limit:g}. Probably {cause}. Where the two compute in different "
+                f"nats on average, the limit is {limit:g}. Probably {cause}. If the two compute in different "
                 "precision on purpose, raise vllm_config.probe_tolerance"
             )
     return differences
@@ -219,19 +219,18 @@ def check_probes(base: BaseModel, store: AdapterStore, probes: Sequence[Probe], 
 
 
 _FLOAT32_LIMIT, _HALF_LIMIT = 1e-3, 0.1
-"""Mean difference of log-probs, in nats, that rounding does not reach."""
+"""Mean difference of log-probs, in nats, that rounding alone does not cause."""
 
 
 class VLLMEngine:
     """Generates for all agents in one call of vLLM.
 
-    Before each call it brings vLLM what has changed: every version of an adapter goes there once, under a name and a
-    number that no other version ever has. With it goes a probe, a few tokens whose log-probs are compared with the
-    trainer's own. Rows of the base model are a call of their own, because vLLM may give them an adapter in a batch
-    with others'.
+    Before each call it sends vLLM what has changed: every version of an adapter once, under a name and a number that no
+    other version ever has. A probe goes with it: a few tokens whose log-probs are compared with the trainer's own. Rows
+    of the base model are sampled in a separate call, because vLLM may apply an adapter to them in a mixed batch.
 
-    Log-probs are those of the distribution that was drawn from: of ``logits / temperature``, renormalised where top-k,
-    top-p or min-p cut it. ``exact`` is False: the trainer computes its own as old ones, and weighs the tokens by the
+    Log-probs are those of the sampling distribution: of ``logits / temperature``, renormalised if top-k, top-p or min-p
+    cut it. ``exact`` is False: the trainer computes its own log-probs as the old ones, and weights the tokens by the
     ratio of the two.
 
     Nothing starts before :meth:`start` or the first :meth:`generate`.
@@ -261,12 +260,11 @@ class VLLMEngine:
             seed: seed of all samples.
             lora_config: what adapters have in common, their target modules above all.
             tokenizer: the trainer's, to compare vLLM's with.
-            own: the torch engine, for exams where the settings want that.
+            own: the torch engine, for exams if the settings ask for it.
             offload: move the trainer's base to the host while vLLM samples on the same GPU.
-            backend: a vLLM of one's own, in place of the one that the settings describe.
+            backend: replaces the vLLM that the settings describe.
 
-        Raises ConfigError for an extra that is missing, a version that does not fit, and settings that this machine
-        cannot have.
+        Raises ConfigError for a missing extra, an unsupported version, and settings that this machine does not support.
         """
         self.base, self.store, self.config, self.seed, self.own = base, store, config, seed, own
         self.probed: Mapping[str, float] = {}
@@ -285,7 +283,7 @@ class VLLMEngine:
 
         ``context_length`` is the most tokens of prompt and completion that they will ask for; None: the base's limit.
 
-        Raises ConfigError or EngineError with a sentence: before anything is trained is the time to find out.
+        Raises ConfigError or EngineError, before anything is trained.
         """
         self._start(adapters, rank, context_length)
         if rank > self.backend.max_lora_rank:
@@ -300,7 +298,7 @@ class VLLMEngine:
                 self.backend.start(adapters, rank, context_length)
 
     def close(self) -> None:
-        """Stop vLLM, or leave the server without our adapters; EngineError from here on. A second call does nothing."""
+        """Stop vLLM, or remove our adapters from the server; any later call but ``close`` raises EngineError."""
         if self._closed:
             return
         self._closed = True
@@ -375,7 +373,7 @@ class VLLMEngine:
         return [[next(done) for _ in range(r.samples)] for r in requests]
 
     def _send(self, versions: Mapping[int, StagedAdapter]) -> None:
-        """Bring vLLM the versions that are new, having made room for them."""
+        """Make room in vLLM and send it the versions that are new."""
         for adapter in self.versions.outdated(keep=len(versions)):
             if adapter.number in self._loaded:
                 self.backend.drop(adapter)
@@ -400,7 +398,7 @@ class VLLMEngine:
     def _probes(
         self, requests: Sequence[GenerationRequest], versions: Mapping[int, StagedAdapter]
     ) -> list[GenerationRequest]:
-        """Return what to ask as probes: something of each version that has not been compared, and of the base."""
+        """Return the probes to sample: one for each version that has not been compared, and one for the base."""
         if not self.config.probe_tokens or not requests:
             return []
         asked, numbers = [], set(self._trusted)
@@ -448,7 +446,7 @@ class VLLMEngine:
 
     @contextmanager
     def _engine(self) -> Iterator[None]:
-        """Let vLLM have the GPU: the trainer's base leaves first, and comes back when vLLM has gone to sleep."""
+        """Give vLLM the GPU: the trainer's base leaves first, and returns when vLLM has gone to sleep."""
         if self._offloaded is None:
             with self.backend.awake():
                 yield
@@ -469,7 +467,7 @@ def _answered(answered: OnAnswer, part: Sequence[int], k: int, answer: Answer) -
 
 
 def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
-    """Name an adapter as a user knows it: by its agent where a request tells, else by its slot."""
+    """Name an adapter as a user knows it: by its agent if a request says which, else by its slot."""
     if slot is None:
         return "the base model"
     agents = {r.key[0] for r in requests if r.slot == slot and r.purpose in ("rollout", "act") and r.key}
@@ -477,9 +475,9 @@ def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
 
 
 class OffloadedBase:
-    """A frozen model that can leave its device and come back.
+    """A frozen model that can be moved off its device and back.
 
-    The weights never change, so the host keeps a copy from the first time on, and leaving costs no transfer.
+    The weights never change, so the host keeps its copy from the first time on, and moving away costs no transfer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -500,7 +498,7 @@ class OffloadedBase:
             yield
         finally:
             for tensor, device in zip(tensors, devices, strict=True):
-                # A copy also where the device is the host's: what is trained with is never the copy that is kept.
+                # A copy even if the device is the host: training must never use the copy that is kept.
                 tensor.data = tensor.data.to(device, copy=True, non_blocking=True)
 
 

@@ -26,15 +26,15 @@ COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "
     "--logprobs-mode processed_logprobs"
 )
-"""How a server is started that this can work with."""
+"""The command that starts a suitable server."""
 
 _RANKS = re.compile(r"LoRA rank (\d+) is greater than max_lora_rank (\d+)")
-"""What vLLM says of an adapter that it has no room for."""
+"""vLLM's message about an adapter that it has no room for."""
 _ATTEMPTS = 4
 _CONNECTIONS = 64
 _POLL = 0.5
 _PATIENCE = 5.0
-"""Seconds for an answer to a question that costs the server nothing."""
+"""Seconds to wait for an answer that the server need not compute."""
 _SAMPLE = "What is 12 + 34? Résumé: naïve <b>HTML</b>\n\t1,234.5"
 """A text that different tokenizers cut differently."""
 
@@ -46,7 +46,7 @@ class VLLMServer:
         assert config.base_url is not None
         self.base, self.config, self.tokenizer, self.url = base, config, tokenizer, config.base_url
         self.context_length = min(base.context_length, config.max_model_len or base.context_length)
-        # The server does not tell; it refuses an adapter that is too large when that is sent.
+        # The server does not report its limit; it refuses an adapter that is too large when it is sent.
         self.max_lora_rank = LORA_RANKS[-1]
         self.model = ""
         self._names: set[str] = set()
@@ -69,7 +69,7 @@ class VLLMServer:
         return bool(self.model)
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
-        """Wait until the server is up, and check what it serves; how large it is was said when it was started."""
+        """Wait until the server is up, and check what it serves; its size was set when it was started."""
         self._wait()
         found = str(self._get("/version").get("version", ""))
         if not found.startswith(f"{SUPPORTED}."):
@@ -80,7 +80,7 @@ class VLLMServer:
         self.model = str(model["id"])
 
     def _wait(self) -> None:
-        """Return when the server answers; raise EngineError when its time is over, or something else answers."""
+        """Return once the server answers; raise EngineError after the timeout, or if something else answers."""
         deadline, said = time.monotonic() + self.config.server_timeout, False
         while True:
             try:
@@ -104,7 +104,7 @@ class VLLMServer:
                 return
             if response.status_code != 503 or time.monotonic() + _POLL > deadline:
                 raise EngineError(
-                    f"what listens at {self.url} is no vLLM server that is ready: it answers /health with status "
+                    f"{self.url} is not a vLLM server that is ready: it answers /health with status "
                     f"{response.status_code}; if another program has this port, start vLLM on a free one (--port) and "
                     "name that as vllm_config.base_url"
                 )
@@ -120,7 +120,7 @@ class VLLMServer:
                 return model
         served = ", ".join(repr(m.get("root") or m.get("id")) for m in bases) or "nothing"
         raise ConfigError(
-            f"the server at {self.url} serves {served}, the trainer has {wanted!r}; serve that one, or, where they are "
+            f"the server at {self.url} serves {served}, the trainer has {wanted!r}; serve that one, or, if they are "
             "the same model under two names, give the server's as vllm_config.vllm_model_name_or_path"
         )
 
@@ -131,8 +131,8 @@ class VLLMServer:
         own = self.tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
         if theirs.get("tokens") != own:
             raise ConfigError(
-                f"the server at {self.url} cuts a text into other tokens than the trainer's tokenizer; serve the model "
-                "with that one (vllm serve --tokenizer)"
+                f"the server at {self.url} cuts a text into other tokens than the trainer does; serve the model with "
+                "the trainer's tokenizer (vllm serve --tokenizer)"
             )
 
     @contextmanager
@@ -141,18 +141,18 @@ class VLLMServer:
         yield
 
     def load(self, adapter: StagedAdapter) -> None:
-        """Have the server read an adapter from its folder."""
+        """Tell the server to load an adapter from its folder."""
         body = {"lora_name": adapter.name, "lora_path": str(adapter.folder.resolve())}
         self._post("/v1/load_lora_adapter", body)
         self._names.add(adapter.name)
 
     def drop(self, adapter: StagedAdapter) -> None:
-        """Have the server forget an adapter."""
+        """Tell the server to drop an adapter."""
         self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         self._names.discard(adapter.name)
 
     def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
-        """Answer rows, as many at once as the server lets in; ``answered`` gets each answer when it arrives."""
+        """Answer rows, as many at once as the server accepts; ``answered`` gets each answer when it arrives."""
         with ThreadPoolExecutor(min(_CONNECTIONS, len(rows))) as pool:
             futures = {pool.submit(self._completed, row): k for k, row in enumerate(rows)}
             try:
@@ -183,7 +183,7 @@ class VLLMServer:
             raise EngineError(f"the server at {self.url} answered without tokens and log-probs: {error}") from None
 
     def close(self) -> None:
-        """Leave the server without our adapters, as far as it still answers; the end of the process does the same."""
+        """Remove our adapters from the server if it still answers; this also happens at the end of the process."""
         self._finalizer()
 
     # -- HTTP -----------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class VLLMServer:
         return request(self._client, method, f"{self.url}{path}", seconds=self.config.request_timeout, **body)
 
     def _answered(self, path: str, send: Any) -> dict[str, Any]:
-        """Send until an answer comes that is not a passing failure; a seed makes another try the same sample."""
+        """Send until an answer is not a temporary failure; with a seed, a retry gives the same sample."""
 
         def attempt() -> httpx2.Response:
             response: httpx2.Response = send().raise_for_status()
@@ -229,9 +229,11 @@ class VLLMServer:
         status, text = response.status_code, " ".join(response.text.split())[:300]
         text = text.replace(self._key, "***") if self._key else text
         if status in (404, 405) and "lora_adapter" in path and "cannot be found" not in text:
-            return EngineError(f"the server at {self.url} takes no adapters while it runs; start it so: {COMMAND}")
+            return EngineError(
+                f"the server at {self.url} does not load adapters while it runs; start it with: {COMMAND}"
+            )
         if status in (401, 403):
-            return EngineError(f"the server at {self.url} wants its key; put it into the variable VLLM_API_KEY")
+            return EngineError(f"the server at {self.url} needs its key; set the environment variable VLLM_API_KEY")
         if too_large := _RANKS.search(text):
             rank, room = too_large.groups()
             return EngineError(
