@@ -326,11 +326,6 @@ class AdamWSettings:
     """Gradients are scaled down to this L2 norm over the agent's whole adapter; None: no clipping."""
 
 
-def zero_grad(store: AdapterStore) -> None:
-    """Clear all gradients in place; setting them to None would break their views into the bank."""
-    store.grad.zero_()
-
-
 @torch.no_grad()
 def adamw_step(
     store: AdapterStore, slots: Sequence[int], settings: Sequence[AdamWSettings], healthy: Sequence[bool]

@@ -378,7 +378,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
     data = [
         _edges(_winning_edges(run, family), {"color": "rgba(245,190,40,0.55)", "width": 16}),
         *_life_lines(run, family),
-        _edges(_births(run, family), {"color": "rgba(135,140,150,0.9)", "width": 1.8}, curved=True),
+        _edges(_births(run, family), {"color": "rgba(135,140,150,0.9)", "width": 1.8}),
         _nodes(run, family),
         _labels(run, family),
         _deaths(run, family),
@@ -432,7 +432,7 @@ def _life_lines(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     ]
 
 
-def _edges(edges: list[Edge], line: dict[str, Any], *, curved: bool = False) -> dict[str, Any]:
+def _edges(edges: list[Edge], line: dict[str, Any]) -> dict[str, Any]:
     x: list[float | None] = []
     y: list[float | None] = []
     for (x0, y0), (x1, y1) in edges:

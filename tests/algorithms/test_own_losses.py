@@ -172,9 +172,11 @@ def test_learn_forgets_what_was_pending() -> None:
     twin = agent.clone()
     agent.accumulate_tangents(batch, torch.full(batch.action_mask.shape, float("nan")))
     assert not agent.gradient_is_finite
+    address = agent.runtime.store.grad.data_ptr()
     agent.learn(batch)
     twin.learn(batch)
     assert equal(weights(agent), weights(twin))
+    assert agent.runtime.store.grad.data_ptr() == address, "cleared in place: the layers hold views of it"
 
 
 def test_own_losses_of_a_population_train_together_as_alone() -> None:
