@@ -225,6 +225,8 @@ def _packs(pieces: Sequence[_Piece], max_tokens: int) -> list[list[_Piece]]:
     If rows are padded, a pass has one padded length: a row's bits in attention's backward pass depend on its length.
     """
     by_length: dict[int, list[_Piece]] = {}
+    # In the order of slots and next fit, not best fit: the factors of neighbouring slots are one view of the bank, and
+    # others would have to be copied together at every layer.
     for piece in sorted(pieces, key=lambda p: p.slot):
         flat = piece.share.agent.runtime.base.flattens
         by_length.setdefault(0 if flat else piece.batch.ids.shape[1], []).append(piece)

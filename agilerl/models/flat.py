@@ -63,11 +63,13 @@ class FlatRows:
 
         Each key-value head serves ``heads / shared`` query heads.
         """
+        # One gather makes rectangular blocks of the line, one gives the line back: attention needs rectangles, while
+        # everything else in a decoder layer is cheapest without padding.
         queries = query.squeeze(2).index_select(0, self.queries)
         keys, values = (part.squeeze(2).index_select(0, self.keys) for part in (key, value))
         asked, there = ([b.sequences * b.queries for b in self.blocks], [b.sequences * b.keys for b in self.blocks])
         found = []
-        # The gradient of a split is one copy; that of a slice would be a sum with zeros, for every block.
+        # Split, not slices: its gradient is one copy, while each slice's would be added to zeros of the whole size.
         split = (torch.split(x, sizes) for x, sizes in ((queries, asked), (keys, there), (values, there)))
         for block, *parts in zip(self.blocks, *split):
             q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
@@ -127,7 +129,7 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
         tokens = batch.ids[row, position]
         ids += [tokens, tokens[:1].expand(spare)]
         positions += [position, position[:1].expand(spare)]
-        # The padding of a batch reads what its first token reads.
+        # The padding of a batch repeats its first token in everything, so it stays inside the batch.
         readers += [line, line[:1].expand(spare)]
         if batch.known is None:
             before = torch.cat([places[:different], places.new_zeros(1)])[prompts.of]
@@ -176,6 +178,7 @@ def _blocks(
     answers = torch.zeros(tokens, dtype=torch.int64)
     queries, keys, blocks, start = [], [], [], 0
     kinds, kind_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
+    # Sequences of equal padded lengths share a call: one for each sequence would cost more than the padding does.
     for kind, (prefix, width) in enumerate(kinds.T.tolist()):
         own = torch.nonzero(kind_of == kind)[:, 0]
         token = torch.arange(width).expand(len(own), width)

@@ -360,8 +360,8 @@ def adamw_step(
         new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
         changes = ((banks[0], theta, new_theta), (banks[2], first, new_first), (banks[3], second, new_second))
         for bank, old, new in changes:
-            # A mask, not an index of the healthy agents: every agent then goes through the same operations, whoever
-            # else fails, and where() drops the NaN of a failed one, which a product with 0 would not.
+            # A mask, not an index of the healthy agents: every agent goes through the same operations, so its bits do
+            # not depend on whether another one fails. And where(), not a product: 0 x NaN is NaN.
             kept = torch.where(ok, new, old)
             if whole:
                 bank.copy_(kept)

@@ -16,11 +16,11 @@ from agilerl.sizes import padded_length
 Kept = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
 _FIRST_ROOM = 32
-"""A row has room for so many tokens at first, and for twice as many each time it is full."""
+"""Tokens that a row has room for at first; a full row gets twice as many."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a cache, which does the work for all of them."""
+    """One attention layer of a cache; the cache does the work for all layers."""
 
     def __init__(self, owner: Any, number: int) -> None:
         super().__init__()
@@ -45,19 +45,19 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
 
 class _Layers(Cache):  # type: ignore[misc]
     visible = 0
-    """How many earlier tokens the model is told of."""
+    """The number of earlier tokens that the model is told, from which it sizes its masks."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
 
 
 class PromptLine(_Layers):
-    """Takes the keys and values of a prefill, whose rows may be single tokens; what is known need not be computed."""
+    """Takes the keys and values of a prefill, whose rows may be single tokens; known ones are not computed again."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.known: Kept | None = None
-        """Keys and values of tokens that the prefill does not compute; in the line they come after its own."""
+        """Keys and values of tokens that the prefill does not compute; they follow its own in the line."""
         self.found: Kept = []
         """Keys and values ``[rows, heads, n, head_dim]`` of each layer."""
 
@@ -90,7 +90,7 @@ class DecodingCache(Protocol):
             places: ``[P, L]`` where the line has each prompt's tokens; after a prompt's end, any of them.
             lengths: ``[P]`` tokens of each prompt, on the CPU.
             prompt_of: ``[R]`` the prompt of each row, ascending, on the CPU.
-            tokens: the most that a row says.
+            tokens: the most tokens that a row generates.
         """
 
     def select(self, block: int, rows: Tensor) -> None:
@@ -104,10 +104,10 @@ class DecodingCache(Protocol):
 
 
 class GroupedCache(_Layers):
-    """For bases of which we compute attention: a prompt's keys and values are there once for all rows that continue it.
+    """For bases whose attention we compute: a prompt's keys and values are stored once for all rows that continue it.
 
-    Attention to the prompt, one call for the rows of all prompts, and to what a row said itself are computed apart, and
-    weighed by the sums of their exponentials.
+    Attention to the prompts (one call for the rows of all of them) and to the tokens that a row generated are computed
+    separately, and weighted by the sums of their exponentials.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -149,8 +149,10 @@ class GroupedCache(_Layers):
         return keys, values
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        # The model's layer passes back what put() returned. Other keys (a layer that shares those of an earlier one,
+        # say) would be silently replaced by ours.
         if key is not self._keys:
-            raise EngineError("a layer attends to other keys than its own, which decoding does not know of")
+            raise EngineError("a layer attends to other keys than its own, which decoding does not support")
         shared, start, found = key.shape[1], 0, list[Tensor]()
         queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
         for block in self._blocks:
@@ -163,7 +165,7 @@ class GroupedCache(_Layers):
 
 
 class _Block:
-    """Rows that were admitted together, and so have said equally many tokens."""
+    """Rows that were admitted together, and so have generated equally many tokens."""
 
     def __init__(self, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int) -> None:
         self.prompts = [line.at(layer, places) for layer in range(len(line.found))]
@@ -172,9 +174,9 @@ class _Block:
         keys, _ = self.prompts[0]
         room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
         self.said = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
-        """Of each layer, keys and values ``[R, heads, room, head_dim]`` of what each row said."""
+        """Of each layer, keys and values ``[R, heads, room, head_dim]`` of the tokens that each row generated."""
         self._most, self.tokens = tokens, 0
-        """How many tokens of each row these are, the one included that is being computed."""
+        """The number of these tokens in each row, including the one being computed."""
         hidden = torch.arange(self.longest) >= lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=keys.dtype).masked_fill_(hidden, float("-inf"))
         self.mask = mask[:, None, None].to(keys.device)
@@ -192,7 +194,8 @@ class _Block:
         room = self.said[0][0].shape[2]
         if self.tokens == room:
             room = min(2 * room, self._most)
-            for layer, (keys, values) in enumerate(self.said):  # one after the other, for both need memory meanwhile
+            # Layer by layer: while a buffer is copied, the old and the new one both take memory.
+            for layer, (keys, values) in enumerate(self.said):
                 self.said[layer] = _longer(keys, room), _longer(values, room)
         self.tokens += 1
 
@@ -208,6 +211,8 @@ class _Block:
         early, weight = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts))
         own_keys, own_values = (part[:, :, : self.tokens] for part in self.said[layer])
         late, own_weight = attend_part(query, own_keys, own_values, None, scale)
+        # Softmax over both parts together, from the logarithms a and b of their sums of exponentials: the prompt's
+        # share is exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), which cannot overflow.
         return torch.lerp(late, early, _sigmoid(weight - own_weight).to(late.dtype).unsqueeze(-1))
 
     def select(self, rows: Tensor) -> None:
@@ -232,16 +237,16 @@ class _Block:
 
 
 class _Group:
-    """Prompts of a block, side by side, that equally many rows continue at the start; one attention call is for all.
+    """Neighbouring prompts of a block with equally many rows at the start, which share one attention call.
 
-    The call is as for all these rows at every step. So its shape, and with it the bits of a row, depends on no other
-    prompt.
+    The call keeps the shape that it had with all rows, with zeros for rows that have left. So the bits of a row do not
+    depend on other prompts, nor on when other rows end.
     """
 
     def __init__(self, prompts: slice, size: int, rows: slice) -> None:
         self.prompts, self.size, self.rows = prompts, size, rows
         self.seats: Tensor | None = None
-        """Of each row that is left, its place among those at the start; None: all are there."""
+        """For each row that is left, its place among those at the start; None: no row has left."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return answers to queries ``[n, shared, sharers, head_dim]``, and the logarithm of their weights' sum."""
@@ -259,7 +264,7 @@ class _Group:
         return (found, weight) if self.seats is None else (found[self.seats], weight[self.seats])
 
     def select(self, rows: Tensor, start: int, device: torch.device) -> None:
-        """Keep some rows, given by their places in the group; it begins at ``start`` in the block from now on."""
+        """Keep some rows, given by their places in the group, which now begins at row ``start`` of the block."""
         if len(rows) < self.rows.stop - self.rows.start:
             rows = rows.to(device)
             self.seats = rows if self.seats is None else self.seats[rows]
@@ -267,7 +272,7 @@ class _Group:
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid, of which the last numbers would be rounded in another way if they did not fill a register."""
+    """Return the sigmoid, padded to whole registers: a CPU rounds the rest of an incomplete one differently."""
     flat = x.flatten()
     return torch.sigmoid(F.pad(flat, (0, -len(flat) % 32)))[: len(flat)].view(x.shape)
 
@@ -279,12 +284,12 @@ def _longer(part: Tensor, room: int) -> Tensor:
 
 
 def _joined(*parts: Tensor) -> Tensor:
-    """Return the tokens of parts ``[heads, n, head_dim]``, one after the other, as ``[tokens, heads, 1, head_dim]``."""
+    """Concatenate parts ``[heads, n, head_dim]`` and return their tokens as ``[tokens, heads, 1, head_dim]``."""
     return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(2).contiguous()
 
 
 class RaggedCache(_Layers):
-    """For all other bases: each row's keys and values in one piece, at their positions; one block at a time."""
+    """For all other bases: each row has its keys and values in one piece, by position; one block at a time."""
 
     def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype) -> None:
         super().__init__(num_layers)
@@ -303,7 +308,7 @@ class RaggedCache(_Layers):
         self._rows = []
         for layer in range(len(line.found)):
             parts = line.at(layer, places)
-            # The mask hides what is not there yet, but 0 x NaN is NaN.
+            # Zeros, not uninitialised memory: the mask hides what is not there yet, but 0 x NaN is NaN.
             buffers = [part.new_zeros((*part.shape[:2], capacity, part.shape[3])) for part in parts]
             for buffer, part in zip(buffers, parts):
                 buffer[:, :, : part.shape[2]] = part
@@ -315,7 +320,7 @@ class RaggedCache(_Layers):
         self._rows = [(keys[kept], values[kept]) for keys, values in self._rows] if len(rows) else []
 
     def of_row(self, block: int, row: int, tokens: int) -> Kept:
-        """Return a copy of a row's keys and values, up to so many tokens that it said."""
+        """Return a copy of a row's keys and values, up to this many tokens that it generated."""
         length = int(self._lengths[row]) + tokens
         return [(_joined(keys[row, :, :length]), _joined(values[row, :, :length])) for keys, values in self._rows]
 
@@ -330,7 +335,7 @@ class RaggedCache(_Layers):
         return asking(mask[:, None, None], attend_decoding)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the new token of every row; returns what there is of each."""
+        """Take the new token of every row; returns all keys and values of each row so far."""
         rows = torch.arange(len(self._positions), device=self._positions.device)
         own_keys, own_values = self._rows[layer]
         own_keys[rows, :, self._positions], own_values[rows, :, self._positions] = keys[:, :, 0], values[:, :, 0]

@@ -24,7 +24,7 @@ from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded
 _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows, or fewer, would stay
 _ENTER_FROM = 0.25  # waiting rows enter a batch once this share of the rows in flight is free
 _READ_EVERY = {"cpu": 1}
-"""By device, the steps between two looks at what was drawn; on others than these, looking waits for the device."""
+"""By device, the steps between two reads of the drawn tokens: on other devices each read waits for the device."""
 _READ_ELSEWHERE = 8
 
 Row = tuple[int, int]
@@ -32,7 +32,7 @@ Row = tuple[int, int]
 
 
 class _Unit(NamedTuple):
-    """Rows of one slot that always travel together; which these are depends on the slot's requests, and on memory."""
+    """Rows of one slot that enter together; the cut depends on the slot's own requests, and on memory."""
 
     slot: int | None
     rows: list[Row]
@@ -42,9 +42,9 @@ class TorchEngine:
     """Decodes every agent's rows in one batch over a shared base.
 
     Each prompt is prefilled once per agent, and all its completions read the same keys and values. ``max_rows`` bounds
-    the rows in flight (memory): as rows end, others that wait take their places. ``unit_rows`` is the most rows of one
-    agent that enter together. Where memory runs out, the rows in flight are halved, and stay so in ``limits``; a row
-    that it does not hold alone ends as ``oom``, without a token.
+    the rows in flight (memory): as rows end, waiting ones take their places. ``unit_rows`` is the most rows of one
+    agent that enter together. If memory runs out, the rows in flight are halved, and ``limits`` keeps that; a row that
+    does not even fit alone ends as ``oom``, without a token.
     """
 
     exact = True
@@ -65,7 +65,7 @@ class TorchEngine:
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
         self.read_every = _READ_EVERY.get(base.device.type, _READ_ELSEWHERE)
-        """Decoding steps between two looks at what was drawn: until then, rows that have ended go on in vain."""
+        """Decoding steps between two reads of the drawn tokens; rows that have ended continue uselessly until then."""
         self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
         self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
 
@@ -98,19 +98,19 @@ class TorchEngine:
 
         every = [(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)]
         before = self.limits.decode_rows
-        # Rows that had ended before memory ran out stay as they are: somebody may be grading them by now.
+        # Rows that had ended before memory ran out keep their completions, which may be with a grader by now.
         while left := [row for row in every if row not in found]:
             decoder = _Decoder(self, requests, self._units(requests, left), end)
             if attempt(decoder.run) is not None:
                 break
             flying = decoder.in_flight
-            del decoder  # and the memory that it holds
+            del decoder  # frees its memory
             kept = [r.conversation for r in requests if r.conversation is not None and r.conversation.kept is not None]
             for conversation in kept:  # computing these tokens again needs less memory than keeping them
                 conversation.token_ids, conversation.kept = (), None
             if not kept and len(flying) > 1:
                 self.limits.decode_rows = len(flying) // 2
-            elif not kept:  # this one row is too much by itself, which says nothing about the others
+            elif not kept:  # this one row does not fit alone; the limit for the other rows stays
                 self.limits.decode_rows = before
                 end(flying[0], Completion([], [], "oom"))
         return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
@@ -150,14 +150,14 @@ class _Block:
         self.live = torch.arange(len(self.rows))
         """The rows that are left in the batch; those of them that have not ended are ``running``."""
         self.running = torch.ones(len(self.rows), dtype=torch.bool)
-        # What follows is of the rows that are left, on the device.
+        # From here on: state of the rows that are left, on the device.
         self.lengths = torch.tensor(lengths, device=device)
         self.settings = RowSettings.of(settings, device)
         self.uniforms = torch.from_numpy(_uniforms(engine.seed, requests, self.rows, self.steps)).to(device)
         self.logits = self.last = torch.empty(0)
-        """What the next tokens are drawn from, and the tokens drawn last."""
+        """The logits of the next tokens, and the tokens drawn last."""
         self.drawn: list[tuple[Tensor, Tensor]] = []
-        """Tokens and log-probs of the last steps, at which nobody has looked yet."""
+        """Tokens and log-probs of the last steps, still on the device."""
         self.seen: Tensor | None = None
         """[R, V] tokens of each row, if a repetition penalty asks for them."""
 
@@ -176,7 +176,7 @@ class _Block:
         self.step += 1
 
     def read(self, eos: Tensor) -> list[tuple[int, str]]:
-        """Take over what was drawn; returns the rows that have ended, and why."""
+        """Read the drawn tokens; returns the rows that have ended, and why."""
         tokens, logps = (torch.stack(parts, dim=1).cpu() for parts in zip(*self.drawn))
         self.drawn = []
         steps = torch.arange(self.step - tokens.shape[1], self.step)
@@ -195,8 +195,9 @@ class _Block:
     def staying(self, multiple: int) -> Tensor | None:
         """Choose the rows that stay, unit by unit, or None if all do; updates ``counts``.
 
-        The rule looks at one unit alone, so that its rows are batched alike whoever else is in flight. Of a unit a
-        ``multiple`` of rows stays, some that have ended among them: units of one size share a matrix product.
+        The rule looks at one unit alone, so that its rows are batched the same way whatever else is in flight. A
+        multiple of ``multiple`` rows stays, filled up with rows that have ended: units of one size share a matrix
+        product. Rows leave only if enough of them have ended, because every removal copies the caches of the rest.
         """
         units = self.unit_of[self.live]
         running = torch.bincount(units[self.running], minlength=len(self.counts)).tolist()
@@ -221,7 +222,7 @@ class _Block:
 
 
 class _Decoder:
-    """Rows from prefill to the last token, as many at a time as may be in flight."""
+    """Decodes rows from prefill to the last token, as many at a time as may be in flight."""
 
     def __init__(
         self,
@@ -233,9 +234,9 @@ class _Decoder:
         self.engine, self.base, self.requests, self._end = engine, engine.base, requests, end
         self.waiting = deque(units)
         self.blocks: list[_Block] = []
-        """Those of adapters first: rows of a batch beyond the route use the base model alone."""
+        """Blocks with adapters come first: rows of a batch beyond the route use the base model alone."""
         self.in_flight: list[Row] = []
-        """The rows that were there when some entered last."""
+        """All rows at the time when some entered last."""
         self._most = max(engine.limits.decoding(engine.max_rows), 1)
         layers, multiple = self.base.num_layers, engine._row_multiple
         self.cache: DecodingCache = (
@@ -244,10 +245,12 @@ class _Decoder:
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
         self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
-        """Of rows that have ended, what their conversations keep once all rows have succeeded."""
+        """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
     def run(self) -> bool:
         """Decode to the end."""
+        # Each round draws a token for every row before it computes the next logits, so that rows that have ended leave,
+        # and waiting ones enter, before the forward pass that they would take part in.
         while self.blocks or self.waiting:
             self._admit()
             for block in list(self.blocks):
@@ -264,9 +267,9 @@ class _Decoder:
         return True
 
     def _admit(self) -> None:
-        """Let waiting units enter where there is room for them."""
+        """Let waiting units enter if there is room for them."""
         there = sum(len(block) for block in self.blocks)
-        # A few rows at a time would pay for a prefill, and for attention of their own at every step.
+        # Not a few rows at a time: each block costs a prefill, and a separate attention call at every step.
         if not self.waiting or there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
             return
         entering: list[_Unit] = []
@@ -285,13 +288,13 @@ class _Decoder:
             self._enter(list(units), len(self.blocks) if of_base else sum(b.slots[0] is not None for b in self.blocks))
 
     def _enter(self, units: Sequence[_Unit], place: int) -> None:
-        """Prefill some units, which become the block at this place."""
+        """Prefill some units as a new block at this place."""
         block = _Block(self.engine, self.requests, units)
         self._prefill(block, place)
         self.blocks.insert(place, block)
 
     def _prefill(self, block: _Block, place: int) -> None:
-        """Run each prompt of a block once per unit: the cache takes it, and the block has its first logits."""
+        """Run each prompt of a block once per unit: fills the cache, and gives the block its first logits."""
         asked = list(zip(block.unit_of.tolist(), (request for request, _ in block.rows)))
         prompts = [key for key, _ in groupby(asked)]
         prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
@@ -317,10 +320,10 @@ class _Decoder:
         per_unit: Sequence[int],
         line: PromptLine,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the prompts of some units, which ``line`` takes; what a conversation has kept is not computed again.
+        """Compute the prompts of some units into ``line``; what a conversation has kept is not computed again.
 
-        Returns hidden states ``[N, H]``, and ``[prompts, length]`` where the line has each token; those that were
-        computed have the same place among the states. After the end of a prompt it is that of its last token.
+        Returns hidden states ``[N, H]``, and ``[prompts, length]`` with the place of each token in the line; computed
+        tokens have the same place among the states. Padding has the place of the prompt's last token.
         """
         base, store, prompts = self.base, self.engine.store, [request.prompt_ids for request in requests]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -343,7 +346,7 @@ class _Decoder:
         return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(width), lengths[:, None] - 1)
 
     def _read(self, block: _Block) -> None:
-        """Look at what a block has drawn; rows that have ended are handed out, and leave when enough of them have."""
+        """Read what a block has drawn; hand out the rows that have ended, which leave once they are enough of them."""
         ended = block.read(self._eos)
         for row, reason in ended:
             count = block.produced[row]
@@ -358,7 +361,7 @@ class _Decoder:
         leaving = torch.isin(torch.arange(len(block)), keep, invert=True)
         for i in torch.nonzero(leaving)[:, 0].tolist():
             row = int(block.live[i])
-            count = block.produced[row] - 1  # the last token drawn was not computed
+            count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
             if self.base.flattens and self.requests[block.rows[row][0]].conversation is not None:
                 said = block.tokens[row, :count].tolist()
                 self._kept[block.rows[row]] = self.cache.of_row(place, i, count), said
@@ -374,10 +377,12 @@ class _Decoder:
         padding = self.engine._eos.new_zeros(-rows % self.engine._row_multiple)
         ids = torch.cat([*(block.last for block in self.blocks), padding])
         positions = torch.cat([*(block.lengths + (block.step - 1) for block in self.blocks), padding])
-        positions.clamp_(max=self.base.context_length - 1)  # rows that have ended go on beyond it
+        # Rows that have ended continue until the next read, and must not ask for positions beyond the context.
+        positions.clamp_(max=self.base.context_length - 1)
         slots = [slot for block in self.blocks for slot in block.slots]
         route = _route(slots, [count for block in self.blocks for count in block.counts])
-        if route != self._route:  # the layers have looked up their factors for the one that is there
+        # An equal route keeps the same object: layers cache the factors that they have looked up for it.
+        if route != self._route:
             self._route = route
         with self.engine.store.routed(self._route):
             hidden = self.base.hidden(
@@ -397,7 +402,7 @@ def _is_of_base(unit: _Unit) -> bool:
 
 
 def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[Row], steps: int) -> np.ndarray:
-    """Return the number in [0, 1) that decides each draw, ``[R, steps]``; 0 for rows that take the likeliest token."""
+    """Return the number in [0, 1) that decides each draw, ``[R, steps]``; 0 for rows that decode greedily."""
     table = np.zeros((len(rows), steps))
     keys: dict[str, dict[int, tuple[int, ...]]] = {}
     for i, (place, sample) in enumerate(rows):

@@ -102,7 +102,7 @@ def test_a_custom_loss_may_name_it(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("name", ["clip_coef", "dual_clip", "delta", "importance_sampling_level"])
 def test_what_it_fixes_is_no_setting(runtime: Runtime, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"DPPO (has no|fixes) {name}"):
+    with pytest.raises(ConfigError, match=f"DPPO .* {name}"):
         agent(runtime, **{name: 0.2})
 
 

@@ -65,7 +65,7 @@ def test_it_is_grpo_with_the_objective_fixed(runtime: Runtime) -> None:
         ({"loss_type": "gspo"}, "GSPO fixes loss_type='gspo', found loss_type='gspo'; leave it out"),
         ({"importance_sampling_level": "token"}, "pools the ratio over the trajectory, found .*'token'; leave it out"),
         ({"importance_sampling_level": "turn"}, "pools the ratio over the trajectory"),
-        ({"group_size": 1}, "group_size=1 leaves nothing to compare a completion with, and GSPO's"),
+        ({"group_size": 1}, "group_size=1 .*GSPO's"),
         ({"clip_max": 3.0}, "GSPO has no argument 'clip_max'"),
     ],
 )

@@ -294,7 +294,7 @@ INF = float("inf")
         (
             POLICIES[:2] + POLICIES[3:],
             {"delta": 1.1, "clip_coef": 0.2},
-            "lies above that; raise it",
+            "^delta=.*clip_coef",
         ),
         ((GRPO, PPO), {"delta": 4.0, "dual_clip": 3.0}, "both cap the loss of negative advantages; drop one"),
         (POLICIES, {"use_kl_advantage_shaping": True, "beta": 0.0}, "beta=0 leaves none; set beta"),

@@ -150,7 +150,7 @@ def test_nobody_there_is_a_sentence_with_the_command() -> None:
         (
             {"/health": (404, "<html>")},
             EngineError,
-            r"no vLLM server that is ready: .* status 404; .*free one \(--port\)",
+            r"vLLM server .* status 404; .*\(--port\)",
         ),
         ({"/health": (503, {})}, EngineError, "status 503"),
         ({"/version": (200, {"version": "0.9.1"})}, ConfigError, r"runs vLLM 0\.9\.1; expected 0\.32\.x"),
