@@ -266,11 +266,11 @@ def test_it_learns_to_walk(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_turns": 0}, "1 or more, or None for max_turns, found 0"),
-        ({"exam_episodes": 0}, "1 or more for exam_episodes, found 0"),
+        ({"max_turns": 0}, r"1 .* None for max_turns, found 0"),
+        ({"exam_episodes": 0}, r"1 .* exam_episodes, found 0"),
         ({"step_timeout": 0}, "above 0, or None for step_timeout, found 0"),
         ({"enable_sliding_window": True, "strict_chat_template_boundary": False}, "use one of them"),
-        ({"env_config": {"size": 1}}, "2 or more and at most 9 for size, found 1"),
+        ({"env_config": {"size": 1}}, r"2 .* 9 for size, found 1"),
         ({"env_config": {"sice": 1}}, "unexpected keyword argument 'sice'"),
     ],
 )

@@ -92,11 +92,11 @@ def test_one_switch(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (GRPO.dapo, {}, "GRPO.dapo .* max_output_tokens, found None;"),
+        (GRPO.dapo, {}, r"GRPO.dapo .* max_output_tokens, found None"),
         (GRPO, {"overlong_cache_tokens": 5}, "overlong_cache_tokens=5 .*max_output_tokens .*found None"),
-        (GRPO, {"overlong_cache_tokens": 5, "max_output_tokens": 4}, "max_output_tokens of at least 5, found 4"),
-        (GRPO, {"group_size": 1}, "group_size=1 .* at least 2, or REINFORCE"),
-        (GRPO, {"max_sampling_rounds": 1}, "max_sampling_rounds: input should be greater than or equal to 2, found 1"),
+        (GRPO, {"overlong_cache_tokens": 5, "max_output_tokens": 4}, r"max_output_tokens .* 5, found 4"),
+        (GRPO, {"group_size": 1}, r"group_size=1 .* 2, or REINFORCE"),
+        (GRPO, {"max_sampling_rounds": 1}, r"max_sampling_rounds: .* 2, found 1"),
         (REINFORCE, {"dynamic_sampling": True}, "REINFORCE .* dynamic_sampling"),
     ],
 )

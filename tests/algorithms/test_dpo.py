@@ -310,17 +310,17 @@ def test_defaults_and_names() -> None:
     ("arguments", "message"),
     [
         ({"beta": 0}, "beta: input should be greater than 0"),
-        ({"loss_type": "dpo"}, "loss_type: input should be 'sigmoid', 'cdpo'"),
+        ({"loss_type": "dpo"}, r"loss_type: .* 'sigmoid', 'cdpo'"),
         ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "expected 2 numbers, found 1"),
         ({"loss_weights": [1.0, 2.0]}, "expected 1 numbers, found 2"),
         ({"loss_type": ["hinge", "hinge"]}, "names a loss twice"),
-        ({"loss_type": "sft"}, "alone has no preference in it; add a preference loss, or use SFT"),
-        ({"loss_type": ["sigmoid", "sft"], "nll_alpha": 0.1}, "both add the chosen completions' cross-entropy"),
+        ({"loss_type": "sft"}, "loss_type='sft' alone"),
+        ({"loss_type": ["sigmoid", "sft"], "nll_alpha": 0.1}, "nll_alpha=0.1 both"),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 .*loss_type='hinge'"),
-        ({"loss_type": "cdpo"}, "is the sigmoid loss unless label_smoothing is above 0"),
-        ({"label_smoothing": 0.5}, "label_smoothing: input should be less than 0.5"),
-        ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "cannot be split; found micro_batch_size_per_gpu=2"),
-        ({"group_size": 4}, "DPO has no argument 'group_size'"),
+        ({"loss_type": "cdpo"}, r"loss_type='cdpo' .*label_smoothing"),
+        ({"label_smoothing": 0.5}, r"label_smoothing: .* 0.5"),
+        ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "split; found micro_batch_size_per_gpu=2"),
+        ({"group_size": 4}, r"DPO .* 'group_size'"),
     ],
 )
 def test_contradictions_are_told_in_a_sentence(arguments: dict[str, Any], message: str) -> None:
@@ -333,10 +333,10 @@ def test_rows_that_are_no_pairs_are_refused() -> None:
     bare = replace(batch, action_mask=batch.action_mask.clone())
     bare.action_mask[2] = False
     for bad, settings, message in (
-        (examples(4), {}, "pairs of rows, chosen and rejected side by side, found 4 rows"),
+        (examples(4), {}, r"rows, chosen and rejected .* found 4 rows"),
         (batch.select(slice(0, 5)), {}, "found 5 rows"),
-        (bare, {}, "found one without a token; leave"),
-        (bare, {"nll_alpha": 0.5}, "nll_alpha=0.5 learns the chosen one"),
+        (bare, {}, r"found .* token; leave"),
+        (bare, {"nll_alpha": 0.5}, "nll_alpha=0.5 learns"),
     ):
         agent = make(**settings)
         before = weights(agent)

@@ -218,7 +218,7 @@ def test_a_change_that_does_not_fit_changes_nothing() -> None:
     config = agent.config
     for name, message in (
         ("GRPO", "advantage_granularity: input should be"),
-        ("RLOO", "RLOO takes a completion as one action|advantage_granularity"),
+        ("RLOO", r"RLOO .* completion .* action|advantage_granularity"),
         ("PPO", "cannot become 'PPO'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -323,7 +323,7 @@ def test_a_manifest_may_leave_the_algorithm_to_evolution() -> None:
 @pytest.mark.parametrize(
     ("name", "algorithm", "message"),
     [
-        ("choice[GRPO, PPO]", {}, "cannot switch to or from PPO; choose among GRPO, "),
+        ("choice[GRPO, PPO]", {}, r"PPO; .* GRPO"),
         ("choice[GRPO, CIPSO]", {}, "is unknown; did you mean 'CISPO'"),
         ("choice[GRPO]", {}, "at least two different algorithms"),
         ("choice[GRPO, GRPO]", {}, "at least two different algorithms"),

@@ -61,12 +61,12 @@ def test_it_is_grpo_with_the_objective_fixed(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_type": "grpo"}, "GSPO fixes loss_type='gspo', found loss_type='grpo'; leave it out, or use GRPO"),
-        ({"loss_type": "gspo"}, "GSPO fixes loss_type='gspo', found loss_type='gspo'; leave it out"),
-        ({"importance_sampling_level": "token"}, "pools the ratio over the trajectory, found .*'token'; leave it out"),
+        ({"loss_type": "grpo"}, "loss_type='gspo', found loss_type='grpo'"),
+        ({"loss_type": "gspo"}, "loss_type='gspo', found loss_type='gspo'"),
+        ({"importance_sampling_level": "token"}, r"ratio .* trajectory, found .*'token'"),
         ({"importance_sampling_level": "turn"}, "pools the ratio over the trajectory"),
         ({"group_size": 1}, "group_size=1 .*GSPO's"),
-        ({"clip_max": 3.0}, "GSPO has no argument 'clip_max'"),
+        ({"clip_max": 3.0}, r"GSPO .* 'clip_max'"),
     ],
 )
 def test_contradictions_are_refused(runtime: Runtime, settings: dict, message: str) -> None:

@@ -58,20 +58,20 @@ def test_a_tangent_that_is_not_finite_skips_the_step() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda inputs: inputs.logp, r"must return a scalar tensor.*found shape \(16, \d+\); reduce it"),
-        (lambda inputs: inputs.logp.sum().item(), r"found -?[\d.]+ of type float; do not call .item"),
-        (lambda inputs: None, "found None of type NoneType"),
-        (lambda inputs: inputs.logp.detach().sum(), "found one without gradient; compute it from inputs.logp"),
+        (lambda inputs: inputs.logp, r"tensor.*found shape \(16, \d+\)"),
+        (lambda inputs: inputs.logp.sum().item(), r"found -?[\d.]+ of type float; .*\.item"),
+        (lambda inputs: None, r"found None .* NoneType"),
+        (lambda inputs: inputs.logp.detach().sum(), r"found .* inputs.logp"),
         (lambda inputs: inputs.mask.sum(), "found one without gradient"),
         (lambda inputs: (inputs.logp.sum(), 3.0), "of type tuple"),
-        (lambda inputs: (inputs.logp.sum(), {"loss": 1.0}), "metric named 'loss', which the update itself reports"),
+        (lambda inputs: (inputs.logp.sum(), {"loss": 1.0}), "metric named 'loss'"),
         (lambda inputs: (inputs.logp.sum(), {"reward": 1.0}), "metric named 'reward'"),
         (
             lambda inputs: (inputs.logp.sum(), {"x": "high"}),
             "metric 'x' .*, found 'high'",
         ),
         (lambda inputs: (inputs.logp.sum(), {"x": inputs.logp[:, :2]}), r"'x' .* found \(16, 2\)"),
-        (PolicyLoss(surrogate=lambda ratio, advantages, logp: 1.0), "must return a tensor of shape .*, found a float"),
+        (PolicyLoss(surrogate=lambda ratio, advantages, logp: 1.0), r"tensor of shape .*, found a float"),
         (PolicyLoss(ratio=lambda inputs: inputs.logp[:, :1]), r"PolicyLoss\(ratio=...\) must return .* \(16, 1\)"),
     ],
 )
@@ -93,8 +93,8 @@ def test_a_wrong_result_is_told_in_a_sentence(loss: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (3, "a function .* for loss, found 3; pass a function of LossInputs"),
-        (lambda: None, "must take one argument, the LossInputs; it takes none"),
+        (3, r"for loss, found 3; .* LossInputs"),
+        (lambda: None, "LossInputs; it takes none"),
         (lambda *, inputs: None, "as its first argument, by position"),
         (
             lambda inputs, clip_coeff: None,
@@ -111,9 +111,9 @@ def test_what_is_no_loss_function_is_refused_at_construction(loss: Any, message:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"ratio": "sequence"}, r"PolicyLoss\(ratio=...\) takes a function or one of token, turn, trajectory, found"),
-        ({"surrogate": None}, "one of clipped, cispo, dppo, reinforce, found None"),
-        ({"kl": "k4"}, "one of k1, k2, k3, k3., or None, found 'k4'"),
+        ({"ratio": "sequence"}, r"PolicyLoss\(ratio=...\) .* token, turn, trajectory, found"),
+        ({"surrogate": None}, "clipped, cispo, dppo, reinforce, found None"),
+        ({"kl": "k4"}, "k1, k2, k3, k3., or None, found 'k4'"),
         ({"aggregation": "mean"}, "one of seq-mean-token-mean, token-mean"),
     ],
 )

@@ -177,12 +177,12 @@ def test_the_adapted_weight_is_part_of_the_agent(tmp_path: Path) -> None:
     [
         (
             {"kl_target": 0.1, "beta": 0.0},
-            "kl_target=0.1 adapts the weight of the KL, but beta=0 leaves none; set beta",
+            r"kl_target=0.1 .*beta=0",
         ),
-        ({"kl_target": 0.0}, "kl_target: input should be greater than 0"),
-        ({"kl_clamp_value": -1.0}, "kl_clamp_value: input should be greater than 0"),
-        ({"top_entropy_quantile": 1.2}, "top_entropy_quantile: input should be less than or equal to 1"),
-        ({"entropy_coef": -0.1}, "entropy_coef: input should be greater than or equal to 0"),
+        ({"kl_target": 0.0}, r"kl_target: .* 0"),
+        ({"kl_clamp_value": -1.0}, r"kl_clamp_value: .* 0"),
+        ({"top_entropy_quantile": 1.2}, r"top_entropy_quantile: .* 1"),
+        ({"entropy_coef": -0.1}, r"entropy_coef: .* 0"),
     ],
 )
 def test_contradictions_are_refused(runtime: Runtime, settings: dict, message: str) -> None:

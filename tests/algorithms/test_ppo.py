@@ -45,10 +45,10 @@ def test_documented_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": 1e-3}, "two learning rates, lr_actor and lr_critic, found lr=0.001"),
-        ({"clip_coef": 1.5}, r"clip_coef=1.5 gives the ratio bounds \[-0.5, 2.5\]"),
-        ({"gamma": 1.5}, "gamma: input should be less than or equal to 1, found 1.5"),
-        ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "which turn_level_clip=False never does"),
+        ({"lr": 1e-3}, "lr_actor and lr_critic, found lr=0.001"),
+        ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
+        ({"gamma": 1.5}, r"gamma: .* 1, found 1.5"),
+        ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "which turn_level_clip=False"),
         ({"advantage_granularity": "token", "turn_value_reduction": "mean"}, "advantages are those of tokens"),
         ({"turn_level_clip": False, "turn_value_reduction": "mean"}, "use advantage_granularity='turn'"),
     ],

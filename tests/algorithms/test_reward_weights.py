@@ -83,10 +83,10 @@ def test_the_range_of_a_mapping_is_that_of_each_entry() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("reward_weights", r"did you mean 'reward_weights.<name>'\?"),
-        ("reward_weights.", r"did you mean 'reward_weights.<name>'\?"),
-        ("reward_wieghts.even", r"did you mean 'reward_weights.<name>'\?"),
-        ("lr.x", "GRPOConfig has no hyperparameter 'lr.x'"),
+        ("reward_weights", r"'reward_weights.<name>'\?"),
+        ("reward_weights.", r"'reward_weights.<name>'\?"),
+        ("reward_wieghts.even", r"'reward_weights.<name>'\?"),
+        ("lr.x", r"GRPOConfig .* 'lr.x'"),
     ],
 )
 def test_a_gene_that_is_no_entry_is_refused(name: str, hint: str) -> None:
@@ -270,8 +270,8 @@ def plain() -> GradedTask:
 @pytest.mark.parametrize(
     ("weights", "task", "message"),
     [
-        ({"evne": 1.0}, graded, r"reward_weights\.evne: the reward has no part 'evne'; did you mean 'even'\?"),
-        ({"even": 1.0}, plain, r"the reward of probe:constant has no parts; .*GradedTask\("),
+        ({"evne": 1.0}, graded, r"reward_weights\.evne: .* 'evne'; .* 'even'\?"),
+        ({"even": 1.0}, plain, r"probe:constant .* parts; .*GradedTask\("),
         ({"even": 1.0}, ConstantTarget, "the reward of probe:constant has no parts"),
     ],
 )

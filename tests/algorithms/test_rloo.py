@@ -68,12 +68,12 @@ def test_an_update_uses_the_reference(runtime: Runtime) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"importance_sampling_level": "token"}, "RLOO takes a completion as one action.*'token'; leave it out"),
-        ({"importance_sampling_level": "turn"}, "RLOO takes a completion as one action"),
-        ({"adv_norm": "mean_std"}, "RLOO fixes adv_norm='rloo', found adv_norm='mean_std'"),
+        ({"importance_sampling_level": "token"}, r"RLOO .* completion .* action.*'token'"),
+        ({"importance_sampling_level": "turn"}, r"RLOO .* completion"),
+        ({"adv_norm": "mean_std"}, "adv_norm='rloo', found adv_norm='mean_std'"),
         ({"adv_eps": 1e-6}, "RLOO fixes adv_eps"),
         ({"loss_type": "gspo"}, "RLOO fixes loss_type"),
-        ({"group_size": 1}, "RLOO's advantages are relative to the group; use at least 2, or REINFORCE"),
+        ({"group_size": 1}, r"RLOO's .* 2, or REINFORCE"),
     ],
 )
 def test_contradictions_are_refused(runtime: Runtime, settings: dict, message: str) -> None:

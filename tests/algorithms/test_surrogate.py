@@ -297,19 +297,19 @@ INF = float("inf")
             "^delta=.*clip_coef",
         ),
         ((GRPO, PPO), {"delta": 4.0, "dual_clip": 3.0}, "both cap the loss of negative advantages; drop one"),
-        (POLICIES, {"use_kl_advantage_shaping": True, "beta": 0.0}, "beta=0 leaves none; set beta"),
+        (POLICIES, {"use_kl_advantage_shaping": True, "beta": 0.0}, r"beta=0 .* beta"),
         (
             POLICIES,
             {"use_kl_advantage_shaping": True, "kl_placement": "advantage"},
-            "takes the place of the KL in the loss, found kl_placement='advantage'; drop one of them",
+            r"KL .* loss, found kl_placement='advantage'",
         ),
         (
             POLICIES,
             {"kl_target": 0.1, "beta": 0.0},
-            "adapts the weight of the KL, but beta=0 leaves none",
+            r"KL, but beta=0",
         ),
-        (POLICIES, {"beta": INF}, "beta: input should be a finite number, found inf"),
-        (POLICIES, {"clip_coef": (0.5, INF)}, "clip_coef: input should be a finite number, found inf"),
+        (POLICIES, {"beta": INF}, r"beta: .* finite number, found inf"),
+        (POLICIES, {"clip_coef": (0.5, INF)}, r"clip_coef: .* finite number, found inf"),
         (
             (GRPO,),
             {"loss_type": "cispo", "dual_clip": 3.0},
@@ -318,9 +318,9 @@ INF = float("inf")
         (
             (GRPO,),
             {"loss_type": "cispo", "clip_coef": 0.2, "clip_max": 3.0},
-            "both bounds .*, found clip_max as well",
+            r"both bounds .*, found clip_max",
         ),
-        ((GRPO, CISPO), {"clip_min": 6.0}, "clip_min=6.0 is not below clip_max=5.0; lower it"),
+        ((GRPO, CISPO), {"clip_min": 6.0}, r"clip_min=6.0 .* clip_max=5.0"),
     ],
 )
 def test_contradictions_are_told_in_a_sentence(
@@ -360,18 +360,18 @@ STACKED = (torch.ones(6, 4, dtype=torch.int64), torch.ones(6, 3, dtype=torch.boo
 @pytest.mark.parametrize(
     ("cls", "settings", "turn_ids", "message"),
     [
-        (GRPO, {"importance_sampling_level": "turn"}, None, "is 'turn', but no turn_ids were given"),
-        (GRPO, {"advantage_granularity": "turn"}, None, "is 'turn', but no turn_ids were given"),
-        (REINFORCE, {"advantage_granularity": "turn"}, None, "is 'turn', but no turn_ids were given"),
-        (PPO, {"advantage_granularity": "turn"}, None, "is 'turn', but no turn_ids were given"),
-        (GRPO, {"group_size": 4}, None, "groups of group_size=4 consecutive rows, found 6 rows; stack whole groups"),
+        (GRPO, {"importance_sampling_level": "turn"}, None, r"is 'turn', .* turn_ids"),
+        (GRPO, {"advantage_granularity": "turn"}, None, r"is 'turn', .* turn_ids"),
+        (REINFORCE, {"advantage_granularity": "turn"}, None, r"is 'turn', .* turn_ids"),
+        (PPO, {"advantage_granularity": "turn"}, None, r"is 'turn', .* turn_ids"),
+        (GRPO, {"group_size": 4}, None, "group_size=4 consecutive rows, found 6 rows"),
         (
             GRPO,
             {},
             torch.zeros(6, 5, dtype=torch.int64),
-            "as wide as the action masks, found 5 positions",
+            "found 5 positions",
         ),
-        (GRPO, {}, torch.zeros(2, 3, dtype=torch.int64), "expected turn_ids for 6 rows, found them for 2"),
+        (GRPO, {}, torch.zeros(2, 3, dtype=torch.int64), r"expected turn_ids for 6 rows, found .* 2"),
     ],
 )
 def test_experiences_that_do_not_fit_the_settings(

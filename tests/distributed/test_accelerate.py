@@ -95,9 +95,9 @@ def test_two_accelerators_on_one_base(accelerator: Any) -> None:
     ("changes", "sentence"),
     [
         ({"device": torch.device("cuda:0")}, "the accelerator uses cuda:0, but the base model is on cpu"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 of the accelerator has no effect"),
-        ({"mixed_precision": "bf16"}, "mixed_precision='bf16' expects a base in bfloat16, found float32"),
-        ({"state": None}, "must be an accelerate.Accelerator"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"mixed_precision": "bf16"}, r"mixed_precision='bf16' .* bfloat16, found float32"),
+        ({"state": None}, "accelerate.Accelerator"),
     ],
 )
 def test_accelerators_that_do_not_fit(changes: dict[str, Any], sentence: str) -> None:

@@ -115,11 +115,11 @@ class NoAction(Counting):
     ("given", "words"),
     [
         (NoLimit(), r"expected max_turns.* of NoLimit .*found None; .*as_text_env\(..., max_turns=...\)"),
-        (NoSeed(), r"expected NoSeed.reset\(seed=...\), but got an unexpected keyword argument 'seed'"),
-        (NoAction(), r"expected NoAction.step\(action\), but too many positional arguments"),
+        (NoSeed(), r"expected NoSeed.reset\(seed=...\), .* 'seed'"),
+        (NoAction(), r"expected NoAction.step\(action\)"),
         (Counting, r"the class Counting itself"),
         (3, r"int has no reset; .*not an object of int"),
-        (Discreet(), r"action space of Discreet is Discrete\(3\); write a wrapper"),
+        (Discreet(), r"Discreet is Discrete\(3\)"),
         (Echo(), r"expected max_turns.* of Echo"),
     ],
 )
@@ -206,9 +206,9 @@ def test_environments_by_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("agilerl/Nothing-v0", {}, "agilerl/Nothing-v0 cannot be made with no settings: NameNotFound"),
-        ("agilerl.envs.games:Chess", {}, "expected Chess in agilerl.envs.games, found "),
-        ("nothing_like_it:Env", {}, "ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("agilerl/Nothing-v0", {}, r"agilerl/Nothing-v0 .* NameNotFound"),
+        ("agilerl.envs.games:Chess", {}, "expected Chess in agilerl.envs.games, found"),
+        ("nothing_like_it:Env", {}, r"ModuleNotFoundError: No .* 'nothing_like_it'"),
         ("agilerl.envs.games:GuessTheNumber", {"most": 3}, "with most=3: TypeError"),
         ("agilerl.envs:ENVIRONMENTS", {}, "to be a function or a class"),
         ("agilerl.envs.games:GuessTheNumber", {"max_number": 1}, "from 2 to 1000000"),

@@ -71,16 +71,16 @@ def test_a_failing_reward_function_is_not_silent():
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
-        (([], ROWS), EnvError, "at least one row in the train dataset, found none"),
-        ((ROWS, []), EnvError, "at least one row in the exam dataset, found none"),
+        (([], ROWS), EnvError, r"row .* train dataset, found none"),
+        ((ROWS, []), EnvError, r"row .* exam dataset, found none"),
         (
             ([{"question": "a"}], ROWS),
             EnvError,
-            r"column answer or completion or chosen in the train dataset, found question; rename a column with",
+            r"column answer or completion or chosen .* train dataset, found question; .* column with",
         ),
         ((ROWS, [{"prompt": "a", "answer": "b"}]), EnvError, "question and answer in the train.*prompt and answer in"),
-        ((ROWS, [{"Question": "a", "answer": "b"}]), EnvError, "the exam dataset.*; did you mean 'Question'?"),
-        ((["a"], ROWS), EnvError, "expected dicts as rows of the train dataset, found 'a'"),
+        ((ROWS, [{"Question": "a", "answer": "b"}]), EnvError, r"the exam dataset.*; .* 'Question'?"),
+        ((["a"], ROWS), EnvError, r"rows .* train dataset, found 'a'"),
     ],
 )
 def test_bad_datasets(arguments, error, sentence):

@@ -120,12 +120,12 @@ class Broken(Echo):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (("x", 1.0, False, {}), "must return .observation, reward, terminated, truncated, info., found a tuple of 4"),
+        (("x", 1.0, False, {}), ".observation, reward, terminated, truncated, info., found a tuple of 4"),
         ("x", "found a str"),
         (None, "found a NoneType"),
         (("x", float("nan"), False, False, {}), "finite number, found nan"),
         (("x", "1", False, False, {}), "found '1' of type str"),
-        (("x", None, False, False, {}), "must be a finite number, found None"),
+        (("x", None, False, False, {}), "finite number, found None"),
         (("x", [1, 2], False, False, {}), "found \\[1, 2\\] of type list"),
         ((3, 1.0, False, False, {}), "text or a list of messages"),
     ],

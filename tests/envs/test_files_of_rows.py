@@ -161,7 +161,7 @@ def test_no_file_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": "qestion"}, "expected the column 'qestion' in the dataset.*; did you mean 'question'?"),
+        ({"prompt": "qestion"}, r"column 'qestion' .* dataset.*; .* 'question'?"),
         ({"answer": "question"}, "question and answer of the dataset would both be the column answer"),
         ({"a": "question", "b": "question"}, "columns gives the column question of the dataset two names"),
     ],
@@ -174,15 +174,15 @@ def test_column_maps_that_do_not_fit(columns: dict[str, str], message: str) -> N
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "at least one row in the dataset, found none"),
-        ([{"a": "1"}, 5], "expected dicts as rows of the dataset, found 5 in row 1"),
+        ([], r"row .* dataset, found none"),
+        ([{"a": "1"}, 5], r"rows .* dataset, found 5 in row 1"),
         (5, "found 5; .*stream"),
         (
             IterableDataset.from_generator(lambda: iter(ROWS)),
             "IterableDataset; .*stream",
         ),
-        ({"test": ROWS}, r"expected the split train in the dataset, found \['test'\]"),
-        ({1, 2}, "expected a Hugging Face Dataset or a sequence of dicts, found set"),
+        ({"test": ROWS}, r"split train .* dataset, found \['test'\]"),
+        ({1, 2}, r"Hugging Face Dataset .* found set"),
     ],
 )
 def test_what_is_no_dataset(source: object, message: str) -> None:
@@ -248,7 +248,7 @@ def test_a_mixture_knows_its_parts() -> None:
     ("given_sources", "message"),
     [
         ([], "at least one .* to mix"),
-        ([(TEXTS, 0)], "a positive number as the weight of a dataset, found 0"),
+        ([(TEXTS, 0)], r"number .* weight .* dataset, found 0"),
         ([(TEXTS, "2")], "found '2'"),
         ([(TEXTS, True)], "found True"),
         ([(TEXTS, float("nan"))], "found nan"),

@@ -69,7 +69,7 @@ def test_template_without_system_role(tokenizer_without_system_role):
         ([{"role": "assistant", "content": ""}], EnvError, "at least one message"),
         (["3 + 4"], ConfigError, r"a mapping for messages\[0\]"),
         ([{"role": "user"}], ConfigError, "a message is"),
-        ([{"role": "user", "content": None}], ConfigError, "must be text, found None"),
+        ([{"role": "user", "content": None}], ConfigError, "text, found None"),
     ],
 )
 def test_malformed_messages(tokenizer, messages, error, sentence):

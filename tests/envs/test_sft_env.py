@@ -101,7 +101,7 @@ def test_templates_that_do_not_only_append_are_refused(template):
         (TALK[2:], "has the last word"),
         (ASK, "has the last word"),
         ([], r"\(no messages\)"),
-        ([*ASK, {"role": "assistant", "content": "2<end>3"}], "without the end token, found '<end>'"),
+        ([*ASK, {"role": "assistant", "content": "2<end>3"}], "token, found '<end>'"),
     ],
 )
 def test_conversations_that_teach_nothing_or_too_much(tokenizer, messages, message):
@@ -234,13 +234,13 @@ def test_processes_share_a_batch_without_overlap(tokenizer):
 @pytest.mark.parametrize(
     ("train", "options", "error", "message"),
     [
-        ([], {}, EnvError, "at least one row in the train dataset, found none"),
+        ([], {}, EnvError, r"row .* train dataset, found none"),
         ([3], {}, EnvError, "found 3"),
         ([{"prompt": "1", "ansver": "2"}], {}, EnvError, "column target or completion or answer or chosen in the"),
-        (TRAIN, {"data_batch_size_per_gpu": 0}, ConfigError, "1 or more for data_batch_size_per_gpu, found 0"),
+        (TRAIN, {"data_batch_size_per_gpu": 0}, ConfigError, r"1 .* data_batch_size_per_gpu, found 0"),
         (TRAIN, {"loss_on": "prompt"}, ConfigError, "found 'prompt'"),
         (TRAIN, {"max_context_length": 4}, EnvError, "at most 4 tokens"),
-        ([{"prompt": "1", "target": 5}], {}, EnvError, "in the column target, found 5"),
+        ([{"prompt": "1", "target": 5}], {}, EnvError, "column target, found 5"),
         ([{"messages": TALK[:4]}], {}, EnvError, "ends with the assistant"),
     ],
 )

@@ -61,8 +61,8 @@ def test_a_full_context_and_the_turn_limit_truncate(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (lambda prompt: prompt["input_ids"], "at least one token, found none"),
-        (lambda prompt: prompt["input_ids"][:, 1:], "begin with the 9 tokens of the prompt"),
+        (lambda prompt: prompt["input_ids"], "token, found none"),
+        (lambda prompt: prompt["input_ids"][:, 1:], "9 tokens of the prompt"),
     ],
 )
 def test_ids_that_do_not_continue_the_prompt(tokenizer: Any, ids: Any, message: str) -> None:

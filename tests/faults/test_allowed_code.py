@@ -115,17 +115,17 @@ def test_the_command_line_may_name_any_file(place: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("rewards.py:vowel", "expected vowel in .*rewards.py, found dataclass, vowels, Longer"),
-        ("rewards.py:number", "to be a function or a class, found 5"),
+        ("rewards.py:vowel", r"vowel in .*rewards.py, found dataclass, vowels, Longer"),
+        ("rewards.py:number", "function or a class, found 5"),
         ("rewards.py:", "expected path.py:name or module:name"),
         ("rewards.py", "expected path.py:name or module:name"),
         ("rewards.py:a b", "expected path.py:name or module:name"),
         ("nothing.py:x", "cannot be loaded: FileNotFoundError"),
         ("no_such_module:x", "cannot be loaded: ModuleNotFoundError"),
-        ("raises.py:x", "cannot be loaded: RuntimeError: not today"),
+        ("raises.py:x", "RuntimeError: not today"),
         ("leaves.py:x", "cannot be loaded: SystemExit: 0"),
         ("broken.py:x", "cannot be loaded: SyntaxError"),
-        ("rewards.py:Longer", "Longer cannot be made: TypeError"),
+        ("rewards.py:Longer", r"Longer .* TypeError"),
     ],
 )
 def test_code_that_cannot_be_used(name: str, words: str, place: Path) -> None:

@@ -225,8 +225,8 @@ def test_credit_carries_no_gradient():
         (lambda: fn.group_advantages(torch.ones(2, 1), ONE_GROUP), "expected rewards \\[B\\]"),
         (lambda: fn.turn_advantages(torch.ones(2), ONE_GROUP, TURNS), "turn values \\[B, K\\]"),
         (lambda: fn.pool_turn_values(torch.ones(2, 5), TURNS, 2, "last"), "reduction must be"),
-        (lambda: fn.overlong_penalty(torch.tensor([3]), 10, 0), "cache must be between 1 and"),
-        (lambda: fn.overlong_penalty(torch.tensor([3]), 10, 11), "cache must be between 1 and"),
+        (lambda: fn.overlong_penalty(torch.tensor([3]), 10, 0), r"cache .* 1 and"),
+        (lambda: fn.overlong_penalty(torch.tensor([3]), 10, 11), r"cache .* 1 and"),
     ],
 )
 def test_bad_settings_give_a_sentence(call, message):

@@ -193,7 +193,7 @@ def test_logits_never_exist_as_a_whole():
         ({"hidden": torch.zeros(2, 3, 40)}, "hidden \\[M, H\\]"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, "one target per row"),
         ({"temperature": 0.0}, "temperature must be greater than 0"),
-        ({"chunk_rows": 0}, "chunk_rows must be at least 1"),
+        ({"chunk_rows": 0}, r"chunk_rows .* 1"),
         ({"weight": torch.zeros(300, 40, requires_grad=True)}, "frozen"),
     ],
 )

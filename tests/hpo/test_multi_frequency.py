@@ -89,7 +89,7 @@ def test_select_nominates_the_copies_of_winners_for_mutation():
         ({"population_size": 8, "evolution_frequency_ratios": [1]}, "one number for each"),
         ({"population_size": 8, "evolution_frequency_ratios": [2, 4]}, "must start at 1"),
         ({"population_size": 8, "evolution_frequency_ratios": [1, 1]}, "start at 1 and increase"),
-        ({"population_size": 8, "n_winners": 4}, "add up to the 4 agents"),
+        ({"population_size": 8, "n_winners": 4}, "4 agents"),
         ({"population_size": 8, "n_winners": 0, "n_losers": 2}, "at least one winner"),
     ],
 )

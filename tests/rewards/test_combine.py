@@ -127,11 +127,11 @@ def test_weights_that_do_not_fit(weights):
     ("graders", "sentence"),
     [
         ([], "at least one grader"),
-        ([length, length], "two graders are called 'length'"),
-        ([(length, 1e308)], r"as the weight of length, found 1e\+308"),
-        ([(length, 10**400)], "as the weight of length, found 1000"),
-        ([(length, "much")], "as the weight of length, found 'much'"),
-        ([0.5], r"pairs \(grader, weight\), in a CombinedGrader, found 0.5"),
+        ([length, length], r"two graders .* 'length'"),
+        ([(length, 1e308)], r"weight .* found 1e\+308"),
+        ([(length, 10**400)], r"weight .* found 1000"),
+        ([(length, "much")], r"weight .* found 'much'"),
+        ([0.5], r"pairs \(grader, weight\), .* CombinedGrader, found 0.5"),
     ],
 )
 def test_bad_combinations(graders, sentence):

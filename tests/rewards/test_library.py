@@ -120,8 +120,8 @@ def test_json(completion, valid, with_keys):
 @pytest.mark.parametrize(
     ("name", "params", "sentence"),
     [
-        ("acuracy", {}, "expected one of the graders accuracy, .*, found 'acuracy'"),
-        ("length", {}, r"does not take the parameters \[\]: .*target"),
+        ("acuracy", {}, r"graders accuracy, .*, found 'acuracy'"),
+        ("length", {}, r"\[\]: .*target"),
         ("length", {"target": 0}, "1 or more for target"),
         ("length", {"goal": 3}, r"does not take the parameters \['goal'\]"),
         ("overlong", {"max_tokens": 4, "cache_tokens": 5}, "cache_tokens from 1 to max_tokens"),

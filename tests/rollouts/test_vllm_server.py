@@ -154,9 +154,9 @@ def test_nobody_there_is_a_sentence_with_the_command() -> None:
         ),
         ({"/health": (503, {})}, EngineError, "status 503"),
         ({"/version": (200, {"version": "0.9.1"})}, ConfigError, r"runs vLLM 0\.9\.1; expected 0\.32\.x"),
-        ({"/version": (200, "no json")}, ConfigError, "runs vLLM of no version"),
+        ({"/version": (200, "no json")}, ConfigError, "vLLM of no version"),
         ({"/version": (401, {})}, EngineError, "VLLM_API_KEY"),
-        ({"/v1/models": (200, {"data": [{"id": "other"}]})}, ConfigError, "serves 'other', the trainer has '.*tiny'"),
+        ({"/v1/models": (200, {"data": [{"id": "other"}]})}, ConfigError, r"serves 'other', .* '.*tiny'"),
         ({"/v1/models": (200, {"data": []})}, ConfigError, "serves nothing"),
     ],
 )
@@ -196,7 +196,7 @@ def test_another_tokenizer_is_a_sentence() -> None:
         (
             {"/v1/load_lora_adapter": (500, {"error": {"message": "LoRA rank 64 is greater than max_lora_rank 16"}})},
             lambda server: server.load(ADAPTER),
-            r"has room for adapters of rank 16 \(--max-lora-rank\), found rank 64; start it with --max-lora-rank 64",
+            r"rank 16 \(--max-lora-rank\), found rank 64; .* --max-lora-rank 64",
         ),
         (
             {"/v1/load_lora_adapter": (400, {"error": {"message": "no such folder"}})},

@@ -61,7 +61,7 @@ def test_model_config_changes_the_configuration_of_a_model_that_is_loaded() -> N
     base = loaded.runtime.base
     assert (str(base.dtype), base.model.config._attn_implementation) == ("torch.bfloat16", "eager")
     for overrides, message in (
-        ({"rms_norm_epsilon": 3}, "has no setting 'rms_norm_epsilon' to change; did you mean 'rms_norm_eps'"),
+        ({"rms_norm_epsilon": 3}, r"'rms_norm_epsilon' .* 'rms_norm_eps'"),
         ({"dtype": "int3"}, "'int3' contradicts dtype='auto'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -71,7 +71,7 @@ def test_model_config_changes_the_configuration_of_a_model_that_is_loaded() -> N
 def test_a_wrong_option_is_a_sentence() -> None:
     for values, message in (
         ({"torch_compiler": "fast"}, "torch_compiler: .*'default'"),
-        ({"fused_logprobs_chunk_rows": 3}, "fused_logprobs_chunk_rows: .*greater than or equal to 16"),
+        ({"fused_logprobs_chunk_rows": 3}, r"fused_logprobs_chunk_rows: .*greater .* 16"),
         ({"gradient_checkpointing": "perhaps"}, "gradient_checkpointing: .*boolean"),
     ):
         with pytest.raises(ConfigError, match=message):

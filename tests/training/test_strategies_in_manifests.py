@@ -90,14 +90,14 @@ def test_defaults_are_the_strategys_own_and_in_the_document(name: str) -> None:
     ("values", "message"),
     [
         ({"name": "haling"}, "did you mean 'halving'"),
-        ({"name": "halving", "gate": 0.9}, "gate is not a setting of selection_strategy.name=halving"),
+        ({"name": "halving", "gate": 0.9}, r"gate .* selection_strategy.name=halving"),
         ({"name": "halving", "fraction": 0.5}, "fraction is not a setting"),
         ({"name": "truncation", "pulses": {"every": 3}}, "pulses is not a setting"),
         ({"name": "none", "period": 3}, "none of its own"),
         ({"name": "none", "elitism": True}, "elitism is a setting of name: tournament"),
-        ({"name": "knockout", "tournament_size": 2}, "tournament_size is a setting of name: tournament"),
+        ({"name": "knockout", "tournament_size": 2}, r"tournament_size .* tournament"),
         ({"name": "knockout", "params": {"a": 1}}, "params is not a setting"),
-        ({"name": "knockout", "floor": 9}, "floor must be at most population_size=4"),
+        ({"name": "knockout", "floor": 9}, r"floor .* population_size=4"),
         ({"name": "knockout", "pulses": {"factors": [1.0]}}, "must be above 0 and not 1"),
         ({"name": "knockout", "pulses": {"evry": 3}}, "every"),
         ({"name": "multi_frequency", "n_subpopulations": 3}, "multiple of n_subpopulations"),
@@ -252,7 +252,7 @@ def test_code_needs_to_be_allowed_and_to_stand_beside_the_manifest(manifest: Pat
     [
         ("selection_strategy={name: '{own}:Nobody'}", "expected Nobody in"),
         ("selection_strategy={name: '{own}:NoPlan'}", "a class with a method plan"),
-        ("selection_strategy={name: '{own}:Last', params: {kep: 1}}", "cannot be made with selection_strategy.params"),
+        ("selection_strategy={name: '{own}:Last', params: {kep: 1}}", "selection_strategy.params"),
         ("selection_strategy={name: '{own}:Last', period: 1}", "period is not a setting"),
     ],
 )

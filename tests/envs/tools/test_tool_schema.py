@@ -199,7 +199,7 @@ def unreadable(a: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F82
         (many, r"found \*args"),
         (other_argument, "describes cuont, which it does not take; did you mean 'count'"),
         (no_schema, "without a JSON schema"),
-        (unreadable, "cannot be read: name 'Missing'"),
+        (unreadable, r"read: .*'Missing'"),
         (partial(weather, "Ulm"), "Python function or method"),
         ("weather", "Python function or method"),
     ],
