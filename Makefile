@@ -81,7 +81,7 @@ $(TRL_READY): constraints.txt
 		$(TRL) accelerate datasets peft transformers
 	touch $@
 
-format: $(READY) ## Format the code and mend what can be fixed
+format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

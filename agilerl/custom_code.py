@@ -127,7 +127,7 @@ def code_name(name: str) -> str:
 
 
 def file_of(name: str) -> Path | None:
-    """Return the file that code is in, without running any; None where there is none, or a part of Python itself."""
+    """Return the file that code is in, without running any; None if there is none, or if it is a part of Python."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).expanduser().absolute()
@@ -143,8 +143,8 @@ def file_of(name: str) -> Path | None:
 def load_code(where: str, name: str, *, allowed: bool) -> Any:
     """Return the function or class that a setting names, after running the file or module that it is in.
 
-    A file runs under a module name of its own and is not found by ``import``; what it imports has to be. A module is
-    searched in the working directory first.
+    A file runs under a unique module name, so ``import`` does not find it; it can import other modules as usual. A
+    module is searched in the working directory first.
 
     Raises:
         ConfigError: code is not allowed, cannot be found or raises, or has nothing of that name.
@@ -162,7 +162,7 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
             found: Any = run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever foreign code raises, the user gets its reason
+    except BaseException as error:  # custom code may raise anything; report its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if part not in vars(found):

@@ -12,8 +12,8 @@ from typing import Any
 def deferred(name: str, load: Callable[[], Any]) -> Iterator[None]:
     """Let ``import name`` inside the block bind a stand-in; ``load`` imports the library when it is first used.
 
-    The stand-in passes every attribute on. Only modules that are imported inside the block hold it: afterwards
-    ``import name`` means the library itself, for everybody. Nothing is deferred if the library is missing or has been
+    The stand-in passes every attribute on. Only modules that are imported inside the block hold it; afterwards
+    ``import name`` gives every module the library itself. Nothing is deferred if the library is missing or has been
     imported before.
     """
     spec = None if name in sys.modules else find_spec(name)

@@ -347,7 +347,7 @@ class Population:
                 f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
-        scores = self._examine(split, [(a.slot, a) for a in chosen], everybody=agents is None)
+        scores = self._examine(split, [(a.slot, a) for a in chosen], all_agents=agents is None)
         results = {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
         if split == "exam":
             for agent in chosen:
@@ -362,10 +362,10 @@ class Population:
     @checked
     def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
-        return Fitness.from_scores(self._examine(split, [(None, None)], everybody=True)[0])
+        return Fitness.from_scores(self._examine(split, [(None, None)], all_agents=True)[0])
 
     def _examine(
-        self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, everybody: bool
+        self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, all_agents: bool
     ) -> list[list[float]]:
         panel, limit, reserve = self.places(split), self.context_length, self.eval_max_new_tokens or 1
         size = len(panel)
@@ -376,7 +376,7 @@ class Population:
             for number, place in enumerate(panel)
         ]
         groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
-        lost = self._check_exam(report.failures, len(who), size, everybody=everybody)
+        lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
         scores = []
         for k, (_, agent) in enumerate(who):
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
@@ -389,11 +389,11 @@ class Population:
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
 
-    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, everybody: bool) -> set[int]:
-        """Return the places of an exam that count for no agent; raises if ``everybody`` failed."""
+    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
+        """Return the places of an exam that count for no agent; raises if it failed for all agents."""
         errors = [failure for failure in failures if failure.kind != "oom"]
         own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
-        if not everybody:
+        if not all_agents:
             return {place for places in own if len(places) <= size / 2 for place in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size:

@@ -120,7 +120,7 @@ class Runtime:
         self.accelerator: Any = None
         """The ``accelerate.Accelerator`` that the agents were given."""
         self.lockstep: Lockstep | None = None
-        """What keeps forward passes in step where each process holds a part of the base; None: each holds all of it."""
+        """Keeps forward passes in step if each process holds a part of the base; None: each holds all of it."""
         _RUNTIMES[id(base.model)] = self
         self.options = SharedOptions() if options is None else options
         self._fixed = frozenset(self.options.model_fields_set)
@@ -229,7 +229,7 @@ class Runtime:
             self._apply(changed)
 
     def _apply(self, options: SharedOptions) -> None:
-        """Make the base and the engine work as the options say; nothing changes where one cannot be had."""
+        """Make the base and the engine work as the options say; if one is not available, nothing changes."""
         self.base.configure(options)
         own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(own, TorchEngine):
@@ -263,7 +263,7 @@ class Runtime:
     def forward(self, parts: Sequence[AgentRows], *, entropy: bool = False) -> list[TokenOutputs]:
         """Return the outputs of each part from one forward pass over all of them.
 
-        Parts without a slot come last. Where the base does not compute rows in one line (``base.flattens``), all parts
+        Parts without a slot come last. If the base does not compute rows in one line (``base.flattens``), all parts
         have the same padded length. The language-model head runs on the action tokens of the parts that need it only.
         Positions off an action mask carry no gradient.
         """
@@ -327,7 +327,7 @@ class Runtime:
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).
 
-        Where memory runs out, the rows of a forward are halved; raises MemoryExhaustedError where it does not hold one.
+        If memory runs out, the rows of a forward are halved; raises MemoryExhaustedError if not even one row fits.
         """
         return self._without_gradient(AgentRows(slot, batch, temperature), most)
 
@@ -363,7 +363,7 @@ class Runtime:
     def accelerate(self, accelerator: Any) -> None:
         """Work with the processes of an ``accelerate.Accelerator``, the base divided as its plugin says.
 
-        None leaves things as they are. Raises ConfigError where it does not fit this base, or another one is in use.
+        None changes nothing. Raises ConfigError if it does not fit this base, or if another one is in use.
         """
         if accelerator is None or accelerator is self.accelerator:
             return
@@ -385,7 +385,7 @@ class Runtime:
         return generate_beside(self.processes, self.lockstep, self.engine, requests)
 
     def first_number(self, count: int) -> int:
-        """Return the number of the first of ``count`` things of this process, where all of them are numbered on."""
+        """Return the number of this process's first thing, if those of all processes are counted one after another."""
         if self.processes.size == 1:
             return 0
         counts = [int.from_bytes(part) for part in self.processes.gather(count.to_bytes(8))]
@@ -419,7 +419,7 @@ class Runtime:
         return result
 
     def _fill(self, result: Tensor, places: range, rows: AgentRows, most: MicroBatch, *, entropy: bool) -> None:
-        """Compute some rows of a batch into ``result``; halves the tokens of a forward where memory runs out."""
+        """Compute some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
         before, waiting = self.limits.train_tokens, [torch.arange(places.start, places.stop)]
         flat, alone = self.base.flattens, most._replace(unit=1)
         while waiting:

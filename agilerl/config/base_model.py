@@ -89,7 +89,7 @@ class SharedOptions(_Options):
     """Settings of the model's own configuration to change while it is loaded by name (``dtype``,
     ``rope_scaling``, ...); also called ``model_config``."""
     attn_implementation: AttentionKind | None = None
-    """How attention is computed; None: what transformers chooses, SDPA where the model has it."""
+    """How attention is computed; None: what transformers chooses, SDPA if the model has it."""
     lora_target_scope: str | None = None
     """Part of a module's path that adapted layers lie under, for instance ``language_model`` of a multimodal model."""
     gradient_checkpointing: bool = False

@@ -24,8 +24,8 @@ class DistributedConfig(Section):
     """Several processes: each island of them has one base and a share of the agents."""
 
     backend: Literal["auto", "none", "torch", "ray"] = "auto"
-    """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one, whoever has
-    started it; ``torch``: only under such a launcher; ``ray``: this command starts the islands on a Ray cluster."""
+    """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one, however it was
+    started; ``torch``: only under such a launcher; ``ray``: this command starts the islands on a Ray cluster."""
     processes_per_island: Annotated[int | None, Field(ge=1)] = None
     """Processes that share the work of the same agents; None: 1, and all of them under accelerate launch."""
     sharding: Literal["auto", "none", "fsdp2", "zero3"] = "auto"
@@ -42,22 +42,22 @@ class DistributedConfig(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Times that ``ray`` restarts from the last checkpoint after an island was lost."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest that one process waits for another before it takes it for lost."""
+    """Longest time that one process waits for another before it counts as lost."""
     vllm_servers: Annotated[int, Field(ge=0)] = 0
     """vLLM servers that ``ray`` starts beside the islands, each with ``gpus_per_server`` GPUs."""
     gpus_per_server: Annotated[float, Field(ge=0)] = 1.0
     """GPUs that ``ray`` reserves for each vLLM server."""
 
     def base_sharding(self, environment: Mapping[str, str] = os.environ) -> Sharding:
-        """Return how the base is held; raises ConfigError for what accelerate launch cannot have of this package."""
+        """Return how the base is held; raises ConfigError for settings of accelerate launch that are not supported."""
         return wanted_sharding(environment) if self.sharding == "auto" else self.sharding
 
 
 def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process is to work together with others that a launcher has started.
+    """Return whether this process works together with others that a launcher has started.
 
-    Raises ConfigError where a launcher was asked for several processes and has started one, where its variables are no
-    numbers, and for settings that need several processes where there is one.
+    Raises ConfigError if a launcher was asked for several processes and has started one, if its variables are not
+    numbers, and for settings that need several processes if there is only one.
     """
     if config.backend == "ray":
         return False

@@ -79,22 +79,21 @@ class GraderConfig(Section):
     name: Annotated[str, Field(min_length=1)]
     """``task``, the task's own reward, or a grader of the package: ``accuracy``, ``exact_match``, ``format_tags``,
     ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``. With
-    ``--allow-code`` also a function or class of one's own: ``rewards.py:my_reward``, in the manifest's folder or below,
-    or ``module:Name``."""
+    ``--allow-code`` also a custom function or class: ``rewards.py:my_reward``, in the manifest's folder or below, or
+    ``module:Name``."""
     weight: Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)] = 1.0
-    """What its score is multiplied by; one of weight 0 is logged and no more."""
+    """Factor on its score; a grader of weight 0 is only logged."""
     params: Params = Field(default_factory=dict)
     """Its parameters, as in Python. No secrets: those come from environment variables."""
     isolate: bool = False
-    """Run a function of one's own in a process of its own, which is killed when it hangs; for functions alone."""
+    """Run a custom function in a separate process, which is killed when it hangs; only for functions."""
     timeout: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds for one completion of an isolated grader; more is no grade, and counted."""
+    """Seconds for one completion of an isolated grader; a slower one has no grade and counts as a failure."""
     workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Call a function of one's own from so many threads (with ``isolate``: in so many processes) at a time, as
-    completions end, while others are still generated. None: from the run's own thread when all have ended, or in one
-    process."""
+    """Call a custom function from this many threads (with ``isolate``: processes) at a time, as completions end, while
+    others are still generated. None: from the run's own thread when all have ended, or in one process."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
-    """What metrics call it, in place of ``name``."""
+    """Its name in metrics, in place of ``name``."""
 
     @property
     def called(self) -> str:
@@ -118,7 +117,7 @@ class EnvironmentConfig(Section):
     """What is learned from: rewards of the agents' own completions, the right answers (``sft``), pairs of the right
     and a careless answer (``preference``), or returns of the episodes of ``env_id`` (``multiturn``)."""
     task: str | None = "reasoning_gym:spell_backward"
-    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None where there is a ``dataset`` or an
+    """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None if there is a ``dataset`` or an
     ``env_id``."""
     dataset: Datasets = None
     """Rows of your own in place of a task: a list of datasets, which are mixed by weight; or one of them; or its path
@@ -138,14 +137,13 @@ class EnvironmentConfig(Section):
     """Levels of a reasoning_gym task, from easy to hard; None: all of training is alike."""
     env_id: str | None = None
     """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``. With
-    ``--allow-code`` also a class of one's own: ``env.py:MyEnv``, in the manifest's folder or below, or
-    ``module:Name``."""
+    ``--allow-code`` also a custom class: ``env.py:MyEnv``, in the manifest's folder or below, or ``module:Name``."""
     max_turns: Annotated[int | None, Field(ge=1)] = None
     """``multiturn``: most actions of an episode; None: the environment's own limit."""
     enable_sliding_window: bool = False
-    """``multiturn``: where the context is full, forget the oldest turns; False cuts the episode."""
+    """``multiturn``: if the context is full, forget the oldest turns; False cuts the episode."""
     apply_chat_template: bool = True
-    """``multiturn``: False writes observations as they are, each on lines of its own."""
+    """``multiturn``: False writes observations as they are, each on separate lines."""
     strict_chat_template_boundary: bool = True
     """``multiturn``: refuse a chat template that rewrites earlier turns; False follows it, one row for each turn."""
     step_timeout: Annotated[float | None, Field(gt=0)] = 60.0
@@ -155,14 +153,14 @@ class EnvironmentConfig(Section):
     graders: Annotated[list[GraderConfig] | None, Field(min_length=1)] = None
     """The parts of the reward, whose weighted sum agents learn from; None: the task's own reward alone."""
     fitness_grader: str | None = None
-    """What exams and tests measure where there are ``graders``: ``task``, or one of them by its label or name; None:
-    their sum, as in training."""
+    """What exams and tests measure if there are ``graders``: ``task``, or one of them by its label or name; None: their
+    sum, as in training."""
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
     eval_prompts: Annotated[int, Field(ge=2, le=100_000)] = 128
-    """Size of the exam that selection uses; where there are too few questions or rows it is smaller, with a warning."""
+    """Size of the exam that selection uses; smaller, with a warning, if there are too few questions or rows."""
     test_prompts: Annotated[int, Field(ge=2, le=100_000)] = 400
-    """Size of the test set that only the final numbers use; smaller as the exam is."""
+    """Size of the test set that only the final numbers use; smaller if the exam has to be."""
     holdout: Literal["reserved", "any"] = "reserved"
     """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
     questions: from all of them, and training leaves out those that were drawn."""

@@ -126,7 +126,7 @@ def _text(path: Path, name: str) -> str:
         is_file, size = path.is_file(), path.stat().st_size if path.exists() else 0
         text = path.read_text(encoding="utf-8-sig") if is_file and size <= _MANIFEST_BYTES else ""
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} cannot be read: it is no UTF-8 text (byte {error.start})") from error
+        raise ConfigError(f"{name} cannot be read: it is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     if not is_file:
@@ -137,7 +137,7 @@ def _text(path: Path, name: str) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Return what is at a path that is no plain file."""
+    """Return what is at a path that is not a plain file."""
     tests = {"a folder": path.is_dir, "a named pipe": path.is_fifo, "a socket": path.is_socket}
     tests |= {"a device": lambda: path.is_char_device() or path.is_block_device()}
     return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
@@ -318,9 +318,9 @@ def check_source(algorithm: str, learns_from: str, env_type: str) -> None:
 
 
 def check_hyperparameters(config: RunConfig, declared: Collection[str], of_grpo: Collection[str]) -> None:
-    """Raise ConfigError for a key under ``algorithm`` that is no hyperparameter.
+    """Raise ConfigError for a key under ``algorithm`` that is not a hyperparameter.
 
-    Those of GRPO pass: an algorithm's own Config says why it has not one of them.
+    Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
     """
     for key in split_options(config.algorithm)[0]:
         if key != "name" and key not in declared and key not in of_grpo:
@@ -329,7 +329,7 @@ def check_hyperparameters(config: RunConfig, declared: Collection[str], of_grpo:
 
 
 def check_gene(gene: str, algorithm: str, declared: Collection[str], genes: Iterable[str]) -> None:
-    """Raise ConfigError for a gene that is no hyperparameter of an algorithm."""
+    """Raise ConfigError for a gene that is not a hyperparameter of an algorithm."""
     if gene.partition(".")[0] not in declared:
         raise ConfigError(
             f"mutation.rl_hp_selection.{gene}: {algorithm} has no hyperparameter {shown(gene)}; {nearest(gene, genes)}"

@@ -62,7 +62,7 @@ def locate_within(environment: Any, folder: Path) -> None:
     def found_param(path: str, key: str) -> str:
         if is_packaged(path):
             return path
-        given = Path(os.path.expanduser(path))  # which leaves the home of nobody as it is
+        given = Path(os.path.expanduser(path))  # which keeps the home of an unknown user as it is
         target = next((place for place in (folder / given, Path.cwd() / given) if place.exists()), folder / given)
         inside(target, path, key)
         return str(target.absolute())
@@ -152,7 +152,7 @@ def _params(environment: Any) -> Iterator[tuple[Any, Any, str]]:
 
 
 def leads_to(text: str, root: Path) -> Path | None:
-    """Return the place on this machine that a text may name, as seen from ``root``; None where it names none.
+    """Return the place on this machine that a text may name, as seen from ``root``; None if it names none.
 
     That is a path that exists, one that begins with a folder that exists (the rest may be a pattern), or one that
     climbs with ``..``; also after ``file:``.
@@ -162,12 +162,12 @@ def leads_to(text: str, root: Path) -> Path | None:
         if given.is_absolute():
             return given if len(given.parts) > 1 and Path(*given.parts[:2]).exists() else None
         return root / given if given.name and (".." in given.parts or (root / given).exists()) else None
-    except (OSError, ValueError, RuntimeError):  # too long for a path, with a null byte, or somebody's home
+    except (OSError, ValueError, RuntimeError):  # too long for a path, with a null byte, or an unknown user's home
         return None
 
 
 def _replace(environment: Any, found: Callable[[str, str], str]) -> None:
-    """Replace each path; what is no path is left for the checks of the settings."""
+    """Replace each path; other values are left for the checks of the settings."""
     if not isinstance(environment, dict):
         return
     for key in _KEYS:
@@ -198,14 +198,14 @@ def _replace_code_at(owner: dict[str, Any], name: str, key: str, found: Callable
 def _replaced(entry: Any, key: str, found: Callable[[str, str], str]) -> Any:
     if isinstance(entry, dict):
         return {**entry, "path": _replaced(entry["path"], key, found)} if "path" in entry else entry
-    # What is no name of a file is left for the checks of the settings.
+    # Values that are not names of files are left for the checks of the settings.
     return found(entry, key) if isinstance(entry, str) and entry and entry.isprintable() else entry
 
 
 def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """Return the sha256 of each file that a configuration names, by its path: ``data``, and ``code`` that it runs.
 
-    Raises CheckpointError where a file cannot be read.
+    Raises CheckpointError if a file cannot be read.
     """
     found: dict[str, dict[str, str]] = {"code": {}, "data": {}}
     for kind, path in _named(config):

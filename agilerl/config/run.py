@@ -23,9 +23,9 @@ _LARGEST_SEED = 2**63 - 1
 Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 
 EVO_STEPS = 8
-"""Iterations between selections where a manifest gives none; knockout and pulses go by the budget instead."""
+"""Iterations between selections if a manifest gives none; knockout and pulses go by the budget instead."""
 DEFAULT = "knockout"
-"""The strategy of a manifest that names none."""
+"""The strategy if a manifest names none."""
 ANNEALING = LRSchedule("linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
@@ -34,7 +34,7 @@ def _strategy(name: str | None) -> str | None:
     if name is None or name in SETTINGS or names_code(name):
         return name
     raise ValueError(
-        f"expected one of the strategies {', '.join(SETTINGS)}, or code of your own (strategy.py:MySelection), found "
+        f"expected one of the strategies {', '.join(SETTINGS)}, or custom code (strategy.py:MySelection), found "
         f"{shown(name)}; {nearest(name, SETTINGS)}"
     )
 
@@ -178,22 +178,22 @@ class PulseConfig(Section):
     challenge: Annotated[float, Field(ge=0.5, le=1)] = 0.8
     """Probability of being better, by the paired exam, with which a challenger takes over."""
     until: Annotated[float, Field(ge=0, le=1)] = 0.4
-    """Share of the budget from which on there are no more challengers."""
+    """Share of the budget after which there are no more challengers."""
     guard: Annotated[float, Field(ge=0.5, le=1)] = 0.99
     """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""
     guard_factor: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """What its learning rates are multiplied by then."""
+    """Factor on its learning rates then."""
 
 
 class SelectionConfig(Section):
-    """Who survives. What is left out has the strategy's own default; what another strategy has is refused."""
+    """Who survives. Omitted settings have the strategy's own default; settings of another strategy are refused."""
 
     name: Annotated[str | None, AfterValidator(_strategy)] = None
     """``knockout``, ``pulses``, ``tournament``, ``truncation``, ``halving``, ``multi_frequency``, ``none`` (keep all
-    agents, which is random search), or code of your own, ``strategy.py:MySelection``. None: ``tournament`` where
+    agents, which is random search), or custom code, ``strategy.py:MySelection``. None: ``tournament`` if
     ``tournament_size`` or ``elitism`` is given, else the default."""
     tournament_size: Annotated[int, Field(ge=1)] = 2
-    """Tournament: agents that compete for one place; where it is not given, at most as many as there are."""
+    """Tournament: agents that compete for one place; if not given, at most as many as there are."""
     elitism: bool = True
     """Tournament: the best agent keeps its place."""
     gate: Annotated[float | None, Field(ge=0.5, lt=1)] = None
@@ -224,7 +224,7 @@ class SelectionConfig(Section):
     pulses: PulseConfig | None = None
     """Knockout and pulses: later rounds."""
     params: dict[str, Any] | None = None
-    """Code of your own: keywords of its class."""
+    """Custom code: keywords of its class."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
     """Best exams whose agents sit a second panel at the end, as large as the exam, which chooses the elite.
     None: 3 for knockout and pulses on tasks that make questions, else 1, which is the best exam's."""
@@ -333,7 +333,7 @@ class RunConfig(Section):
 
     @property
     def genes(self) -> dict[str, GeneConfig]:
-        """The hyperparameters that evolve; where none is named, the learning rate does in knockout and pulses."""
+        """The hyperparameters that evolve; if none is named, the learning rate in knockout and pulses."""
         if "rl_hp_selection" in self.mutation.model_fields_set or self.selection_strategy.strategy not in ANNEALED:
             return self.mutation.rl_hp_selection
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
@@ -382,7 +382,7 @@ class RunConfig(Section):
 
     @property
     def tournament_size(self) -> int:
-        """Agents that compete for one place; the default is no more than there are."""
+        """Agents that compete for one place; by default at most as many as there are."""
         size, given = self.selection_strategy.tournament_size, self.selection_strategy.model_fields_set
         return size if "tournament_size" in given else min(size, self.training.pop_size)
 

@@ -38,7 +38,7 @@ def _url(text: str | None) -> str | None:
     wrong = ValueError(f"expected the address of a server, for instance http://localhost:8000, found {text!r}")
     try:
         parts = urlsplit(text)
-        port = parts.port  # raises for what is no port
+        port = parts.port  # raises for an invalid port
     except ValueError:
         raise wrong from None
     blank = any(character.isspace() for character in text)
@@ -101,15 +101,15 @@ class VLLMConfig(BaseModel):
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion, in training and in exams."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Taken off the logit of a token that was generated before."""
+    """Subtracted from the logit of a token that was generated before."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Taken off the logit of a token for each time it was generated before."""
+    """Subtracted from the logit of a token for each time it was generated before."""
     lora_staging_dir: str | None = None
-    """Folder that adapters pass through; None: one in memory (``/dev/shm``) where there is such. A server on another
-    machine must see it under the same path."""
+    """Folder that adapters pass through; None: one in memory (``/dev/shm``) if possible. A server on another machine
+    must see it under the same path."""
     base_url: Annotated[str | None, AfterValidator(_url)] = None
     """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``
-    and sent where you allow it: to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
+    and only sent if you allow it: to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
     server_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Seconds to wait for a server that is still starting."""
     request_timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -117,9 +117,9 @@ class VLLMConfig(BaseModel):
     probe_tokens: Annotated[int, Field(ge=0, le=64)] = 4
     """Tokens of each new adapter whose log-probs are compared with the trainer's; 0: never."""
     probe_tolerance: Annotated[float | None, Field(gt=0)] = None
-    """Largest mean difference of those log-probs in nats; None: 0.001 where vLLM computes in float32, else 0.1."""
+    """Largest mean difference of those log-probs in nats; None: 0.001 if vLLM computes in float32, else 0.1."""
     exams: Literal["vllm", "torch"] = "vllm"
-    """Engine of exams and tests; ``torch`` gives the same bits whoever else is examined."""
+    """Engine of exams and tests; ``torch`` gives the same bits whichever other agents are examined."""
 
     def __init__(self, **settings: Any) -> None:
         named = {_OF_TRL.get(name, name): value for name, value in settings.items()}
@@ -133,25 +133,25 @@ class VLLMConfig(BaseModel):
     def _agrees(self) -> Self:
         if self.sleep_mode_level != 1:
             raise ValueError(
-                f"sleep_mode_level={self.sleep_mode_level} would forget the base's weights, which nothing gives back "
-                "to vLLM: only adapters are sent; use 1"
+                f"sleep_mode_level={self.sleep_mode_level} would forget the base's weights, which vLLM would not get "
+                "back, because only adapters are sent; use 1"
             )
         if self.strip_multimodal_towers:
             raise ValueError("strip_multimodal_towers=True is not available; leave it out")
         if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:
-            raise ValueError(f"max_lora_rank={self.max_lora_rank} is more than vLLM can, which is {LORA_RANKS[-1]}")
+            raise ValueError(f"max_lora_rank={self.max_lora_rank} is above vLLM's maximum, {LORA_RANKS[-1]}")
         # Not whether it was given: a resolved manifest gives everything.
         given = [name for name in _OF_ENGINES if getattr(self, name) != type(self).model_fields[name].default]
         if self.base_url is not None and given:
             raise ValueError(
-                f"{given[0]} is set where the server at {self.base_url} is started (vllm serve --"
-                f"{given[0].replace('_', '-')}); leave it out here, or leave out base_url"
+                f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{given[0].replace('_', '-')}"
+                "); leave it out here, or leave out base_url"
             )
         return self
 
 
 def lora_capacity(rank: int) -> int:
-    """Return the smallest rank that vLLM reserves room for and that holds ``rank``; ConfigError where there is none."""
+    """Return the smallest rank that vLLM reserves room for and that holds ``rank``; ConfigError if there is none."""
     for capacity in LORA_RANKS:
         if rank <= capacity:
             return capacity

@@ -123,16 +123,16 @@ class IslandPopulation(Population):
         own = super().evaluate_base
         return shared_fitness(self.exchange, 0, lambda: own(split))
 
-    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, everybody: bool) -> set[int]:
+    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         if not self._all_sit_it:
-            return super()._check_exam(failures, examined, size, everybody=everybody)
+            return super()._check_exam(failures, examined, size, all_agents=all_agents)
         found = self.exchange.all((examined, [asdict(failure) for failure in failures]))
         everything: list[Failure] = []
         before = 0
         for count, part in found:
             everything += [Failure(**{**f, "request": f["request"] + before * size}) for f in part]
             before += count
-        return super()._check_exam(everything, before, size, everybody=True)
+        return super()._check_exam(everything, before, size, all_agents=True)
 
     def _checkups(self) -> dict[int, Checkup]:
         found = self.exchange.merged({index: asdict(checkup) for index, checkup in super()._checkups().items()})

@@ -32,7 +32,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean over the valid positions, 0 where there are none."""
+    """Return the mean over the valid positions, 0 if there are none."""
     count = mask.expand(torch.broadcast_shapes(mask.shape, x.shape))  # type: ignore[no-untyped-call]
     number = count.sum() if dim is None else count.sum(dim)
     return masked_sum(x, mask, dim) / number.clamp(min=1)

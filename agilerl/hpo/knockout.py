@@ -119,10 +119,11 @@ class PulseSelection:
 class KnockoutSelection:
     """Every ``period`` generations the worse half of the founders leaves: N -> N/2 -> ... -> ``floor``.
 
-    Agent 0 has the user's configuration and is seeded: where it would leave, it stays in place of the last agent that
+    Agent 0 has the user's configuration and is seeded: if it would leave, it stays in place of the last agent that
     would stay, unless that one is better with probability at least ``confidence`` by the paired exam
-    (``probability_better``); a tie is no evidence. An agent whose fitness is not finite leaves at once. What the losers
-    would have spent, the others do. ``population_size`` is the number of founders, of indices 0 to population_size - 1.
+    (``probability_better``); a tie is not evidence. An agent whose fitness is not finite leaves at once. The agents
+    that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose indices are
+    0 to population_size - 1.
 
     Later rounds: once one agent is left, ``later`` plans (None: ``PulseSelection()``, which tests it with challengers).
     With a ``floor`` above 1 the last agents stay as they are.

@@ -29,7 +29,7 @@ class Birth:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best exam of a run so far, of an agent that need not live any more; the run keeps a copy of it."""
+    """The best exam of a run so far; its agent may have died, but the run keeps a copy of it."""
 
     agent: int
     fitness: Fitness
@@ -42,7 +42,7 @@ class Standing:
     spent: float = 0.0
     """Share of the run's budget that is spent, in [0, 1]."""
     best: Best | None = None
-    """The best exam before this one; None at the first exam, and where no copy was kept."""
+    """The best exam before this one; None at the first exam, and if no copy was kept."""
 
 
 AT_THE_START = Standing()
@@ -78,7 +78,7 @@ class Plan:
             raise ConfigError(f"A plan may mutate agents in its slots only, and never the elite, found {self}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data for JSON; what few strategies use stands there only where it is used."""
+        """Return the plan as plain data for JSON; fields that few strategies use are left out if unused."""
         values = asdict(self) | {name: list(getattr(self, name)) for name in ("slots", "deaths", "mutants")}
         values["births"] = [
             {name: value for name, value in asdict(birth).items() if name in _ALWAYS or value != _UNUSED[name]}

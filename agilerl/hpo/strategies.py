@@ -54,7 +54,7 @@ def strategy_class(name: str) -> Any:
 
 
 def defaults_of(name: str) -> dict[str, Any]:
-    """Return the settings of a strategy with their defaults; None where it takes one from the population."""
+    """Return the settings of a strategy with their defaults; None if it takes one from the population."""
     if name == "pulses":
         return {"pulses": _keywords("pulses")}
     found = _keywords(name)

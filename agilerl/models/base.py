@@ -143,7 +143,7 @@ class BaseModel:
     def decodes_exactly(self) -> bool:
         """Whether decoding and training forwards agree up to the rounding of fp32.
 
-        They do not in 16 bits (or with matrix products in TF32), where the two round in a different order, nor if
+        They do not in 16 bits (or with matrix products in TF32), because the two round in a different order, nor if
         layers are quantised, or compiled for training: a log-prob then differs by about a hundredth of a nat, which is
         more than GSPO's bounds.
         """

@@ -9,7 +9,7 @@ import torch
 Result = TypeVar("Result")
 
 _SIGNS = ("out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What out-of-memory errors of torch and the drivers say, if they have no type of their own."""
+"""Words in out-of-memory errors of torch and the drivers that have no type of their own."""
 
 
 @dataclass

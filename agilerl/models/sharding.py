@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
-"""What torch's errors say, which have no type of their own, if another process does not take part."""
+"""Words in torch's errors if another process is lost; those errors have no type of their own."""
 _FINE, _FAILED = b"\0", b"\1"
 _ERRORS: dict[str, type[AgileRLError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
@@ -237,7 +237,7 @@ def shard_base(base: BaseModel, store: AdapterStore, processes: Processes, shard
     """Let each process hold a part of the base's layers; a layer is gathered when it is needed.
 
     Every process holds the embeddings, the last norm, the head and the adapters whole. Returns the lockstep of the
-    forward passes; None with ``none`` and in a group of one, where nothing is sharded. Raises ConfigError for a base
+    forward passes; None with ``none`` and in a group of one process: nothing is sharded. Raises ConfigError for a base
     that cannot be sharded, and if DeepSpeed is missing.
     """
     if sharding not in get_args(Sharding):

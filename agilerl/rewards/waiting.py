@@ -139,7 +139,7 @@ class EarlyGrading:
     """
 
     def __init__(self, graders: Sequence[WaitingGrader], columns: Collection[str] = ()) -> None:
-        """``columns`` are those of all rows of the batch: a grader gets each of them, or None where a row lacks it."""
+        """``columns`` are those of all rows of the batch: a grader gets each of them, or None if a row lacks it."""
         self.graders = list({id(grader): grader for grader in graders}.values())
         self.columns = tuple(columns)
         self._held: dict[int, tuple[str, str, Mapping[str, Any]]] = {}

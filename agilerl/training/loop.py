@@ -274,8 +274,8 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
         own[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
-    everybody = session.topology.peers.merged(own)
-    for index, done in everybody.items():
+    merged = session.topology.peers.merged(own)
+    for index, done in merged.items():
         progress.samples += done["samples"]
         if session.config.equal_tokens:
             tokens, iterations = progress.pace.get(index, (0, 0))
@@ -286,17 +286,17 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         generation=progress.generation,
         iteration=progress.iteration,
         progress=min(_spent(session, progress), 1.0),
-        metrics={index: done["metrics"] for index, done in everybody.items()},
-        outcomes={index: done["outcome"] for index, done in everybody.items()},
+        metrics={index: done["metrics"] for index, done in merged.items()},
+        outcomes={index: done["outcome"] for index, done in merged.items()},
         completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
     )
 
 
 def _waiting(session: Session, progress: Progress) -> frozenset[int]:
-    """Return the agents that another iteration would take further ahead of the thriftiest than half of its cost.
+    """Return the agents that another iteration would put ahead of the cheapest agent by more than half of its cost.
 
-    The agent whose iterations cost least never waits. So at an exam all have spent what it has, to within half of an
-    iteration of their own, if the generation is long enough to make up for the first one, whose cost nobody knows.
+    The agent whose iterations cost least never waits. So at an exam all agents have spent what it has, to within half
+    an iteration of theirs, if the generation is long enough to make up for the first one, whose cost is unknown.
     """
     if not session.config.equal_tokens:
         return frozenset()

@@ -46,7 +46,7 @@ class Resolved:
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
     selection: SelectionStrategy | None
-    """None for code of the user's, until it is loaded (``agilerl.training.setup``)."""
+    """None for custom code until it is loaded (``agilerl.training.setup``)."""
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
@@ -54,7 +54,7 @@ class Resolved:
         return self.algorithms[0]
 
     def with_rate(self, base_name: str, hidden_size: int, family: str) -> "Resolved":
-        """Return the settings with a learning rate for this base, where none was given and one is known.
+        """Return the settings with a learning rate for this base, if none was given and one is known.
 
         The documented tournament keeps the algorithm's own default, and so do algorithms that learn from data.
         """
@@ -66,7 +66,7 @@ class Resolved:
             for name in LEARNING_RATES
             if name in self.algorithm.Config.model_fields and name not in self.hyperparameters.model_fields_set
         ]
-        # A range that the user gave is kept, also where it leaves the rate out.
+        # A range that the user gave is kept, even if it excludes the rate.
         rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
         values = self.hyperparameters.model_dump(exclude_unset=True) | rates
         return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self

@@ -63,7 +63,7 @@ class Progress:
     """The agent that took it."""
     elite_iteration: int | None = None
     kept: list[Kept] = field(default_factory=list)
-    """The best exams, best first, one agent each; empty where no more than the elite is kept."""
+    """The best exams, best first, one agent each; empty if only the elite is kept."""
     pace: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tokens and iterations of each agent in this generation; only kept where agents are compared at equal tokens."""
     fitness: dict[int, Fitness] = field(default_factory=dict)

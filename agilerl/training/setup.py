@@ -243,8 +243,8 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 def _evo_steps(config: RunConfig, population: Population) -> int:
     """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
 
-    A completion counts as ``max_output_tokens``, or 64 tokens where that is not set: real ones are at most as long, so
-    budgets in tokens give more generations, not fewer.
+    A completion counts as ``max_output_tokens``, or 64 tokens if that is not set. Real ones are at most as long, so a
+    budget in tokens gives more generations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
@@ -412,7 +412,7 @@ _WHERE = "selection_strategy.name"
 
 
 class CustomSelection:
-    """Calls a strategy of the user's, and checks that what it returns is a plan for these agents."""
+    """Calls a custom strategy, and checks that it returns a plan for these agents."""
 
     def __init__(self, name: str, inner: Any) -> None:
         self.name, self.inner = name, inner
@@ -468,7 +468,7 @@ class CustomSelection:
 
 
 def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
-    """Return the strategy of the user's that a configuration names, made with ``selection_strategy.params``.
+    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``.
 
     Raises ConfigError if code is not allowed, cannot be loaded, refuses the parameters, or has no ``plan``.
     """
