@@ -131,7 +131,7 @@ class PPO(LLMAlgorithm):
 
     @classmethod
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
-        if "lr" in keywords:  # a sentence of its own, before the general one about unknown names
+        if "lr" in keywords:  # a specific error, before the general one about unknown names
             validated(cls.Config, keywords)
         return super()._merge(config, keywords)
 

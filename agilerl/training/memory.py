@@ -56,7 +56,7 @@ def _adapter(config: RunConfig, layers: Sequence[LinearShape]) -> int:
 
 
 def adapter_slots(config: RunConfig, algorithm: type[LLMAlgorithm]) -> int:
-    """Return the slots of an agent: one, one more for a critic, one more for a reference policy of its own."""
+    """Return the slots of an agent: one, one more for a critic, one more for a separate reference policy."""
     return algorithm.trained_slots + (config.network.adapter is not None)
 
 
@@ -119,12 +119,12 @@ def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
 
 
 def _vllm(runtime: Runtime) -> dict[str, float]:
-    """Return what vLLM takes in this process; what a server takes is its own affair."""
+    """Return what vLLM takes in this process; a server's memory does not count."""
     settings, base = runtime.options.vllm_config or VLLMConfig(), runtime.base
     if settings.base_url is not None:
         return {}
     dtype = getattr(torch, settings.dtype) if settings.dtype not in (None, "auto") else base.dtype
-    # It loads the files itself: that the trainer's base is quantised does not make its weights smaller.
+    # vLLM loads the files itself, so its weights are no smaller if the trainer's base is quantised.
     weights = base.weight_bytes if settings.quantization else base.parameters * dtype.itemsize
     on_gpu = base.device.type == "cuda"
     total = available_bytes(str(base.device)) if on_gpu else None
@@ -132,7 +132,7 @@ def _vllm(runtime: Runtime) -> dict[str, float]:
 
 
 def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, offload: bool) -> dict[str, float]:
-    """Return what vLLM takes in this process, under the name of what else exists meanwhile.
+    """Return what vLLM takes in this process, under a name that says what else is in memory at that time.
 
     ``weights`` are the bytes of its base, ``device_bytes`` those of the GPU, None on a CPU. With ``offload`` the
     trainer's base leaves the GPU while vLLM samples.
@@ -146,7 +146,7 @@ def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, o
 
 
 def _cpu_cache(settings: VLLMConfig) -> int:
-    """Return the bytes of vLLM's cache on a CPU, of which its own variable has the last word."""
+    """Return the bytes of vLLM's cache on a CPU; vLLM's own environment variable overrides the setting."""
     gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
     if gibibytes.isdecimal() and int(gibibytes):
         return int(gibibytes) * 2**30
@@ -154,9 +154,9 @@ def _cpu_cache(settings: VLLMConfig) -> int:
 
 
 def check_memory(parts: Mapping[str, float], device: str) -> None:
-    """Raise ConfigError when the parts together need more than the device, or for rollouts the machine, has.
+    """Raise ConfigError when the parts together need more than the device has (for rollouts: the machine).
 
-    Of the machine's memory each of the processes that a launcher has started on it may use an equal part.
+    Processes that a launcher has started on one machine may each use an equal part of its memory.
     """
     groups = [list(parts)] if device == "cpu" else [[n for n in parts if n != "rollouts"], ["rollouts"]]
     for place, names in zip((device, "cpu"), groups):
@@ -164,7 +164,7 @@ def check_memory(parts: Mapping[str, float], device: str) -> None:
         there, processes = available_bytes(place), _processes_here() if place == "cpu" else 1
         if there is not None and is_too_much(sizes, there / processes):
             largest = max(sizes, key=lambda name: sizes[name])
-            several = f" for {processes} processes of which each needs that" if processes > 1 else ""
+            several = f" for {processes} processes that each need that" if processes > 1 else ""
             fewer = ", or start fewer processes on a machine" if processes > 1 else ""
             raise ConfigError(
                 f"this run needs about {gib(peak(sizes))} of memory, most of it for {largest.replace('_', ' ')} "
@@ -179,7 +179,7 @@ def _processes_here() -> int:
 
 
 def check_weights(name: str, device: str, quantization: QuantizationConfig | None = None) -> None:
-    """Raise ConfigError when the weights in a local folder alone are larger than the memory, as they will lie there."""
+    """Raise ConfigError when the weights in a local folder alone, once loaded, are larger than the memory."""
     folder = Path(name).expanduser()
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
     if quantization is not None:  # the files hold 16 bits or more a number; the head and the embeddings keep theirs
@@ -188,7 +188,7 @@ def check_weights(name: str, device: str, quantization: QuantizationConfig | Non
 
 
 def available_bytes(device: str) -> int | None:
-    """Return the memory of a device, for the CPU what the machine or its container allows; None where unknown."""
+    """Return the memory of a device, for the CPU what the machine or its container allows; None if unknown."""
     if device != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return memory_bytes()

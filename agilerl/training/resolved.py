@@ -117,7 +117,7 @@ def resolve(config: RunConfig) -> Resolved:
     settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start.
     """
     algorithms = _algorithms(config)
-    # First: what the wrong algorithm says of the others' settings would not help.
+    # First: with the wrong algorithm, errors about other settings would not help.
     check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
     starts = [_hyperparameters(config, algorithm) for algorithm in algorithms]
     own_options = _own_options(config)

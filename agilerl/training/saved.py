@@ -65,7 +65,7 @@ class Progress:
     kept: list[Kept] = field(default_factory=list)
     """The best exams, best first, one agent each; empty if only the elite is kept."""
     pace: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Tokens and iterations of each agent in this generation; only kept where agents are compared at equal tokens."""
+    """Tokens and iterations of each agent in this generation; only kept if agents are compared at equal tokens."""
     fitness: dict[int, Fitness] = field(default_factory=dict)
     """Last exam of every agent, living or dead."""
     exam: dict[int, Fitness] | None = None
