@@ -108,7 +108,7 @@ class TrainingConfig(Section):
     checkpoint_seconds: Annotated[float | None, Field(gt=0)] = None
     """Save after an iteration when the last checkpoint inside a generation is this old."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops, with a diagnosis, where more than this share of an iteration's completions (or episodes), all
+    """The run stops, with a diagnosis, if more than this share of an iteration's completions (or episodes), all
     agents together, has no grade because the grader (or the environment) failed."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints to keep, besides the best."""

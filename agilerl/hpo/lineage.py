@@ -40,7 +40,7 @@ class Life:
     elite_in: list[int] = field(default_factory=list)
     """Generations in which it was the elite."""
     verdicts: list[tuple[int, str]] = field(default_factory=list)
-    """(generation, why it stayed), where a selection gave its numbers."""
+    """(generation, why it stayed), if a selection gave its numbers."""
     died: int | None = None
     reason: str = ""
     children: list[int] = field(default_factory=list)

@@ -222,7 +222,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @torch.no_grad()
 def configure_norms(body: nn.Module, *, own: bool) -> None:
-    """Let RMSNorms use a backward pass of ours where ``own`` is set and their forward is Llama's, to the bit."""
+    """Let RMSNorms use our backward pass if ``own`` is set and their forward is Llama's, to the bit."""
     for norm in body.modules():
         changed = norm.__dict__.get("forward")
         if isinstance(changed, _NormForward) and not own:

@@ -54,7 +54,7 @@ def random_factors(
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization: .* 1"),
         ({"sleep_mode_level": 2}, "would forget the base's weights"),
         ({"strip_multimodal_towers": True}, "not available"),
-        ({"max_lora_rank": 1024}, r"vLLM .* 512"),
+        ({"max_lora_rank": 1024}, r"max_lora_rank=1024 .*512"),
         ({"base_url": "localhost:8000"}, "expected the address of a server"),
         ({"base_url": "http://localhost:99999"}, "expected the address of a server"),
         ({"base_url": "http://local host:8000"}, "expected the address of a server"),

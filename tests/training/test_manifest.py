@@ -270,7 +270,7 @@ def test_a_broken_manifest(text: str, message: str, tmp_path: Path) -> None:
 
 def test_a_manifest_that_is_no_text_or_no_file(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_bytes(b"training: \xff\xfe")
-    assert "no UTF-8 text (byte 10)" in refused(path=tmp_path / "it.yaml")
+    assert "UTF-8 text (byte 10)" in refused(path=tmp_path / "it.yaml")
     assert "found nothing at" in refused(path=tmp_path / "other.yaml")
     assert "found a folder at" in refused(path=tmp_path)
     assert "File name too long" in refused(path=tmp_path / ("x" * 300))
