@@ -42,8 +42,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ours_no_pulses": ("training.pop_size=4", "selection_strategy={name: knockout, pulses: {factors: []}}"),
     "pulses": ("training.pop_size=1", "selection_strategy={name: pulses}"),
     "formula": ("training.pop_size=1", "selection_strategy={name: none}"),
+    # It chooses the adapter to hand over as the default search does.
     "formula_decay": (
-        *("training.pop_size=1", "selection_strategy={name: none}"),
+        *("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
         "training.lr_schedule={name: linear, decay: 0.4}",
     ),
     # The price in seconds: one agent that has a quarter of the tokens, as each of four has.
@@ -101,6 +102,7 @@ class Run:
             f"training.max_tokens={budget}",
             "training.max_steps=100000000",
             "training.log_completions=0",
+            "environment.test_prompts=1000",
             *steps,
             *ARMS[self.arm],
             *([self.setting] if self.setting else []),

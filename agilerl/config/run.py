@@ -80,7 +80,7 @@ class TrainingConfig(Section):
     """Stop after this many seconds, at the end of an iteration."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
     """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
-    many that one agent alone would have 32 generations in the whole budget."""
+    many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
@@ -226,8 +226,9 @@ class SelectionConfig(Section):
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
-    """Best exams whose agents sit a second panel at the end, as large as the exam, which chooses the elite.
-    None: 3 for knockout and pulses on tasks that make questions, else 1, which is the best exam's."""
+    """Best exams whose agents sit a second panel at the end, as large as the exam, with the best agent of the last one.
+    That one is the elite, unless the panel shows one of them to be better with a probability of 0.8. 1: the elite is
+    the best exam's agent. None: 3 for knockout and pulses on tasks that make questions, else 1."""
     equal_tokens: bool | None = None
     """Compare agents after equally many tokens, not iterations: those that spend more sit iterations out. None: in
     knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``)."""

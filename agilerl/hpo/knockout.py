@@ -13,13 +13,15 @@ class PulseSelection:
 
     A challenger is a clone whose learning rates are multiplied by one of ``factors``. It trains beside its parent for
     one generation, as many tokens; then the best challenger takes over if it is better with probability at least
-    ``challenge`` by the paired exam (``probability_better``), and all others leave. From ``until`` of the budget on
-    there are no more challengers. A population that starts with several agents is treated as a first pulse, in which
+    ``challenge`` by the paired exam (``probability_better``), and all others leave. One that takes over is challenged
+    again at once: there is more to find in that direction. From ``until`` of the budget on there are no more
+    challengers. A population that starts with several agents is treated as a first pulse, in which
     the agent of the lowest index defends.
 
-    Guard: if the run's best exam is better than the agent's present one with probability at least ``guard``, the agent
-    of that exam comes back as it was then, at ``guard_factor`` times the learning rates of the one that fell. An agent
-    whose fitness is not finite has fallen. ``guard=1`` never brings anything back.
+    Guard: if the run's best exam is better than the agent's present one with certainty, the agent of that exam comes
+    back as it was then, at ``guard_factor`` times the learning rates of the one that fell. The best of n exams exceeds
+    the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
+    (Bonferroni). An agent whose fitness is not finite has fallen. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
@@ -62,7 +64,7 @@ class PulseSelection:
         ranked, verdicts = ranking(fitness), dict[int, str]()
         winner = self._winner(fitness, ranked, verdicts)
         losers = tuple(index for index in fitness if index != winner)
-        fallen = self._guarded(fitness[winner], standing, verdicts, winner)
+        fallen = self._guarded(fitness[winner], generation, standing, verdicts, winner)
         if fallen is not None:
             birth = Birth(next_index, fallen, winner, self.guard_factor, from_best=True)
             return Plan(
@@ -70,10 +72,11 @@ class PulseSelection:
             )
         if not fitness[winner].is_finite:
             return keep_all(fitness, generation, "no agent has a finite fitness")
-        due = len(fitness) == 1 and (generation + 1) % self.every == 0 and standing.spent < self.until
+        taken_over = winner != min(fitness)
+        due = (len(fitness) == 1 and (generation + 1) % self.every == 0) or taken_over
         births = tuple(
             Birth(next_index + number, winner, factor=factor)
-            for number, factor in enumerate(self.factors if due else ())
+            for number, factor in enumerate(self.factors if due and standing.spent < self.until else ())
         )
         slots = (winner, *(birth.child for birth in births))
         reason = "pulse" if births else "challenge decided" if losers else ""
@@ -98,17 +101,19 @@ class PulseSelection:
                 verdicts.setdefault(index, f"left: did not win against agent {present}")
         return winner
 
-    def _guarded(self, present: Fitness, standing: Standing, verdicts: dict[int, str], winner: int) -> int | None:
+    def _guarded(
+        self, present: Fitness, generation: int, standing: Standing, verdicts: dict[int, str], winner: int
+    ) -> int | None:
         """Return the agent of the best exam if the present one has certainly fallen below it."""
         best = standing.best
         if best is None or not best.fitness.is_finite or self.guard >= 1:
             return None
-        sure = probability_better(best.fitness, present)
-        if sure < self.guard:
+        sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
+        if sure < needed:
             return None
         verdicts[winner] = (
             f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, "
-            f"with P = {sure:.3f} >= {self.guard:g}; it comes back at {self.guard_factor:g} times the learning rate"
+            f"with P = {sure:.5f} >= {needed:.5f}; it comes back at {self.guard_factor:g} times the learning rate"
         )
         return best.agent
 

@@ -14,7 +14,7 @@ import torch
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import AgentState
 from agilerl.errors import ConfigError, RewardError
-from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.selection import Best, Standing
 from agilerl.population import Known
@@ -36,6 +36,9 @@ from agilerl.training.events import (
 from agilerl.training.records import RunWriter
 from agilerl.training.saved import Kept, Progress, SavedCheckpoint
 from agilerl.training.setup import Session
+
+CANDIDATE = 0.8
+"""Probability of being better, by the second panel, with which an earlier agent is handed over in place of the last."""
 
 
 @dataclass(frozen=True)
@@ -442,9 +445,13 @@ def _diversity(agents: Iterable[Known]) -> float:
 def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) -> Tested | None:
     """Save and test the best agent of the run, on the first island."""
     peers, population = session.topology.peers, session.population
-    if progress.elite_iteration is None or peers.rank > 0:
+    if progress.elite_iteration is None:
         return None
-    elite = _chosen(session, progress)
+    # Every process takes part in this: an agent's state may be on another one.
+    last = _last(session, progress) if session.config.candidates > 1 else None
+    if peers.rank > 0:
+        return None
+    elite = _chosen(session, progress, last)
     if writer is not None:
         writer.elite(elite)
     tested = population.evaluate("test", agents=[elite])[elite.index]
@@ -453,27 +460,43 @@ def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) 
     return found
 
 
-def _chosen(session: Session, progress: Progress) -> LLMAlgorithm:
-    """Return the agent of the best exam or, of several best exams, the one that does best on a second panel."""
-    population, assessed = session.population, list[float]()
+def _chosen(session: Session, progress: Progress, last: Kept | None) -> LLMAlgorithm:
+    """Return the agent of the best exam or, with candidates, the one that a second panel shows to be best.
 
-    def revived(state: AgentState) -> LLMAlgorithm:
+    The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
+    the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence.
+    """
+    population = session.population
+
+    def revived(state: AgentState | None) -> LLMAlgorithm:
+        assert state is not None
         return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
 
+    earlier = (
+        [] if last is None else [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
+    )
     # A task with few questions may have none left for a second panel.
-    if len(progress.kept) > 1 and session.config.candidates > 1 and population.places("second"):
-        for kept in progress.kept:
-            assert kept.state is not None
+    if last is not None and earlier and population.places("second"):
+        panel = []
+        for kept in [last, *earlier]:
             agent = revived(kept.state)
-            found = population.evaluate("second", agents=[agent])[agent.index]
-            assessed.append(found.value)
+            before = agent.tokens["evaluated"]
+            panel.append(population.evaluate("second", agents=[agent])[agent.index])
+            progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
             agent.clean_up()
         # At equal results the better exam's; kept exams are in that order.
-        place = assessed.index(max(assessed))
-        chosen = progress.kept[place]
+        best = max(range(1, len(panel)), key=lambda place: panel[place].value)
+        sure = probability_better(panel[best], panel[0])
+        chosen = earlier[best - 1] if sure >= CANDIDATE else last
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
-    assert progress.elite is not None
     return revived(progress.elite)
+
+
+def _last(session: Session, progress: Progress) -> Kept:
+    """Return the agent that was best in the last exam, as it is now."""
+    present = {agent.index for agent in session.population.everyone}
+    best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
+    return Kept(best, progress.iteration, progress.fitness[best], session.population.state_of(best))
 
 
 def _finish(session: Session, writer: RunWriter | None, progress: Progress, tested: Tested | None) -> dict[str, Any]:

@@ -42,6 +42,8 @@ from agilerl.training.tasks import task
 
 GENERATIONS = 32
 """Generations that one agent alone would have in the whole budget, in searches that go by the budget."""
+EXAM = 0.1
+"""About the most that an agent's exam may cost, as a share of the tokens between two of them."""
 _COMPLETION = 64
 
 
@@ -243,19 +245,21 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 def _evo_steps(config: RunConfig, population: Population) -> int:
     """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
 
-    A completion counts as ``max_output_tokens``, or 64 tokens if that is not set. Real ones are at most as long, so a
-    budget in tokens gives more generations, not fewer.
+    At least so many that an exam costs about a tenth of them: small budgets have fewer generations, because after one
+    iteration exams tell nothing and cost much. A completion counts as ``max_output_tokens``, or 64 tokens if that is not
+    set. Real ones are at most as long, so a budget in tokens gives more generations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
+    lengths = population.lengths("exam")
+    completion = lengths.turns * min(population.eval_max_new_tokens or _COMPLETION, _COMPLETION)
+    prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
+    row = prompt + completion + (0 if population.learns_from_data else completion)  # sampled, then trained on
     iterations = t.max_steps / rows
     if t.max_tokens is not None:
-        lengths = population.lengths("exam")
-        completion = lengths.turns * min(population.eval_max_new_tokens or _COMPLETION, _COMPLETION)
-        prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
-        row = prompt + completion + (0 if population.learns_from_data else completion)  # sampled, then trained on
         iterations = min(iterations, t.max_tokens / (rows * row))
-    return max(1, round(iterations / GENERATIONS))
+    exam = len(lengths.prompts) * completion / (rows * row)
+    return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
 
 
 def try_prompts(population: Population) -> None:

@@ -89,12 +89,21 @@ def test_a_pulse_forks_the_agent_into_challengers() -> None:
 
 def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
     strategy = PulseSelection(factors=(3.0, 0.4))
-    won = strategy.plan({2: solved(20), 4: solved(33), 5: solved(1)}, 3, 0, 6, Standing(0.3))
+    won = strategy.plan({2: solved(20), 4: solved(33), 5: solved(1)}, 3, 0, 6, Standing(0.5))
     assert (won.slots, won.deaths) == ((4,), (2, 5))
     assert "P = 0.9" in won.verdicts[4] or "P = 1.0" in won.verdicts[4]
+    assert won.births == ()
     kept = strategy.plan({2: solved(20), 4: solved(21), 5: solved(1)}, 3, 0, 6, Standing(0.3))
     assert (kept.slots, kept.deaths) == ((2,), (4, 5))
+    assert kept.births == ()
     assert kept.verdicts[2].startswith("kept: P = ")
+
+
+def test_one_that_takes_over_is_challenged_again_at_once() -> None:
+    fitness = {2: solved(20), 4: solved(33)}
+    plan = PulseSelection().plan(fitness, 3, 0, 5, Standing(0.3))
+    assert (plan.slots, plan.births, plan.deaths) == ((4, 5), (Birth(5, 4, factor=3.0),), (2,))
+    assert PulseSelection().plan(fitness, 3, 0, 5, Standing(0.4)).births == ()
 
 
 def test_the_guard_brings_the_best_exam_back() -> None:
@@ -107,6 +116,17 @@ def test_the_guard_brings_the_best_exam_back() -> None:
     assert PulseSelection().plan({7: solved(32)}, 4, 0, 8, Standing(0.8, best)).births == ()
     assert PulseSelection().plan({7: BROKEN}, 4, 0, 8, Standing(0.8, best)).slots == (8,)
     assert PulseSelection(guard=1.0).plan({7: solved(10)}, 4, 0, 8, Standing(0.8, best)).births == ()
+
+
+def test_the_guard_wants_more_evidence_the_more_exams_there_were() -> None:
+    # The best of many exams is better than the next one by chance; one prompt in 40 more or less is noise.
+    best = Best(0, Fitness.from_scores([1.0] * 30 + [0.0] * 10))
+    present = Fitness.from_scores([1.0] * 23 + [0.0] * 17)
+    sure = probability_better(best.fitness, present)
+    assert 0.99 < sure < 1 - 0.01 / 40
+    assert PulseSelection().plan({7: present}, 0, 0, 8, Standing(0.8, best)).reason == "guard"
+    late = PulseSelection().plan({7: present}, 39, 0, 8, Standing(0.8, best))
+    assert (late.slots, late.births) == ((7,), ())
 
 
 def test_a_plan_with_everything_survives_json() -> None:
