@@ -3,10 +3,13 @@
     python -m benchmarking.evolution run OUT [--tasks gcd ...] [--strata right ...] [--arms ours ...] [--seeds 8]
                                              [--tokens 180000]
     python -m benchmarking.evolution table OUT
+    python -m benchmarking.evolution plot OUT --to docs/evolution
+    python -m benchmarking.evolution pack OUT --to benchmarking/results/evolution.json
 
 ``run`` does what OUT lacks, one run after the other, each in a process of its own, and writes one small JSON file a
 run: it can be stopped at any moment and started again, also several times beside each other. ``table`` prints the test
-accuracy of the one adapter that a run hands over, paired by seed against one agent with all the tokens.
+accuracy of the one adapter that a run hands over, paired by seed against one agent with all the tokens; ``plot`` draws
+it, and the best exam against the tokens spent; ``pack`` puts all results into one file, which table and plot read too.
 
 A stratum says what the user's configuration is like: the right learning rate, four times that (over the cliff), a tenth
 of it, or the right one with three more genes. All arms get the same configuration and the same range around it.
@@ -14,12 +17,14 @@ of it, or the right one with three more genes. All arms get the same configurati
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -33,6 +38,8 @@ TASKS = {
     "chain_sum": "{min_terms: 3, max_terms: 3, min_digits: 1, max_digits: 1}",
     "spell_backward": "{min_word_len: 5, max_word_len: 8}",
 }
+FAR = {"gcd": 0.75, "chain_sum": 0.75, "spell_backward": 0.5}
+"""Exam accuracy that tokens are counted to."""
 STRATA = {"right": 1.0, "high": 4.0, "low": 0.1, "four_genes": 1.0}
 MORE_GENES = {"batch_size": (43, 384), "temperature": (0.5, 1.5), "max_grad_norm": (0.33, 3.0)}
 """Within a factor of 3 of the values that are right (128, 1 and 1), as far as their own ranges go."""
@@ -102,7 +109,6 @@ class Run:
             f"training.max_tokens={budget}",
             "training.max_steps=100000000",
             "training.log_completions=0",
-            "environment.test_prompts=1000",
             *steps,
             *ARMS[self.arm],
             *([self.setting] if self.setting else []),
@@ -113,6 +119,7 @@ def one(run: Run) -> dict[str, Any]:
     """Carry out a run in this process, and return what it came to."""
     import torch
 
+    from agilerl import GRPO
     from agilerl.config.manifest import load_manifest
     from agilerl.training.events import ExamDone, IterationDone, RunFinished
     from agilerl.training.loop import train
@@ -135,6 +142,8 @@ def one(run: Run) -> dict[str, Any]:
                 worst = min(means)
             if isinstance(event, RunFinished):
                 summary = event.summary
+        shipped = GRPO.load(Path(folder) / "run" / "elite", runtime=session.population.runtime)
+        drift = {task: off_task(shipped, task) for task in TASKS if task != run.task}
     elite = summary["test"]["elite"]
     return {
         **vars(run),
@@ -146,10 +155,20 @@ def one(run: Run) -> dict[str, Any]:
         "spent": sum(summary["tokens"].values()),
         "generations": summary["generations"],
         "worst": worst,
+        "elsewhere": drift,
         "curve": [[round(at, 4), round(best, 4)] for at, best in curve],  # share of the budget, best exam
         "seconds": round(perf_counter() - wall, 1),
         "cpu_seconds": round(process_time() - cpu, 1),
     }
+
+
+def off_task(agent: Any, task: str) -> float:
+    """Return the accuracy of an agent on 200 questions of a task that it was not trained on."""
+    from agilerl import Population, ReasoningGymTask
+    from agilerl.config.manifest import parse_yaml
+
+    other = ReasoningGymTask(task, parse_yaml(TASKS[task], "TASKS"), exam_prompts=200, test_prompts=1)
+    return round(Population([agent], other, eval_max_new_tokens=10).evaluate()[agent.index].mean, 4)
 
 
 def run_all(out: Path, runs: Sequence[Run]) -> None:
@@ -185,8 +204,17 @@ def run_all(out: Path, runs: Sequence[Run]) -> None:
 
 
 def results(out: Path) -> list[dict[str, Any]]:
-    """Return the results in a folder."""
+    """Return the results in a folder, or in a file that ``pack`` wrote."""
+    if out.is_file():
+        return list(json.loads(out.read_text())["runs"])
     return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+
+
+def pack(out: Path, to: Path) -> None:
+    """Write all results into one file, a line each."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    lines = ",\n".join(json.dumps(result) for result in results(out))
+    to.write_text(f'{{"commit": "{commit.stdout.strip()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
@@ -204,6 +232,11 @@ def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def reached(result: Mapping[str, Any]) -> float:
+    """Return the tokens after which an exam reached ``FAR``; infinite if none did."""
+    return next((at * result["tokens"] for at, best in result["curve"] if best >= FAR[result["task"]]), math.inf)
+
+
 def table(found: Sequence[Mapping[str, Any]], against: str = "formula_decay") -> str:
     """Return, for each budget, task and stratum, every arm with its differences to one arm on the same seeds."""
     lines = []
@@ -212,7 +245,11 @@ def table(found: Sequence[Mapping[str, Any]], against: str = "formula_decay") ->
         group = [r for r in found if (r["tokens"], r["task"], r["stratum"]) == (tokens, task, stratum)]
         base = {r["seed"]: r["test"] for r in group if r["arm"] == against}
         lines += ["", f"{task}, prior {stratum}, {tokens // 1000}k tokens", ""]
-        lines += [f"| arm | seeds | test | - {against}, points | 95 % | worst seed | CPU s |", "|---" * 7 + "|"]
+        lines += [
+            f"| arm | seeds | test | - {against}, points | 95 % | worst seed | tokens to {FAR[task]:.0%} | elsewhere "
+            "| CPU s |"
+        ]
+        lines += ["|---" * 9 + "|"]
         for arm in ARMS:
             own = {r["seed"]: r for r in group if r["arm"] == arm}
             if not own:
@@ -222,28 +259,97 @@ def table(found: Sequence[Mapping[str, Any]], against: str = "formula_decay") ->
             seconds = np.mean([r["cpu_seconds"] for r in own.values()])
             gap = f"{interquartile_mean(gaps):+.1f}" if gaps else ""
             span = "{:+.1f} {:+.1f}".format(*interval(gaps)) if len(gaps) > 1 else ""
+            middle = float(np.median([reached(r) for r in own.values()]))
+            far = "never" if math.isinf(middle) else f"{middle / 1000:.0f}k"
+            others = np.mean([list(r["elsewhere"].values()) for r in own.values()])
             lines.append(
                 f"| {arm} | {len(own)} | {interquartile_mean(tests):.3f} | {gap} | {span} | {min(tests):.3f} "
-                f"| {seconds:.0f} |"
+                f"| {far} | {others:.3f} | {seconds:.0f} |"
             )
     return "\n".join(lines)
+
+
+def plot(found: Sequence[Mapping[str, Any]], to: Path) -> list[Path]:
+    """Draw, for each budget, the curves of all seeds and the tests of all seeds; returns the files."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "agilerl", "font.size": 9})
+    written = []
+    for tokens in sorted({r["tokens"] for r in found}):
+        runs = [r for r in found if r["tokens"] == tokens]
+        tasks, strata = (
+            [x for x in every if x in {r[key] for r in runs}] for key, every in (("task", TASKS), ("stratum", STRATA))
+        )
+        arms = [arm for arm in ARMS if arm in {r["arm"] for r in runs}]
+        colours = dict(zip(arms, plt.get_cmap("tab10").colors))
+        shape = {"nrows": len(tasks), "ncols": len(strata), "squeeze": False, "layout": "constrained", "sharey": "row"}
+        size = {"figsize": (3.2 * len(strata), 2.6 * len(tasks))}
+        curves, curve_axes = plt.subplots(**shape, **size, sharex=True)
+        seeds, seed_axes = plt.subplots(**shape, **size, sharex=True)
+        for row, task in enumerate(tasks):
+            for column, stratum in enumerate(strata):
+                for place, arm in enumerate(arms):
+                    own = [r for r in runs if (r["task"], r["stratum"], r["arm"]) == (task, stratum, arm)]
+                    if not own:
+                        continue
+                    grid = np.linspace(0, 1, 41)
+                    each = np.array([_anytime(r, grid) for r in own])
+                    axes = curve_axes[row][column]
+                    axes.plot(grid * tokens / 1000, each.T, color=colours[arm], linewidth=0.4, alpha=0.5)
+                    axes.plot(grid * tokens / 1000, each.mean(axis=0), color=colours[arm], linewidth=1.6, label=arm)
+                    axes = seed_axes[row][column]
+                    tests = [r["test"] for r in own]
+                    axes.plot([place] * len(tests), tests, "o", color=colours[arm], markersize=3.5, alpha=0.6)
+                    axes.plot([place - 0.25, place + 0.25], [interquartile_mean(tests)] * 2, color=colours[arm])
+                for axes in (curve_axes[row][column], seed_axes[row][column]):
+                    axes.set_title(f"{task}, prior {stratum}", fontsize=9)
+                    axes.grid(True, linewidth=0.3)
+                seed_axes[row][column].set_xticks(range(len(arms)), arms, rotation=60, ha="right")
+        curves.supxlabel("tokens, thousands")
+        curves.supylabel("best exam so far")
+        seeds.supylabel("test accuracy of the adapter that is handed over")
+        handles, labels = curve_axes[0][0].get_legend_handles_labels()
+        curves.legend(handles, labels, loc="outside upper center", ncols=min(len(arms), 6), frameon=False)
+        for figure, name in ((curves, "curves"), (seeds, "seeds")):
+            path = to.with_name(f"{to.name}_{name}_{tokens // 1000}k.svg")
+            figure.savefig(path, metadata={"Date": None})
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def _anytime(result: Mapping[str, Any], grid: np.ndarray) -> np.ndarray:
+    """Return the best exam so far at shares of the budget; before the first exam the base's test."""
+    at, best = np.array([[0.0, result["base"]], *result["curve"]]).T
+    return np.maximum.accumulate(best)[np.searchsorted(at, grid, side="right") - 1]
 
 
 def main() -> None:
     """Run the benchmark, or print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "table", "one"])
+    parser.add_argument("what", choices=["run", "table", "plot", "pack", "one"])
     parser.add_argument("out")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--strata", nargs="*", default=list(STRATA), choices=list(STRATA))
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="*", default=[180_000])
+    parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
     given = parser.parse_args()
     if given.what == "one":
         print(json.dumps(one(Run(**json.loads(given.out)))))
     elif given.what == "table":
         print(table(results(Path(given.out))))
+    elif given.what in ("plot", "pack"):
+        if given.to is None:
+            parser.error(f"{given.what} needs --to")
+        found = plot(results(Path(given.out)), given.to) if given.what == "plot" else [given.to]
+        if given.what == "pack":
+            pack(Path(given.out), given.to)
+        print("\n".join(map(str, found)))
     else:
         runs = [
             Run(task, stratum, arm, seed, tokens)
