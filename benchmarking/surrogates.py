@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.special import ndtri
 
-from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.evolution import Assignment, Evolution
+from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.mutation import Member, Mutations
+from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import Gene, Value
-from agilerl.hpo.selection import Best, NoSelection, SelectionStrategy, Standing, SuccessiveHalving, TruncationSelection
-from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.strategies import LRSchedule
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.streams import stream
@@ -33,6 +33,8 @@ STEPS = 4
 """Updates of a generation."""
 ALIKE = 0.6
 """Correlation of two agents of equal skill on one prompt: what pairing gains."""
+CANDIDATE = 0.8
+"""As ``agilerl.training.loop.CANDIDATE``, which needs torch."""
 RIGHT = 1e-3
 HARD = (1e-6, 1e-1)
 """The range that a learning rate may ever reach."""
@@ -187,56 +189,68 @@ class Kept:
 
 def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome:
     """Spend one budget in a world."""
-    rng = stream(seed, "surrogate world")
-    prior = RIGHT * STRATA[stratum] * 10 ** float(rng.normal(0, 0.15))
-    genes, agents = _founders(world, arm, prior, seed)
-    prompts = rng.standard_normal((2, PROMPTS))
-    strategy = arm.strategy(arm.size)
-    spent, generation, following = 0.0, 0, len(agents)
+    prior = RIGHT * STRATA[stratum] * 10 ** float(stream(seed, "surrogate world").normal(0, 0.15))
+    evolution = _evolution(world, arm, prior, seed)
+    prompts = _prompts(seed)
+    agents = {one.member: Agent(dict(one.hyperparameters)) for one in evolution.ask()}
+    spent, generation = 0.0, 0
     kept: list[Kept] = []
+    last: Kept | None = None
     outcome = Outcome(0.0, prior)
     unit = arm.generation
     while spent < 1 - 1e-9:
         share = min(1.0, (1 - spent) / (len(agents) * (unit + EXAM)))
         factor = 1.0
         for _ in range(STEPS):
-            factor = arm.schedule.factor(spent)
+            factor = evolution.factor(min(spent, 1.0))
             for agent in agents.values():
                 world.train(agent, factor, share * unit / STEPS)
             spent += len(agents) * share * unit / STEPS
         spent = 1.0 if share < 1 else spent + len(agents) * EXAM
-        fitness = {
+        exams = {
             index: _exam(world.skill(agent, factor), prompts[0], stream(seed, "exam", generation, index))
             for index, agent in agents.items()
         }
-        kept = _best([*kept, *(Kept(i, agents[i].copy(), f, factor) for i, f in fitness.items())], arm.candidates)
-        best = Best(kept[0].index, kept[0].fitness) if kept else None
-        plan = strategy.plan(fitness, generation, seed, following, Standing(min(spent, 1.0), best))
-        outcome.elites.append(world.skill(agents[plan.elite], factor))
-        outcome.births += len(plan.births)
-        if len(plan.slots) == 1 and math.isnan(outcome.alone_from):
+        examined = [Kept(i, agents[i].copy(), f, factor) for i, f in exams.items()]
+        kept = _best([*kept, *examined], arm.candidates)
+        last = next(iter(_best(examined, 1)), None)
+        told = evolution.tell(exams, min(spent, 1.0))
+        outcome.elites.append(world.skill(agents[told.plan.elite], factor))
+        outcome.births += len(told.plan.births)
+        if len(told.plan.slots) == 1 and math.isnan(outcome.alone_from):
             outcome.alone_from = spent
-        agents = _next(plan, agents, kept, genes)
-        following += len(plan.births)
-        if arm.mutations is not None:
-            _mutate(arm.mutations, plan, agents, genes, generation, seed)
+        agents = {one.member: _trained(one, agents, kept) for one in evolution.ask()}
         generation += 1
     outcome.generations = generation
     if kept:
-        panel = [_exam(world.skill(k.agent, k.factor), prompts[1], stream(seed, "second", k.index)).mean for k in kept]
-        chosen = kept[int(np.argmax(panel))] if arm.candidates > 1 else kept[0]
+        chosen = _shipped(world, arm, kept, last, prompts[1], seed)
         outcome.shipped, outcome.lr = world.skill(chosen.agent, chosen.factor), float(chosen.agent.values["lr"])
     return outcome
 
 
-def _founders(world: World, arm: Arm, prior: float, seed: int) -> tuple[dict[str, Gene], dict[int, Agent]]:
+def _evolution(world: World, arm: Arm, prior: float, seed: int) -> Evolution:
     genes = {"lr": Gene("lr", "float", min=HARD[0], max=HARD[1])}
     start = {"lr": Gene("lr", "float", min=prior / arm.down, max=prior * arm.up)}
     for name in world.genes:
         genes[name] = start[name] = Gene(name, "float", min=1 / 3, max=3.0)
-    values: dict[str, Value] = {"lr": prior, **dict.fromkeys(world.genes, 1.0)}
-    members = initial_hyperparameters(start, values, arm.size, seed, "same" if arm.same else "spread")
-    return genes, {index: Agent(member) for index, member in enumerate(members)}
+    return Evolution(
+        {"lr": prior, **dict.fromkeys(world.genes, 1.0)},
+        genes,
+        size=arm.size,
+        strategy=arm.strategy(arm.size),
+        mutations=arm.mutations,
+        schedule=arm.schedule,
+        founders=start,
+        init="same" if arm.same else "spread",
+        seed=seed,
+    )
+
+
+def _prompts(seed: int) -> np.ndarray:
+    """Return how hard the questions of both panels are."""
+    rng = stream(seed, "surrogate world")
+    rng.normal(0, 0.15)  # the prior's
+    return rng.standard_normal((2, PROMPTS))
 
 
 def _exam(skill: float, prompts: np.ndarray, rng: np.random.Generator) -> Fitness:
@@ -256,30 +270,24 @@ def _best(kept: list[Kept], most: int) -> list[Kept]:
     return [one for _, one in ordered[:most]]
 
 
-def _next(plan, agents: Mapping[int, Agent], kept: list[Kept], genes: Mapping[str, Gene]) -> dict[int, Agent]:
-    following: dict[int, Agent] = {}
-    births = {birth.child: birth for birth in plan.births}
-    for index in plan.slots:
-        birth = births.get(index)
-        if birth is None:
-            following[index] = agents[index]
-            continue
-        child = (kept[0].agent if birth.from_best else agents[birth.parent]).copy()
-        if birth.hyperparameters_from is not None:
-            child.values = dict(agents[birth.hyperparameters_from].values)
-        lr = float(child.values["lr"]) * birth.factor
-        child.values["lr"] = min(max(lr, genes["lr"].min), genes["lr"].max)
-        following[index] = child
-    return following
+def _shipped(world: World, arm: Arm, kept: list[Kept], last: Kept | None, prompts: np.ndarray, seed: int) -> Kept:
+    """Return the best exam's agent; with candidates the last one, unless a second panel shows another to be better."""
+    if arm.candidates == 1 or last is None:
+        return kept[0]
+    panel = [
+        _exam(world.skill(one.agent, one.factor), prompts, stream(seed, "second", place))
+        for place, one in enumerate([last, *kept])
+    ]
+    best = max(range(1, len(panel)), key=lambda place: panel[place].value)
+    return kept[best - 1] if probability_better(panel[best], panel[0]) >= CANDIDATE else last
 
 
-def _mutate(
-    mutations: Mutations, plan, agents: Mapping[int, Agent], genes: Mapping[str, Gene], generation: int, seed: int
-) -> None:
-    members = [Member(index, agent.values, genes) for index, agent in agents.items()]
-    for mutation in mutations.plan(members, plan.elite, generation, seed, plan.mutants):
-        for change in mutation.changes:
-            agents[mutation.agent].values[change.gene] = change.new
+def _trained(one: Assignment, agents: Mapping[int, Agent], kept: list[Kept]) -> Agent:
+    """Return the agent that an assignment is about, with its hyperparameters."""
+    source = kept[0].agent if one.from_best else agents[one.member if one.parent is None else one.parent]
+    agent = source.copy()
+    agent.values = dict(one.hyperparameters)
+    return agent
 
 
 def table(seeds: int, arms: list[str], worlds: list[str]) -> str:

@@ -84,6 +84,8 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
         truncation = {key: given.pop(key) for key in SETTINGS["truncation"] if key in given}
         if given.pop("between", "none") == "truncation":
             given["between"] = strategy_class("truncation")(**truncation)
+    if name == "tournament":
+        given = {"tournament_size": min(2, population_size), "elitism": True, **given}
     if name in ("tournament", "multi_frequency"):
         given["population_size"] = population_size
     plain: SelectionStrategy = made(**given)
