@@ -72,6 +72,15 @@ def train(
             "--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."
         ),
     ] = "never",
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay",
+            parser=_path,
+            metavar="FILE",
+            help="Train one agent with the hyperparameters of this schedule, from agilerl schedule.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
     allow_code: AllowCode = False,
     quiet: Quiet = False,
@@ -79,10 +88,10 @@ def train(
 ) -> None:
     """Train a population, evolve it, and ship the best agent as a PEFT adapter.
 
-    Without arguments a tiny model that comes with the package learns to spell words backward, in about three minutes
-    on two CPU cores. Examples:
+    Without arguments a tiny model that comes with the package learns to find greatest common divisors, in about three
+    minutes on two CPU cores. Examples:
 
-    agilerl train environment.task=reasoning_gym:gcd environment.params.max_value=60
+    agilerl train environment.task=reasoning_gym:chain_sum
 
     agilerl train my.yaml training.pop_size=8 --out runs/mine --seed 1
     """
@@ -96,6 +105,7 @@ def train(
         out=out,
         seed=seed,
         resume=resume,
+        replay=replay,
         dry_run=dry_run,
         allow_code=allow_code,
         quiet=quiet,
@@ -147,6 +157,32 @@ def report(
     from agilerl.cli.commands import run_report
 
     run_report(runs, out)
+
+
+@app.command()
+def schedule(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
+    *,
+    out: Annotated[
+        Path | None, typer.Option("--out", parser=_path, metavar="FILE", help="YAML file; default: schedule.yaml here.")
+    ] = None,
+    extrapolate: Annotated[
+        int | None,
+        typer.Option("--extrapolate", metavar="TOKENS", help="Stretch it to an agent that trains on so many.", min=1),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export the hyperparameters that the elite of a run was trained with, followed through its ancestors.
+
+    Values stand against the tokens trained on. The file can be edited, and one agent trains with it:
+
+    agilerl schedule runs/mine --out mine.yaml
+
+    agilerl train my.yaml --replay mine.yaml
+    """
+    from agilerl.cli.commands import run_schedule
+
+    run_schedule(run, out=out, extrapolate=extrapolate, as_json=as_json)
 
 
 @app.command()

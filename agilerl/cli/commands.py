@@ -1,4 +1,4 @@
-"""The commands that do not start a run: ``agilerl check``, ``agilerl report`` and ``agilerl env``."""
+"""The commands that do not start a run: ``agilerl check``, ``report``, ``schedule`` and ``env``."""
 
 import json
 import os
@@ -139,6 +139,76 @@ def _check_file(out: Path) -> None:
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
         )
+
+
+# -- ``agilerl schedule``: the hyperparameters that a search found, against tokens ------------------------------------
+
+
+def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_json: bool) -> None:
+    """Write the schedule of a run's elite and show it; see ``agilerl schedule --help``."""
+    from agilerl.hpo.schedule import hyperparameter_schedule, stretched
+    from agilerl.runs import RunLayout, read_lines, read_run
+    from agilerl.runs.strict_json import read_json
+
+    layout, config = RunLayout(run), read_run(run)["config"]
+    elite = read_json(layout.summary).get("elite") if layout.summary.exists() else None
+    if elite is None:
+        raise ConfigError(
+            f"expected a finished run with an elite, found none in {shown(str(run))}; resume it with agilerl resume"
+        )
+    schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+    if not schedule["genes"]:
+        raise ConfigError(
+            f"no hyperparameter evolved in {shown(str(run))}, so there is no schedule; its values are in run.json"
+        )
+    if extrapolate is not None:
+        schedule = stretched(schedule, extrapolate)
+    schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"]["lr_schedule"]}
+    if as_json:
+        print(json.dumps(schedule, indent=1))
+        return
+    out = Path("schedule.yaml") if out is None else out
+    if out.exists():
+        raise ConfigError(f"{shown(str(out))} exists; give another file with --out, or delete it")
+    order = ("algorithm", "unit", "total_tokens", "genes", "lr_schedule", "agent", "ancestors", "not_replayed")
+    ordered = {name: schedule[name] for name in (*order, "schema_version")}
+    header = f"# The path of agent {elite['index']}, the elite of {run.name}: train one agent with it by --replay.\n"
+    try:
+        out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{shown(str(out))} cannot be written: {error.strerror or error}") from error
+    _show_schedule(schedule)
+    print(f"written: {out}")
+
+
+def _show_schedule(schedule: dict[str, Any]) -> None:
+    """Print the steps as a table: tokens trained on, and each gene's value from there on."""
+    from rich.table import Table
+
+    from agilerl.cli.output import console
+
+    table = Table(
+        "tokens", *schedule["genes"], box=None, title=f"agents {' -> '.join(map(str, schedule['ancestors']))}"
+    )
+    table.columns[0].justify = "right"
+    for tokens in sorted({step["tokens"] for steps in schedule["genes"].values() for step in steps}):
+        values = [
+            next(
+                (
+                    f"{step['value']:.4g}" if isinstance(step["value"], float) else str(step["value"])
+                    for step in steps
+                    if step["tokens"] == tokens
+                ),
+                "",
+            )
+            for steps in schedule["genes"].values()
+        ]
+        table.add_row(f"{tokens:,}", *values)
+    table.add_row(f"{schedule['total_tokens']:,}", *["end"] * len(schedule["genes"]))
+    console().print(table)
+    if schedule["not_replayed"]:
+        kinds = ", ".join(sorted({str(one["kind"]) for one in schedule["not_replayed"]}))
+        print(f"not part of a schedule, because it happened to weights: {kinds}")
 
 
 # -- ``agilerl env``: versions, hardware and settings of the process --------------------------------------------------

@@ -103,12 +103,13 @@ def run_train(
     out: Path | None,
     seed: int | None,
     resume: Literal["never", "auto"],
+    replay: Path | None = None,
     **options: bool,
 ) -> None:
     """Check, plan, train and show; see ``agilerl train --help``."""
     config: RunConfig | ConfigError
     try:
-        config = configuration(arguments, seed)
+        config = configuration(arguments, seed, replay)
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:

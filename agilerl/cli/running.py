@@ -36,8 +36,8 @@ _REMEDIES = {
 }
 
 
-def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfig:
-    """Return the configuration of a command line: a manifest, overrides ``section.key=value``, a seed.
+def configuration(arguments: Sequence[str], seed: int | None = None, replay: Path | None = None) -> RunConfig:
+    """Return the configuration of a command line: a manifest, overrides ``section.key=value``, a seed, a schedule.
 
     An argument with ``=`` that is not a file is an override. Raises ConfigError for a second manifest, and for errors
     in the first.
@@ -48,7 +48,7 @@ def configuration(arguments: Sequence[str], seed: int | None = None) -> RunConfi
     overrides = [a for a in arguments if a not in manifests]
     if seed is not None:
         overrides.append(f"training.seed={seed}")
-    config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
+    config = load_manifest(Path(manifests[0]) if manifests else None, overrides, replay)
     check_names(config)  # torch has not been imported yet
     return config
 

@@ -32,8 +32,11 @@ _REPLACED = {
 
 
 @checked
-def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), replay: Path | None = None) -> RunConfig:
     """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
+
+    ``replay`` is a schedule that ``agilerl schedule`` wrote: its content becomes ``training.replay``, and the run one
+    of a single agent that nothing selects and whose genes do not evolve.
 
     Raises ConfigError for a file that is missing, too large, empty or no YAML mapping, and for every wrong setting.
     """
@@ -41,6 +44,8 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = ()) -> Ru
     if path is not None:
         locate_within(values.get("environment"), path.parent)
         locate_strategy(values.get("selection_strategy"), path.parent)
+    if replay is not None:
+        _put_replay(values, replay)
     changed = [_split(override) for override in overrides]
     environment = values.get("environment")
     if isinstance(environment, dict):
@@ -119,6 +124,17 @@ def _read(path: Path | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
+
+
+def _put_replay(values: dict[str, Any], path: Path) -> None:
+    name = f"the schedule {shown(str(path))}"
+    schedule = parse_yaml(_text(path, name), name)
+    if not isinstance(schedule, dict) or "genes" not in schedule:
+        raise ConfigError(f"{name}: expected the output of `agilerl schedule RUN`, with genes, found {shown(schedule)}")
+    training = values.get("training")
+    values["training"] = {**(training if isinstance(training, dict) else {}), "pop_size": 1, "replay": schedule}
+    values["selection_strategy"] = {"name": "none", "candidates": 3}
+    values.pop("mutation", None)
 
 
 def _text(path: Path, name: str) -> str:

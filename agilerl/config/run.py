@@ -67,6 +67,52 @@ class LRScheduleConfig(Section):
         return LRSchedule(self.name, self.warmup, self.decay, self.end)
 
 
+class ReplayStep(Section):
+    """One step of a schedule."""
+
+    tokens: Annotated[int, Field(ge=0)]
+    """The value holds once the agent has trained on this many tokens."""
+    value: float | int | str | bool
+    """The hyperparameter's value."""
+
+
+class ReplayConfig(Section):
+    """A schedule of hyperparameters that one agent trains with, as ``agilerl schedule`` writes it."""
+
+    genes: dict[str, Annotated[list[ReplayStep], Field(min_length=1)]]
+    """By hyperparameter: its values, the first from 0 tokens on, the last one beyond the end."""
+    unit: Literal["trained tokens"] = "trained tokens"
+    """What positions count."""
+    algorithm: str | None = None
+    """The algorithm that it was found with; None: any."""
+    total_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Tokens that its agent had trained on at its last exam; for the reader."""
+    lr_schedule: LRScheduleConfig | None = None
+    """The run's course of the learning rate, unless ``training.lr_schedule`` gives another."""
+    agent: int | None = None
+    """The agent whose path it is, in the run that found it; for the reader."""
+    ancestors: list[int] = Field(default_factory=list)
+    """Its line, from the founder on; for the reader."""
+    not_replayed: list[dict[str, Any]] = Field(default_factory=list)
+    """What happened to its weights besides (noise, ranks), which no schedule repeats; for the reader."""
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+
+    @model_validator(mode="after")
+    def _steps_are_in_order(self) -> Self:
+        for name, steps in self.genes.items():
+            places = [step.tokens for step in steps]
+            if places[0] != 0 or places != sorted(set(places)):
+                raise ValueError(
+                    f"the steps of {name} begin at tokens: 0 and rise, found {', '.join(map(str, places[:8]))}"
+                )
+        return self
+
+    def at(self, tokens: int) -> dict[str, Any]:
+        """Return the values that hold once this many tokens were trained on."""
+        return {name: [step.value for step in steps if step.tokens <= tokens][-1] for name, steps in self.genes.items()}
+
+
 class TrainingConfig(Section):
     """How long, how many, where."""
 
@@ -87,6 +133,8 @@ class TrainingConfig(Section):
     """Seed of everything random in the run."""
     lr_schedule: LRScheduleConfig | None = None
     """Course of the learning rate; None: constant, and for knockout and pulses linear over the last 40 %."""
+    replay: ReplayConfig | None = None
+    """A schedule of hyperparameters for a run of one agent (``agilerl train --replay FILE``)."""
     init: Literal["spread", "same"] = "spread"
     """Start the population spread over the genes' ranges, or all alike."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -310,6 +358,11 @@ class RunConfig(Section):
                 f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
                 "first, or raise the second"
             )
+        if self.training.replay is not None and (size != 1 or self.selection_strategy.strategy != "none"):
+            raise ValueError(
+                f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "
+                f"selection_strategy.name={self.selection_strategy.strategy}; set pop_size: 1 and name: none"
+            )
         if self.training.evo_steps is None and self.selection_strategy.strategy not in ANNEALED:
             self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
             self.training.model_fields_set.discard("evo_steps")
@@ -377,6 +430,8 @@ class RunConfig(Section):
     def lr_schedule(self) -> LRSchedule:
         """The course of the learning rate over the run."""
         given = self.training.lr_schedule
+        if given is None and self.training.replay is not None:
+            given = self.training.replay.lr_schedule
         if given is not None:
             return given.schedule()
         return ANNEALING if self.selection_strategy.strategy in ANNEALED else LRSchedule()

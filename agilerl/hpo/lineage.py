@@ -44,6 +44,16 @@ class Life:
     died: int | None = None
     reason: str = ""
     children: list[int] = field(default_factory=list)
+    from_best: bool = False
+    """Whether it began as its parent was at its best exam, not as it was at the last one."""
+
+    def inherited_until(self, heir: "Life") -> Exam | None:
+        """Return the exam at which the heir's weights were copied; None if it is not in the records."""
+        known = [exam for exam in self.exams if exam.generation <= heir.born]
+        if heir.from_best:
+            # At equal means the later one, as when a run keeps its best exam.
+            return max((exam for exam in known if exam.mean is not None), key=lambda e: (e.mean, e.step), default=None)
+        return next((exam for exam in known if exam.generation == heir.born), None)
 
     def mutated_at_birth(self, record: Record) -> bool:
         """Whether a mutation changed a new clone; a founder's first mutation comes after it was trained."""
@@ -83,11 +93,20 @@ class Ancestor:
 
 
 def birth_record(
-    agent: int, parent: int | None, generation: int, step: int, hyperparameters: Mapping[str, Value]
+    agent: int,
+    parent: int | None,
+    generation: int,
+    step: int,
+    hyperparameters: Mapping[str, Value],
+    *,
+    from_best: bool = False,
 ) -> dict[str, Any]:
-    """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with."""
+    """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with.
+
+    ``from_best``: it is a clone of the parent as it was at its best exam.
+    """
     line = {"event": "birth", "agent": agent, "parent": parent, "generation": generation, "step": step}
-    return {**line, "hyperparameters": dict(hyperparameters)}
+    return {**line, "hyperparameters": dict(hyperparameters)} | ({"from_best": True} if from_best else {})
 
 
 def mutation_record(mutation: Mutation, generation: int) -> dict[str, Any]:
@@ -149,7 +168,8 @@ def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     line.reverse()
     ancestors = []
     for life, heir in zip(line, [*line[1:], None], strict=True):
-        end = heir.born if heir else None
+        exam = life.inherited_until(heir) if heir else None
+        end = exam.generation if exam else heir.born if heir else None
         ancestors.append(
             Ancestor(
                 agent=life.agent,
@@ -157,7 +177,7 @@ def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
                 from_generation=life.born,
                 to_generation=end,
                 from_step=life.step,
-                to_step=heir.step if heir else None,
+                to_step=exam.step if exam else heir.step if heir else None,
                 hyperparameters=life.first_values(),
                 final_hyperparameters=life.values(before=end),
             )
@@ -173,7 +193,9 @@ def _add(lives: dict[int, Life], record: Record) -> None:
         parent = record["parent"]
         if parent is not None:
             lives[parent].children.append(agent)
-        lives[agent] = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
+        life = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
+        life.from_best = bool(record.get("from_best", False))
+        lives[agent] = life
         return
     life = lives[agent]
     if event == "mutation":

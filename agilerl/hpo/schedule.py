@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agilerl.arguments import Count, checked
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.lineage import Life, Record, family_tree, winning_lineage
 from agilerl.hpo.parameters import Value
@@ -63,6 +64,23 @@ def value_at(schedule: Mapping[str, Any], gene: str, tokens: int) -> Value:
         raise ConfigError(f"Tokens are counted from 0, found {tokens}.")
     value: Value = [step["value"] for step in steps if step["tokens"] <= tokens][-1]
     return value
+
+
+@checked
+def stretched(schedule: Mapping[str, Any], tokens: Count) -> dict[str, Any]:
+    """Return a schedule for an agent that trains on this many tokens: every position in proportion.
+
+    Raises ConfigError for a schedule without an exam after its start, which has no length.
+    """
+    total = schedule["total_tokens"]
+    if total < 1:
+        raise ConfigError("The schedule has no length: its agent had trained on no token at its last exam.")
+    genes: dict[str, list[dict[str, Any]]] = {}
+    for name, steps in schedule["genes"].items():
+        for step in steps:
+            _append(genes, round(step["tokens"] * tokens / total), {name: step["value"]})
+    moved = [{**one, "tokens": round(one["tokens"] * tokens / total)} for one in schedule["not_replayed"]]
+    return {**schedule, "total_tokens": tokens, "genes": genes, "not_replayed": moved}
 
 
 def _append(genes: dict[str, list[dict[str, Any]]], tokens: int, values: Mapping[str, Value]) -> None:

@@ -57,6 +57,8 @@ class IterationDone(Event):
     """``ok``, or why an agent did not learn as it should have, by agent index."""
     completions: Sequence[CompletionRecord] = ()
     """The first ``training.log_completions`` of each agent's batch."""
+    changes: Sequence[Mutation] = ()
+    """Hyperparameters that a replayed schedule changed before this iteration."""
 
     @property
     def failed(self) -> dict[int, str]:

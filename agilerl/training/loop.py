@@ -16,6 +16,8 @@ from agilerl.algorithms.state import AgentState
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.guard import quarantined
+from agilerl.hpo.mutation import Change, Mutation
+from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, Standing
 from agilerl.population import Known
 from agilerl.rollouts.engine import Rollout
@@ -255,6 +257,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     factor = session.config.lr_schedule.factor(min(_spent(session, progress), 1.0))
     for agent in population.agents:
         agent.schedule_factor = factor
+    changes = _replay(session)
     population.waiting = _waiting(session, progress)
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
@@ -292,7 +295,24 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         metrics={index: done["metrics"] for index, done in merged.items()},
         outcomes={index: done["outcome"] for index, done in merged.items()},
         completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
+        changes=changes,
     )
+
+
+def _replay(session: Session) -> list[Mutation]:
+    """Give the agent the values that a replayed schedule has where it stands, and return what changed."""
+    schedule = session.config.training.replay
+    if schedule is None:
+        return []
+    changes = []
+    for agent in session.population.agents:
+        due = schedule.at(agent.tokens["trained"])
+        now = values_of(agent.config, due)
+        moved = tuple(Change(name, now[name], value) for name, value in due.items() if now[name] != value)
+        if moved:
+            agent.set_hyperparameters({change.gene: change.new for change in moved})
+            changes.append(Mutation(agent.index, "hyperparameters", moved, {"reason": "replayed schedule"}))
+    return changes
 
 
 def _waiting(session: Session, progress: Progress) -> frozenset[int]:

@@ -56,7 +56,9 @@ class RunWriter:
                 self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **event.metrics})
 
     def _iteration(self, event: IterationDone) -> None:
-        """Write one metrics line per agent, and the samples."""
+        """Write one metrics line per agent, the samples, and what a replayed schedule changed."""
+        for mutation in event.changes:
+            self.lineage.write(lineage.mutation_record(mutation, event.generation))
         for index, values in event.metrics.items():
             place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
             self.metrics.write({**values, **place, "outcome": event.outcomes[index]})
@@ -78,7 +80,9 @@ class RunWriter:
         if event.elite is not None:
             self.lineage.write(lineage.elite_record(event.elite, g))
         for birth in plan.births:
-            self.lineage.write(lineage.birth_record(birth.child, birth.parent, g, step, event.inherited[birth.child]))
+            values = event.inherited[birth.child]
+            record = lineage.birth_record(birth.child, birth.parent, g, step, values, from_best=birth.from_best)
+            self.lineage.write(record)
         for index in plan.deaths:
             reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "won no tournament"
             self.lineage.write(lineage.death_record(index, g, reason))

@@ -129,6 +129,7 @@ def resolve(config: RunConfig) -> Resolved:
     if len(algorithms) > 1:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
+    starts = [_replayed(config, start) for start in starts]
     _check_adapters(config)
     return Resolved(config, algorithms, starts[0], options, own_options, genes, _mutations(config), _selection(config))
 
@@ -164,6 +165,31 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     return validated(model, values, "algorithm")
 
 
+def _replayed(config: RunConfig, start: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the hyperparameters that a replayed schedule begins with; raises ConfigError for one that does not fit."""
+    schedule, name = config.training.replay, config.algorithm["name"]
+    if schedule is None:
+        return start
+    if schedule.algorithm not in (None, name):
+        raise ConfigError(
+            f"training.replay is a schedule of {shown(schedule.algorithm)}, found algorithm.name={shown(name)}; train "
+            "with that algorithm, or remove the entry"
+        )
+    known = list(type(start).model_fields)
+    for gene in schedule.genes:
+        if gene.partition(".")[0] not in known or gene in ("seed", "algorithm"):
+            raise ConfigError(
+                f"training.replay.genes.{gene}: {name} has no such hyperparameter; {nearest(gene, known)}"
+            )
+    for tokens in sorted({step.tokens for steps in schedule.genes.values() for step in steps}, reverse=True):
+        values = with_changes(start.model_dump(exclude_unset=True), schedule.at(tokens))
+        try:
+            begun = validated(type(start), values, "algorithm")
+        except ConfigError as error:
+            raise ConfigError(f"training.replay, from {tokens} tokens on: {error}") from None
+    return begun
+
+
 def _own_options(config: RunConfig) -> SharedOptions:
     return validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
 
@@ -197,6 +223,8 @@ def _document(
         name: gene.model_dump(mode="json") for name, gene in config.genes.items()
     }
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
+    if config.training.replay is None:
+        del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
 
 

@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
     for word in (
         "embedded: ",
         "LoRA rank 16",
-        "spell_backward, reward exact",
+        "gcd, reward exact",
         "GRPO, 3 agents",
         "agent 2",
         "lr in [1e-06, 0.01]",
@@ -117,7 +117,7 @@ def test_a_dry_run_as_json(agilerl: Agilerl, tmp_path: Path) -> None:
     assert 0 < low <= high
     assert plan["batches"]["tokens_per_iteration_at_most"] == 48 * (high + 10)
     assert plan["length"]["iterations"] == 4
-    assert plan["results"].startswith("runs/spell_backward-")
+    assert plan["results"].startswith("runs/gcd-")
     assert plans[1]["population"] != plan["population"]  # --seed reaches the spread start
     assert list(tmp_path.iterdir()) == []
 

@@ -59,8 +59,8 @@ def test_pulses_climb_where_all_founders_are_too_low() -> None:
     # The best founder is 3 times the prior at most, so further up there are only challengers: 55 with them, 49 without.
     pulsed, plain = (mean(name, "10 times too low", 20, "slow") for name in ("default", "knockout without pulses"))
     assert pulsed > plain + 3
-    learned = [one.lr for one in outcomes("slow", "default", "10 times too low", 20)]
-    assert np.median(learned) > 3e-4
+    beyond = [one.lr > 3.5e-4 for one in outcomes("slow", "default", "10 times too low", 20)]
+    assert np.mean(beyond) > 0.3
 
 
 @pytest.mark.parametrize("name", ["default", "knockout without pulses", "pulses", "halving", "truncation"])

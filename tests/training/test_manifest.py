@@ -107,14 +107,14 @@ def test_overrides_reach_nested_keys_and_the_last_one_wins() -> None:
 
 
 def test_a_new_task_drops_the_old_ones_parameters_in_any_order() -> None:
-    dropped = load_manifest(None, ["environment.task=reasoning_gym:gcd"])
+    dropped = load_manifest(None, ["environment.task=reasoning_gym:chain_sum"])
     assert dropped.environment.params == {}
     for overrides in (
-        ["environment.params.max_value=60", "environment.task=reasoning_gym:gcd"],
-        ["environment.task=reasoning_gym:gcd", "environment.params.max_value=60"],
+        ["environment.params.max_terms=3", "environment.task=reasoning_gym:chain_sum"],
+        ["environment.task=reasoning_gym:chain_sum", "environment.params.max_terms=3"],
     ):
-        assert load_manifest(None, overrides).environment.params == {"max_value": 60}
-    assert load_manifest(None, ["environment.params.max_word_len=5"]).environment.params["min_word_len"] == 3
+        assert load_manifest(None, overrides).environment.params == {"max_terms": 3}
+    assert load_manifest(None, ["environment.params.min_value=5"]).environment.params["max_value"] == 60
 
 
 def test_the_resolved_document_gives_the_same_configuration() -> None:

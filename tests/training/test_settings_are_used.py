@@ -1,6 +1,7 @@
 """Every setting of a manifest is read somewhere, and what is written in a manifest reaches what it is about."""
 
 import ast
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -86,8 +87,8 @@ def default_session() -> Session:
         ("environment.reward=score", lambda s: s.task.reward_kind, "score"),
         ("environment.holdout=any", lambda s: s.task.holdout, "any"),
         (
-            "environment.params.max_word_len=3",
-            lambda s: max(len(s.task.row("train", i)["answer"]) for i in range(9)),
+            "environment.params.max_numbers=3",
+            lambda s: max(len(re.findall(r"\d+", s.task.row("train", i)["question"])) for i in range(9)),
             3,
         ),
         ("network.max_context_length=50", lambda s: s.population.context_length, 50),
