@@ -7,7 +7,20 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.resolved import resolve
-from benchmarking.evolution import ALONE, ARMS, STRATA, Run, interquartile_mean, interval, results, run_all, table
+from benchmarking.evolution import (
+    ALONE,
+    ARMS,
+    STRATA,
+    Run,
+    interquartile_mean,
+    interval,
+    pack,
+    plot,
+    reached,
+    results,
+    run_all,
+    table,
+)
 
 
 @pytest.mark.parametrize("stratum", STRATA)
@@ -31,13 +44,14 @@ def test_numbers_of_the_table() -> None:
     assert interquartile_mean([1.0, 4.0]) == 2.5
     low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     assert 1.0 <= low < 4.5 < high <= 8.0
-    row = {"task": "gcd", "stratum": "right", "tokens": 1000, "cpu_seconds": 2.0}
+    row = {"task": "gcd", "stratum": "right", "tokens": 1000, "cpu_seconds": 2.0, "elsewhere": {"chain_sum": 0.5}}
+    row |= {"curve": [[0.5, 0.7], [1.0, 0.8]], "base": 0.6}
     found = [
         {**row, "arm": arm, "seed": seed, "test": test}
         for arm, tests in (("ours", (0.8, 0.9)), ("formula_decay", (0.7, 0.9)))
         for seed, test in enumerate(tests)
     ]
-    assert "| ours | 2 | 0.850 | +5.0 | +0.0 +10.0 | 0.800 | 2 |" in table(found)
+    assert "| ours | 2 | 0.850 | +5.0 | +0.0 +10.0 | 0.800 | 1k | 0.500 | 2 |" in table(found)
 
 
 def test_what_is_done_or_being_done_is_not_done_again(tmp_path: Path) -> None:
@@ -46,3 +60,16 @@ def test_what_is_done_or_being_done_is_not_done_again(tmp_path: Path) -> None:
     (tmp_path / f"{busy.name}.running").touch()
     run_all(tmp_path, [done, busy])
     assert results(tmp_path) == [{"seed": 1}]
+
+
+def test_packed_results_are_read_again_and_drawn(tmp_path: Path) -> None:
+    row = {"task": "gcd", "stratum": "right", "tokens": 1000, "arm": "ours", "seed": 1, "test": 0.8, "base": 0.6}
+    never, early = {**row, "curve": [[1.0, 0.7]]}, {**row, "seed": 2, "curve": [[0.25, 0.8], [1.0, 0.7]]}
+    for one in (never, early):
+        (tmp_path / f"{one['seed']}.json").write_text(json.dumps(one))
+    pack(tmp_path, tmp_path / "all.txt")
+    assert results(tmp_path / "all.txt") == [never, early]
+    assert [reached(one) for one in (never, early)] == [float("inf"), 250]
+    drawn = plot([never, early], tmp_path / "figure")
+    assert [path.name for path in drawn] == ["figure_curves_1k.svg", "figure_seeds_1k.svg"]
+    assert "best exam so far" in drawn[0].read_text()

@@ -170,9 +170,12 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
     out = Path("schedule.yaml") if out is None else out
     if out.exists():
         raise ConfigError(f"{shown(str(out))} exists; give another file with --out, or delete it")
-    order = ("algorithm", "unit", "total_tokens", "genes", "lr_schedule", "agent", "ancestors", "not_replayed")
-    ordered = {name: schedule[name] for name in (*order, "schema_version")}
-    header = f"# The path of agent {elite['index']}, the elite of {run.name}: train one agent with it by --replay.\n"
+    line = " -> ".join(map(str, schedule["ancestors"]))
+    header = (
+        f"# The path of agent {elite['index']}, the elite of {run.name} (line {line}): values by tokens trained on, of "
+        f"{schedule['total_tokens']}.\n# One agent trains with it: agilerl train MANIFEST --replay FILE\n"
+    )
+    ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
     try:
         out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
     except OSError as error:

@@ -81,22 +81,10 @@ class ReplayConfig(Section):
 
     genes: dict[str, Annotated[list[ReplayStep], Field(min_length=1)]]
     """By hyperparameter: its values, the first from 0 tokens on, the last one beyond the end."""
-    unit: Literal["trained tokens"] = "trained tokens"
-    """What positions count."""
     algorithm: str | None = None
     """The algorithm that it was found with; None: any."""
-    total_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Tokens that its agent had trained on at its last exam; for the reader."""
     lr_schedule: LRScheduleConfig | None = None
     """The run's course of the learning rate, unless ``training.lr_schedule`` gives another."""
-    agent: int | None = None
-    """The agent whose path it is, in the run that found it; for the reader."""
-    ancestors: list[int] = Field(default_factory=list)
-    """Its line, from the founder on; for the reader."""
-    not_replayed: list[dict[str, Any]] = Field(default_factory=list)
-    """What happened to its weights besides (noise, ranks), which no schedule repeats; for the reader."""
-    schema_version: Literal[1] = 1
-    """Version of this format."""
 
     @model_validator(mode="after")
     def _steps_are_in_order(self) -> Self:

@@ -246,8 +246,8 @@ def _evo_steps(config: RunConfig, population: Population) -> int:
     """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
 
     At least so many that an exam costs about a tenth of them: small budgets have fewer generations, because after one
-    iteration exams tell nothing and cost much. A completion counts as ``max_output_tokens``, or 64 tokens if that is not
-    set. Real ones are at most as long, so a budget in tokens gives more generations, not fewer.
+    iteration exams tell nothing and cost much. A completion counts as ``max_output_tokens``, or 64 tokens if that is
+    not set. Real ones are at most as long, so a budget in tokens gives more generations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training

@@ -101,7 +101,7 @@ def test_the_annealing_of_the_run_that_found_it_comes_with_it(tmp_path: Path) ->
         ({"genes": {"lr": [{"tokens": 0, "value": -1.0}]}}, "from 0 tokens on"),
         ({"genes": {"lr": [{"tokens": 0, "valeu": 1.0}]}}, "valeu"),
         ({"algorithm": "PPO"}, "PPO"),
-        ({"unit": "epochs"}, "epochs"),
+        ({"unit": "epochs"}, "unit"),
     ],
 )
 def test_mistakes_in_a_schedule_are_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -156,8 +156,9 @@ def test_the_commands_export_and_replay(tmp_path: Path, monkeypatch: pytest.Monk
     done = call(app, ["schedule", str(run), "--extrapolate", "5000"])
     assert done.exit_code == 0, done.output
     assert "5,000" in done.output
-    found = yaml.safe_load(Path("schedule.yaml").read_text())
-    assert found["total_tokens"] == 5000
+    text = Path("schedule.yaml").read_text()
+    assert "5000" in text.splitlines()[0]
+    found = yaml.safe_load(text)
     assert found["genes"]["lr"][0]["tokens"] == 0
     done = call(app, ["train", *FEW, "--replay", "schedule.yaml", "--dry-run"])
     assert done.exit_code == 0, done.output
