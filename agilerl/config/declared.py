@@ -16,9 +16,7 @@ class Declared(NamedTuple):
     """Those that may evolve; entries of a mapping as ``field.<name>``."""
 
 
-FAMILY = (
-    *("GRPO", "CISPO", "DPPO", "GSPO", "MaxRL", "REINFORCE", "RLOO"),
-)
+FAMILY = (*("GRPO", "CISPO", "DPPO", "GSPO", "MaxRL", "REINFORCE", "RLOO"),)
 """GRPO and its relatives: what ``choice[...]`` may name."""
 
 ALGORITHMS = {
@@ -193,9 +191,7 @@ ALGORITHMS = {
             *("seed", "max_output_tokens", "beta", "loss_type", "loss_weights", "nll_alpha"),
             *("label_smoothing", "discopop_tau", "use_separate_reference_adapter"),
         ),
-        (
-            *("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta", "nll_alpha"),
-        ),
+        (*("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta", "nll_alpha"),),
     ),
     "SFT": Declared(
         "sft",
@@ -204,8 +200,6 @@ ALGORITHMS = {
             *("adam_beta2", "adam_eps", "weight_decay", "micro_batch_size_per_gpu", "max_model_len"),
             *("seed", "max_output_tokens", "loss_type", "packing"),
         ),
-        (
-            *("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "loss_type"),
-        ),
+        (*("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "loss_type"),),
     ),
 }

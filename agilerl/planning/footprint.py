@@ -58,6 +58,8 @@ class Held:
     """Adapter slots of one agent."""
     decoded: int | None
     """Rows that the torch engine decodes at once; None: the torch engine is not used."""
+    cached: float = 0
+    """Tokens whose keys and values the torch engine holds while it decodes (:func:`cached_tokens`)."""
     longest: float
     """Tokens of the longest row."""
     kept: int = 0
@@ -96,7 +98,7 @@ def footprint(held: Held) -> dict[str, float]:
     if held.decoded is not None:
         drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
         kept = held.kept * held.longest * widths.kv_bytes
-        parts["decode_cache"] = cache_bytes(widths, held.decoded, held.longest) + kept + drawn
+        parts["decode_cache"] = held.cached * widths.kv_bytes + kept + drawn
     return {**parts, **held.vllm, "training_activations": max(training, scoring)}
 
 
@@ -106,6 +108,20 @@ def bank_bytes(numbers: int, agents: int, slots: int) -> int:
     ``numbers`` counts the parameters of one adapter, D.
     """
     return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
+
+
+def cached_tokens(
+    rows: int, group: int, exam_rows: int, prompt: float, longest: float, *, shared: bool = True
+) -> float:
+    """Return the tokens whose keys and values exist at a time: of ``rows`` in training, or of ``exam_rows`` in an exam.
+
+    A prompt's stand there once for the ``group`` completions of it, unless the base cannot share them. In an exam each
+    row has a prompt of its own. ``longest`` is the length of a row, its ``prompt`` included.
+    """
+    if not shared:
+        return max(rows, exam_rows) * padded_length(longest)
+    asked, said = padded_length(prompt), padded_length(longest - prompt)
+    return max(rows * said + ceil(rows / group) * asked, exam_rows * (asked + said))
 
 
 def cache_bytes(widths: Widths, rows: int, length: float) -> float:
@@ -122,7 +138,11 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
     local = Local.of(load, split)
     rows = local.agents * load.rows * local.share
     exam_rows = local.agents * load.exam_prompts * local.share
-    in_flight = rows_at_once(max(rows if load.samples else 0, exam_rows), local.agents, load.max_rows)
+    trained, examined = (
+        rows_at_once(count, local.agents, load.max_rows) if count else 0
+        for count in (rows if load.samples else 0, exam_rows)
+    )
+    in_flight = max(trained, examined, 1)
     longest = load.prompt + load.longest
     tokens = tokens_in_flight(load, local)
     vllm = (shape.weight_bytes + cache_bytes(shape, in_flight, longest)) / split.tensor_parallel
@@ -133,6 +153,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
         agents=local.agents,
         slots=load.slots,
         decoded=None if split.vllm else in_flight,
+        cached=cached_tokens(trained, load.group, examined, load.prompt, longest),
         longest=longest,
         tokens=tokens,
         spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),

@@ -14,7 +14,7 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
-from agilerl.planning.footprint import Held, bank_bytes, footprint, gib, is_too_much, peak
+from agilerl.planning.footprint import Held, bank_bytes, cached_tokens, footprint, gib, is_too_much, peak
 from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
@@ -70,7 +70,11 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     workers, limit = runtime.processes.size, population.context_length
     longest = max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in _PANELS)
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
-    at_once = max(sum(rows), len(agents) * config.environment.eval_prompts) / workers
+    trained, examined = (
+        rows_at_once(count / workers, len(agents), config.training.max_rows_in_flight)
+        for count in (sum(rows), len(agents) * config.environment.eval_prompts)
+    )
+    group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
     passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
     tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
@@ -81,7 +85,8 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         adapter=_adapter(config, runtime.store.layers),
         agents=len(agents),
         slots=adapter_slots(config, type(agents[0])),
-        decoded=rows_at_once(at_once, len(agents), config.training.max_rows_in_flight) if samples else None,
+        decoded=max(trained, examined) if samples else None,
+        cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
         kept=_kept(population, rows, config.environment.eval_prompts),
         tokens=tokens,

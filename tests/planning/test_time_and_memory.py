@@ -5,7 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agilerl.planning.footprint import head_bytes, layer_bytes, memory, pass_tokens, peak, saved_bytes, working_bytes
+from agilerl.planning.footprint import (
+    cached_tokens,
+    head_bytes,
+    layer_bytes,
+    memory,
+    pass_tokens,
+    peak,
+    saved_bytes,
+    working_bytes,
+)
 from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
 from agilerl.planning.time import (
     Local,
@@ -174,6 +183,18 @@ def test_memory() -> None:
     assert parts["training_activations"] == 128 * saved_bytes(SHAPE, checkpointing=False) + at_work
     assert peak(parts) == 800 + 1440 + parts["training_activations"]
     assert memory(SHAPE, LOAD, Split(processes=2, sharded=True))["base"] == 600  # embeddings and head stay whole
+
+
+def test_the_keys_and_values_of_a_prompt_exist_once_for_its_group() -> None:
+    # 64 rows in groups of 8: 8 prompts of 256 tokens, and 64 completions of 32.
+    assert cached_tokens(64, 8, 0, 256, 288) == 8 * 256 + 64 * 32
+    assert cached_tokens(64, 8, 10, 256, 288) == 8 * 256 + 64 * 32
+    assert cached_tokens(64, 8, 40, 256, 288) == 40 * 288  # an exam's rows have a prompt each
+    assert cached_tokens(64, 8, 10, 256, 288, shared=False) == 64 * 288
+    grouped, alone = (memory(SHAPE, replace(LOAD, exam_prompts=1, group=g))["decode_cache"] for g in (4, 1))
+    drawn = 10 * 28  # for each row
+    assert grouped == (8 * 32 + 2 * 32) * 32 + 8 * drawn  # two agents, a prompt and four completions each
+    assert alone == 2 * 64 * 32 + 2 * drawn
 
 
 def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
