@@ -36,16 +36,8 @@ class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
 def dppo_parts(c: DPPOConfig, kl_coef: float) -> PolicyParts:
     """Return the objective's parts: tokens that moved too far do not count, and no bound stops a ratio."""
-    return PolicyParts.of(
-        c,
-        kl_coef,
-        ratio="token",
-        surrogate="dppo",
-        divergence=c.divergence,
-        divergence_limit=c.divergence_limit,
-        weight_max=c.weight_max,
-        aggregation=c.loss_norm,
-    )
+    bounds = {"divergence": c.divergence, "divergence_limit": c.divergence_limit, "weight_max": c.weight_max}
+    return PolicyParts.of(c, kl_coef, ratio="token", surrogate="dppo", aggregation=c.loss_norm, **bounds)
 
 
 class DPPO(GRPO):

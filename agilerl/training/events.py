@@ -1,4 +1,4 @@
-"""The events of a run, in order: the one stream that all consumers follow.
+"""The events of a run, in order: the one stream that all consumers follow, and the extension point for callbacks.
 
 ``train`` and ``resume`` are iterators of these events. The run's writer gets each event first: when anything else sees
 it, it is already in the run's files. The progress display, trackers and custom code come after it. docs/events.md
