@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.resolved import resolve
-from benchmarking.evolution import (
+from benchmarking.evolution import ROOT, (
     ALONE,
     ARMS,
     STRATA,
@@ -73,3 +73,8 @@ def test_packed_results_are_read_again_and_drawn(tmp_path: Path) -> None:
     drawn = plot([never, early], tmp_path / "figure")
     assert [path.name for path in drawn] == ["figure_curves_1k.svg", "figure_seeds_1k.svg"]
     assert "best exam so far" in drawn[0].read_text()
+
+
+def test_the_page_shows_the_committed_results() -> None:
+    shown = table(results(ROOT / "benchmarking" / "results" / "evolution.json")).strip()
+    assert shown in (ROOT / "docs" / "evolution.md").read_text()
