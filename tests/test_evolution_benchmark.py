@@ -7,9 +7,10 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.resolved import resolve
-from benchmarking.evolution import ROOT, (
+from benchmarking.evolution import (
     ALONE,
     ARMS,
+    ROOT,
     STRATA,
     Run,
     interquartile_mean,
