@@ -24,7 +24,7 @@ from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
-from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors
+from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
@@ -473,7 +473,10 @@ class Population:
                 f"found that of {sorted(fitness)}; pass the result of population.evaluate()"
             )
         sick = self.sick(fitness, collapse_guard=collapse_guard)
-        plan = selection.plan(quarantined(fitness, sick), generation, seed, self.next_index, standing)
+        sound = quarantined(fitness, sick)
+        plan = selection.plan(sound, generation, seed, self.next_index, standing)
+        if mutations.crossover > 0:
+            plan = with_mates(plan, sound, mutations.crossover, seed)
         plan = replaced_by_elite(plan, list(fitness), sick)
         inherited = self._become(plan, best)
         planned = self._mutate(

@@ -66,6 +66,21 @@ ARMS: dict[str, tuple[str, ...]] = {
     "truncation": ("training.pop_size=4", "selection_strategy={name: truncation}"),
     "tournament": ("training.pop_size=4", "selection_strategy={name: tournament, tournament_size: 2, elitism: true}"),
 }
+TOURNAMENT = ARMS["tournament"]
+ARMS |= {
+    # One operator each, against the tournament without it; of noise and rank, half of the mutations are that.
+    "tournament_noise": (
+        *TOURNAMENT,
+        "mutation.probabilities={rl_hp_mut: 0.5, params_mut: 0.5}",
+        "mutation.mutation_sd=0.03",
+    ),
+    "tournament_rank": (
+        *TOURNAMENT,
+        "mutation.probabilities={rl_hp_mut: 0.5, arch_mut: 0.5}",
+        "mutation.rank_range=[4, 32]",
+    ),
+    "tournament_crossover": (*TOURNAMENT, "mutation.crossover=0.5"),
+}
 EVERY = 4
 """Iterations between exams of the arms that do not go by the budget."""
 

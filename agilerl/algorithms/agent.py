@@ -38,6 +38,7 @@ from agilerl.algorithms.state import (
     check_algorithm,
     check_base,
     constructor_arguments,
+    join,
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
@@ -578,6 +579,14 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self.lora_config.r = new
         self.lora_config.lora_alpha = scaling * (new**0.5 if self.lora_config.use_rslora else new)
         return f"rank {old} -> {new}" + (f" (energy {energy:.3f})" if new < old else "")
+
+    def cross(self, mate: "LLMAlgorithm | AgentState") -> None:
+        """Give this agent the mean of its own and another agent's delta, at its own rank and scale.
+
+        Adam goes on from no momentum and the mean of both second moments; everything else stays this agent's.
+        """
+        self.check_open()
+        join(self, mate.state() if isinstance(mate, LLMAlgorithm) else mate)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ import copy
 import math
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
 
 import torch
@@ -20,7 +21,7 @@ from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, resolve_model
-from agilerl.models.operators import rescale
+from agilerl.models.operators import Part, merged, merged_moments, rescale
 from agilerl.models.slots import AdapterStore
 from agilerl.runs.strict_json import LARGEST, Count, SavedValues
 from agilerl.runtime import Runtime
@@ -370,6 +371,41 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
         store.steps[slot] = critic.optimizer_steps
         head[1:] = torch.stack([critic.head_moments[name] for name in MOMENTS])
     store.write_head(slot, head)
+
+
+def soup(states: Sequence[AgentState], weights: Sequence[float]) -> AgentState:
+    """Return the first state with the weighted sum of all deltas as its adapter, at its own rank and scale.
+
+    It is meant to be examined and handed over: it has no moments, and of a critic the first state's.
+    """
+    first = states[0]
+    parts = [Part(state.adapter, _scaling(state), weight) for state, weight in zip(states, weights, strict=True)]
+    adapter, _ = merged(parts, len(first.adapter[0][0]), _scaling(first))
+    return replace(first, adapter=adapter, moments={})
+
+
+def join(agent: Stateful, mate: AgentState) -> None:
+    """Give an agent the mean of its own and a mate's delta, critics included, with Adam's moments to match."""
+    store, own = agent.runtime.store, capture(agent)
+    _join(store, agent.slot, own, mate, _scaling(mate))
+    if agent.critic_slot is not None and own.critic is not None and mate.critic is not None:
+        _join(store, agent.critic_slot, own.critic, mate.critic, _scaling(mate))
+        head = torch.stack([own.critic.head, mate.critic.head]).mean(dim=0)
+        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (own.critic, mate.critic)]).mean(dim=0)
+        store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
+
+
+def _join(
+    store: AdapterStore, slot: int, own: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
+) -> None:
+    ours = float(store.scaling[slot])
+    layers, _ = merged([Part(own.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
+    second = [state.moments["exp_avg_sq"] for state in (own, mate)]
+    store.write(slot, {"theta": layers, **merged_moments(second, layers)})
+
+
+def _scaling(state: AgentState) -> float:
+    return adapters.lora_scaling(SimpleNamespace(**state.lora))
 
 
 def check_base(state: AgentState, runtime: Runtime) -> None:

@@ -192,12 +192,14 @@ class MutationConfig(Section):
     """Kinds of mutation."""
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
     """The genes: hyperparameters of the algorithm that evolve."""
-    mutation_sd: Annotated[float, Field(gt=0)] = 0.1
+    mutation_sd: Annotated[float, Field(gt=0)] = 0.03
     """Size of adapter noise, relative to the adapter."""
     genes_per_mutation: Annotated[int, Field(ge=1)] = 1
     """Genes that move in one mutation."""
     rank_range: tuple[int, int] = (4, 64)
     """Smallest and largest adapter rank."""
+    crossover: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the clones of a selection that get a second parent: their adapter is the mean of both."""
     mutate_elite: bool = False
     """Let the elite mutate too."""
     rand_seed: Seed | None = None

@@ -150,10 +150,12 @@ class IslandPopulation(Population):
             raise ConfigError("the selection brings the best exam back, which only a run on one island can")
         births = {birth.child: birth for birth in plan.births}
         roots = {index: births[index].parent if index in births else index for index in plan.slots}
+        mates = {birth.child: birth.mate for birth in plan.births if birth.mate is not None}
         journeys = {
-            (roots[plan.slots[place]], island): owners[roots[plan.slots[place]]]
+            (source, island): owners[source]
             for island, share in enumerate(shares)
-            for place in share
+            for child in (plan.slots[place] for place in share)
+            for source in (roots[child], mates.get(child, roots[child]))
         }
         arrived: dict[int, AgentState] = {}
         self.exchange.all(None)
@@ -170,6 +172,9 @@ class IslandPopulation(Population):
             agent = self._moved_in(arrived[root]) if root in arrived else self.agent(root)
             if index in births:
                 agent = self._child(agent, births[index].child, arrived=root in arrived)
+                if index in mates:
+                    mate = mates[index]
+                    agent.cross(arrived[mate] if mate in arrived else self.agent(mate))
                 self._inherit(agent, births[index].hyperparameters_from)
             agents.append(agent)
         self._replace(agents)

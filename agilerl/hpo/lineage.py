@@ -44,6 +44,8 @@ class Life:
     died: int | None = None
     reason: str = ""
     children: list[int] = field(default_factory=list)
+    mate: int | None = None
+    """Its second parent, if it has one."""
     from_best: bool = False
     """Whether it began as its parent was at its best exam, not as it was at the last one."""
 
@@ -100,18 +102,21 @@ def birth_record(
     hyperparameters: Mapping[str, Value],
     *,
     from_best: bool = False,
+    mate: int | None = None,
 ) -> dict[str, Any]:
     """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with.
 
     ``from_best``: it is a clone of the parent as it was at its best exam.
     """
     line = {"event": "birth", "agent": agent, "parent": parent, "generation": generation, "step": step}
-    return {**line, "hyperparameters": dict(hyperparameters)} | ({"from_best": True} if from_best else {})
+    line |= {"hyperparameters": dict(hyperparameters)}
+    return line | ({"from_best": True} if from_best else {}) | ({} if mate is None else {"mate": mate})
 
 
-def mutation_record(mutation: Mutation, generation: int) -> dict[str, Any]:
-    """Return the line for a mutation that was applied."""
-    return {"event": "mutation", "generation": generation, **mutation.to_dict()}
+def mutation_record(mutation: Mutation, generation: int, effect: str = "") -> dict[str, Any]:
+    """Return the line for a mutation that was applied; ``effect`` says what one of the adapter came to."""
+    line = {"event": "mutation", "generation": generation, **mutation.to_dict()}
+    return line | ({"effect": effect} if mutation.kind in ("parameters", "rank") and effect else {})
 
 
 def fitness_record(
@@ -157,6 +162,8 @@ def family_tree(records: Iterable[Record]) -> dict[int, Life]:
 def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     """Return the ancestors of ``agent`` from the founder to ``agent`` itself, each with the part that was inherited.
 
+    Of two parents it is the first, whose hyperparameters, counters and place in the data the child has.
+
     Raises CheckpointError when the agent, or one of its ancestors, is not in the records.
     """
     lives = family_tree(records)
@@ -195,6 +202,9 @@ def _add(lives: dict[int, Life], record: Record) -> None:
             lives[parent].children.append(agent)
         life = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
         life.from_best = bool(record.get("from_best", False))
+        life.mate = record.get("mate")
+        if life.mate is not None:
+            lives[life.mate].children.append(agent)
         lives[agent] = life
         return
     life = lives[agent]

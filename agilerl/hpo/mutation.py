@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 import numpy as np
 
-from agilerl.arguments import Count, Positive, Seed, Whole, checked
+from agilerl.arguments import Count, Positive, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
@@ -86,6 +86,10 @@ class Evolvable(Protocol):
         """Return an independent copy of the agent, its fitness included, under a new index."""
         ...
 
+    def cross(self, mate: Any) -> None:
+        """Give a clone the mean of its own and another agent's weights; called for births with two parents only."""
+        ...
+
 
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
@@ -110,6 +114,7 @@ class Mutations:
 
     ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``parameters``: noise of relative size
     ``mutation_sd`` on the adapter; ``architecture``: the adapter's rank doubles or halves within ``rank_range``.
+    ``crossover`` is the share of clones that get a second parent, whatever else happens to them.
     ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
     ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
     ``activation_selection``, ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
@@ -126,7 +131,7 @@ class Mutations:
         activation: float,
         rl_hp: float,
         *,
-        mutation_sd: Positive = 0.1,
+        mutation_sd: Positive = 0.03,
         activation_selection: Sequence[str] | None = None,
         mutate_elite: bool = False,
         rand_seed: Seed | None = None,
@@ -134,6 +139,7 @@ class Mutations:
         accelerator: object = None,
         genes_per_mutation: Count = 1,
         rank_range: tuple[int, int] = (4, 64),
+        crossover: Share = 0.0,
     ) -> None:
         chances: dict[Kind, float] = {
             "none": no_mutation,
@@ -157,6 +163,7 @@ class Mutations:
         self.rand_seed = rand_seed
         self.genes_per_mutation = genes_per_mutation
         self.rank_range = rank_range
+        self.crossover = crossover
 
     @property
     def probabilities(self) -> dict[Kind, float]:

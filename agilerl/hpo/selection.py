@@ -25,6 +25,8 @@ class Birth:
     """The child's learning rates are multiplied by this, within the range of their genes."""
     from_best: bool = False
     """The child starts as ``parent`` was at the run's best exam (``Standing.best``), not as it is now."""
+    mate: int | None = None
+    """A second parent: the child's weights are the mean of both parents' deltas; all else is as ``parent``'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,8 @@ def apply_plan(
     ``agents``, and for a birth from the best exam without ``revive``.
     """
     by_index = {agent.index: agent for agent in agents}
-    living = (birth.parent for birth in plan.births if not birth.from_best)
+    living = [birth.parent for birth in plan.births if not birth.from_best]
+    living += [birth.mate for birth in plan.births if birth.mate is not None]
     missing = {plan.elite, *plan.slots, *living} - set(by_index)
     missing -= {birth.child for birth in plan.births}
     if missing:
@@ -174,11 +177,33 @@ def apply_plan(
             raise ConfigError(
                 f"The plan brings the best exam of agent {birth.parent} back, but no copy of it was kept."
             )
+        if birth.mate is not None:
+            children[birth.child].cross(by_index[birth.mate])
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
             child, donor = children[birth.child], by_index[birth.hyperparameters_from]
             child.apply_mutation(inherited(birth.child, child.hyperparameters, donor.index, donor.hyperparameters))
     return by_index[plan.elite], [children.get(index) or by_index[index] for index in plan.slots]
+
+
+def with_mates(plan: Plan, fitness: Mapping[int, Fitness], share: float, seed: int) -> Plan:
+    """Return the plan with a second parent for a random ``share`` of its clones.
+
+    Mates are drawn evenly from the agents that the plan keeps or copies and whose fitness is finite, the parent itself
+    excepted. Births of another kind (a factor, genes of a donor, from the best exam, a mate already) stay as they are.
+    """
+    children = {birth.child for birth in plan.births}
+    kept = {*plan.slots, *(birth.parent for birth in plan.births if not birth.from_best)} - children
+    fit = [index for index in fitness if index in kept and fitness[index].is_finite]
+    births = []
+    for birth in plan.births:
+        mates = [index for index in fit if index != birth.parent]
+        rng = stream(seed, "crossover", plan.generation, birth.child)
+        plain = birth == Birth(birth.child, birth.parent)
+        if plain and mates and rng.random() < share:
+            birth = replace(birth, mate=mates[int(rng.integers(len(mates)))])
+        births.append(birth)
+    return replace(plan, births=tuple(births))
 
 
 def with_factors(plan: Plan, members: Sequence[Member], planned: Sequence[Mutation]) -> list[Mutation]:

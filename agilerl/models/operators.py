@@ -1,4 +1,7 @@
-"""Mutations of the adapter: noise on its weights, a larger or a smaller rank."""
+"""Operators on adapters: noise on the weights, a larger or a smaller rank, several adapters merged into one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +39,8 @@ def resize(store: AdapterStore, slot: int, rank: int, seed: int) -> float:
     Growing keeps the function exactly: new rows of A start as PEFT would start them, new columns of B are 0, and the
     new entries' second moment is the tensor's mean (a zero would make their first steps far too large). Shrinking
     keeps the best approximation of B A in the Frobenius norm (Eckart-Young) by QR of both factors and an SVD of the
-    small core; Adam's moments cannot be rotated likewise and are reset. The scale of the delta is not touched.
+    small core; Adam's moments cannot be rotated likewise and are reset. The scale of the delta is not touched. A layer
+    whose delta is 0 keeps the first rows of A: factors that are both 0 would never learn again.
     """
     old = store.ranks[slot]
     state, steps = store.read(slot), float(store.steps[slot])
@@ -94,9 +98,76 @@ def _fresh_rows(a: Tensor, old: int, layer: int, seed: int) -> Tensor:
 
 def _best_approximation(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor, float, float]:
     """Return A', B' of the given rank and the kept and the total squared singular values of B A."""
+    if not b.any():
+        return a[:rank].clone(), b[:, :rank].clone(), 0.0, 0.0
     qb, rb = torch.linalg.qr(b.double())
     qa, ra = torch.linalg.qr(a.double().T)
     u, s, vt = torch.linalg.svd(rb @ ra.T)
     root = s[:rank].sqrt()
     new_a, new_b = (root[:, None] * vt[:rank]) @ qa.T, qb @ (u[:, :rank] * root)
     return new_a.to(a.dtype), new_b.to(b.dtype), float((s[:rank] ** 2).sum()), float((s**2).sum())
+
+
+# -- several adapters as one: crossover, and the soup of a run --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """An adapter that is merged with others."""
+
+    factors: Sequence[tuple[Tensor, Tensor]]
+    """Per layer: A ``[r, in]`` and B ``[out, r]``; parts need not agree on r."""
+    scaling: float
+    """What multiplies B A (alpha / r)."""
+    weight: float
+    """Its share of the merged delta."""
+
+
+@torch.no_grad()
+def merged(parts: Sequence[Part], rank: int, scaling: float) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """Return the adapter of this rank and scale nearest to the weighted sum of the parts' deltas, and its energy.
+
+    A delta is a product, ``scaling * B A``, and any invertible R gives the same one as ``B R^-1`` and ``R A``: averages
+    of A and of B mean nothing. So the factors are concatenated, ``[w1 B1, w2 B2] [A1; A2]`` is the exact sum, and QR of
+    both with an SVD of the small core gives its best approximation in the Frobenius norm (Eckart-Young). The energy is
+    the share of the squared singular values that is kept, over all layers; 1 if the parts' spaces fit into the rank.
+
+    The new rows of A are orthogonal and as long as the parts' are on average, and B holds the singular values, as in an
+    adapter that started from PEFT's initialisation: the same learning rate means the same. Rows whose singular value is
+    0 are there as well, with a column of zeros in B, and go on learning.
+    """
+    layers, kept, total = list[tuple[Tensor, Tensor]](), 0.0, 0.0
+    for pairs in zip(*(part.factors for part in parts), strict=True):
+        stacked = torch.cat([a.double() for a, _ in pairs])
+        columns = [b.double() * (part.weight * part.scaling / scaling) for part, (_, b) in zip(parts, pairs)]
+        qb, rb = torch.linalg.qr(torch.cat(columns, dim=1))
+        qa, ra = torch.linalg.qr(stacked.T)
+        u, s, vt = torch.linalg.svd(rb @ ra.T)
+        length = float(stacked.square().sum(dim=1).mean().sqrt()) or 1.0
+        most = min(rank, len(s))
+        a, b = pairs[0]
+        new_a, new_b = a.new_zeros((rank, a.shape[1])), b.new_zeros((b.shape[0], rank))
+        new_a[:most] = (length * vt[:most] @ qa.T).to(a.dtype)
+        new_b[:, :most] = (qb @ (u[:, :most] * (s[:most] / length))).to(b.dtype)
+        layers.append((new_a, new_b))
+        kept, total = kept + float((s[:most] ** 2).sum()), total + float((s**2).sum())
+    return layers, kept / total if total > 0 else 1.0
+
+
+@torch.no_grad()
+def merged_moments(
+    moments: Sequence[Sequence[tuple[Tensor, Tensor]]], layers: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return Adam's moments for a merged adapter, from the parts' second moments: 0, and a mean for each factor.
+
+    The new rows and columns are mixtures of the old ones, and a second moment, being of squares, cannot be mixed. Its
+    sum over a factor can: the squared norm of a gradient is the same in every orthogonal basis. So each factor's mean
+    takes the place of its entries, which learn their own within 1 / (1 - beta2) steps. With zeros instead (and the step
+    counter at 0) every entry would take a whole learning rate in the first step, whatever its gradient.
+    """
+    second = []
+    for number, (a, b) in enumerate(layers):
+        means = [(own[number][0].mean(), own[number][1].mean()) for own in moments]
+        of_a, of_b = (float(torch.stack([mean[side] for mean in means]).mean()) for side in (0, 1))
+        second.append((torch.full_like(a, of_a), torch.full_like(b, of_b)))
+    return {"exp_avg": [(torch.zeros_like(a), torch.zeros_like(b)) for a, b in layers], "exp_avg_sq": second}

@@ -548,7 +548,8 @@ def _story(agent: AgentRecord, generation: int) -> str:
         for exam in agent.exams
         if exam.generation == generation
     ]
-    lines.append("founder" if agent.parent is None else f"child of agent {agent.parent}")
+    second = "" if agent.mate is None else f" and agent {agent.mate}"
+    lines.append("founder" if agent.parent is None else f"child of agent {agent.parent}{second}")
     for mutation in agent.mutations:
         kind, changes = plain(mutation.get("kind")), mutation.get("changes") or []
         lines.append(f"mutation: {kind}")

@@ -46,6 +46,8 @@ class AgentRecord:
 
     index: int
     parent: int | None = None
+    mate: int | None = None
+    """Its second parent, if it has one."""
     born: int | None = None
     """Generation of the birth event; None if there is no such event."""
     died: int | None = None
@@ -172,6 +174,8 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
         if event == "birth":
             parent = line.get("parent")
             agent.parent = parent if _whole(parent) and parent != index else None
+            mate = line.get("mate")
+            agent.mate = mate if _whole(mate) else None
             agent.born = generation
             agent.hyperparameters = dict(line.get("hyperparameters") or {})
         elif event == "mutation":

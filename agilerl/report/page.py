@@ -371,7 +371,7 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "agent": index,
             "colour": row_colour(family.rows[index]),
             "winning": index in family.line,
-            "parent": "founder" if agent.parent is None else agent.parent,
+            "parent": _parents(agent),
             "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
             "died": "" if agent.died is None else f"{agent.died}: {agent.reason}" if agent.reason else str(agent.died),
             "changes": _changes(agent),
@@ -384,6 +384,11 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
         }
         for index, agent in run.agents.items()
     ]
+
+
+def _parents(agent: AgentRecord) -> str:
+    first = "founder" if agent.parent is None else str(agent.parent)
+    return first if agent.mate is None else f"{first} and {agent.mate}"
 
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:

@@ -81,7 +81,9 @@ class RunWriter:
             self.lineage.write(lineage.elite_record(event.elite, g))
         for birth in plan.births:
             values = event.inherited[birth.child]
-            record = lineage.birth_record(birth.child, birth.parent, g, step, values, from_best=birth.from_best)
+            record = lineage.birth_record(
+                birth.child, birth.parent, g, step, values, from_best=birth.from_best, mate=birth.mate
+            )
             self.lineage.write(record)
         for index in plan.deaths:
             reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "won no tournament"
@@ -91,7 +93,7 @@ class RunWriter:
                 self.lineage.write(lineage.verdict_record(index, g, reason))
         for mutation in event.changes:
             if mutation.kind != "none":
-                self.lineage.write(lineage.mutation_record(mutation, g))
+                self.lineage.write(lineage.mutation_record(mutation, g, event.mutations[mutation.agent]))
         self.metrics.write({"kind": "evolution", "generation": g, "step": step, **event.metrics})
 
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:

@@ -335,6 +335,7 @@ def _mutations(config: RunConfig) -> Mutations:
         mutate_elite=m.mutate_elite,
         genes_per_mutation=m.genes_per_mutation,
         rank_range=m.rank_range,
+        crossover=m.crossover,
     )
 
 

@@ -463,8 +463,8 @@ class CustomSelection:
             wrong = f"the elite is one of the agents {list(fitness)}, found {plan.elite}"
         elif any(birth.parent not in fitness and not birth.from_best for birth in plan.births):
             wrong = f"parents are among the agents {list(fitness)}, found {[birth.parent for birth in plan.births]}"
-        elif any(birth.hyperparameters_from not in {None, *fitness} for birth in plan.births):
-            wrong = f"hyperparameters_from is one of the agents {list(fitness)} or None"
+        elif any({birth.hyperparameters_from, birth.mate} - {None, *fitness} for birth in plan.births):
+            wrong = f"hyperparameters_from and mate are one of the agents {list(fitness)} or None"
         elif standing.best is None and any(birth.from_best for birth in plan.births):
             wrong = "from_best needs standing.best, which is None"
         if wrong:

@@ -23,6 +23,7 @@ FIVE = (
     *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=6", "environment.test_prompts=4"),
     *("training.pop_size=5", "training.max_steps=240", "training.seed=2", "algorithm.lr=1e-3"),
     *("mutation.rl_hp_selection={lr: {}}", "mutation.rank_range=[2, 16]", "mutation.mutate_elite=true"),
+    "mutation.crossover=0.5",
     "mutation.probabilities={arch_mut: 1.0, rl_hp_mut: 0.5, params_mut: 0.5}",
     "selection_strategy={name: tournament, tournament_size: 2, elitism: false}",
 )
@@ -55,6 +56,7 @@ def expected(folder: Path) -> dict[str, str]:
 def test_agents_move_and_ranks_change_in_this_run(expected: dict[str, str], folder: Path) -> None:
     events = lines(folder / "one" / "lineage.jsonl")
     assert sum(line["event"] == "birth" for line in events) > 7
+    assert sum("mate" in line for line in events) > 2
     assert {line["kind"] for line in events if line["event"] == "mutation"} == {"rank", "parameters", "hyperparameters"}
 
 

@@ -34,6 +34,10 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("training.pop_size=3", "training.evo_steps=1", "training.max_steps=144", "training.seed=2"),
     ),
     "noise": (*HOT, "mutation.probabilities={params_mut: 1.0, rl_hp_mut: 0.0}", EVERYBODY_MUTATES),
+    "crossover": (
+        *(*HOT, "mutation.crossover=1.0", "training.pop_size=4", "training.evo_steps=1", "training.max_steps=96"),
+        "selection_strategy={name: tournament}",
+    ),
     "reference of its own and adaptive KL": (
         *HOT,
         *("algorithm.use_separate_reference_adapter=true", "algorithm.beta=0.05", "algorithm.kl_target=0.001"),

@@ -8,7 +8,10 @@ import pytest
 from plain_agents import GENES, PlainAgent, population
 
 from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.lineage import birth_record, family_tree, winning_lineage
 from agilerl.hpo.mutation import Change, Member, Mutation, Mutations, inherited
+from agilerl.hpo.selection import Birth, Plan, apply_plan, with_mates
 from agilerl.hpo.tournament import TournamentSelection
 
 
@@ -166,3 +169,56 @@ def test_agents_that_were_never_evaluated_may_be_mutated():
     pop = [PlainAgent(0), PlainAgent(1)]
     assert [agent.mut for agent in mutations(rl_hp=1).mutation(pop)] == ["hyperparameters"] * 2
     assert [agent.mut for agent in mutations(rl_hp=1).mutation(pop, elite=1)] == ["hyperparameters", "none"]
+
+
+# -- crossover: clones with a second parent ---------------------------------------------------------------------------
+
+
+EXAM = {0: Fitness(0.9), 1: Fitness(0.8), 2: Fitness(0.7), 3: Fitness(math.nan)}
+CLONES = Plan(2, 0, (0, 4, 2, 5), (Birth(4, 0), Birth(5, 0)), deaths=(1, 3), mutants=(4, 5))
+
+
+def test_mates_are_what_selection_keeps_or_copies_and_never_the_parent_or_a_sick_agent():
+    for seed in range(20):
+        plan = with_mates(CLONES, EXAM, 1.0, seed)
+        assert [birth.mate for birth in plan.births] == [2, 2]  # 1 and 3 leave, 0 is the parent
+        assert (plan.slots, plan.deaths, plan.mutants, plan.elite) == (CLONES.slots, (1, 3), (4, 5), 0)
+    assert with_mates(CLONES, EXAM, 1.0, 3) == with_mates(CLONES, EXAM, 1.0, 3)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert "mate" not in json.dumps(CLONES.to_dict())
+
+
+def test_the_share_of_clones_with_two_parents():
+    count = sum(birth.mate is not None for seed in range(500) for birth in with_mates(CLONES, EXAM, 0.3, seed).births)
+    assert 0.25 < count / 1000 < 0.35
+    assert with_mates(CLONES, EXAM, 0.0, 1) == CLONES
+
+
+def test_births_of_another_kind_stay_as_they_are():
+    births = (Birth(4, 0, factor=3.0), Birth(5, 0, hyperparameters_from=2), Birth(6, 9, from_best=True))
+    plan = Plan(2, 0, (0, 2, 4, 5, 6), births)
+    assert with_mates(plan, EXAM, 1.0, 0).births == births
+
+
+def test_an_only_parent_has_no_mate():
+    plan = Plan(2, 0, (0, 4), (Birth(4, 0),), deaths=(1,))
+    assert with_mates(plan, {0: Fitness(0.9), 1: Fitness(0.5)}, 1.0, 0) == plan
+
+
+def test_applying_crosses_parents_as_they_were_before_the_plan():
+    agents = population(0.9, 0.8, 0.7, 0.1)
+    plan = Plan(0, 0, (0, 4, 5, 2), (Birth(4, 0, mate=2), Birth(5, 2, mate=0)), deaths=(1, 3))
+    _, after = apply_plan(plan, agents)
+    assert [agent.weights for agent in after] == [[0.0], [1.0], [1.0], [2.0]]
+    assert after[1].hyperparameters == agents[0].hyperparameters  # the first parent's
+    with pytest.raises(ConfigError, match=r"names agents \[7\]"):
+        apply_plan(Plan(0, 0, (0, 4), (Birth(4, 0, mate=7),)), agents)
+
+
+def test_lineage_names_both_parents_and_follows_the_first():
+    records = [birth_record(0, None, 0, 0, {}), birth_record(1, None, 0, 0, {}), birth_record(2, 1, 3, 30, {}, mate=0)]
+    lives = family_tree(records)
+    assert (lives[2].parent, lives[2].mate) == (1, 0)
+    assert lives[0].children == lives[1].children == [2]
+    assert [a.agent for a in winning_lineage(records, 2)] == [1, 2]
+    assert "mate" not in records[0]
