@@ -386,6 +386,7 @@ class Population:
             if agent is not None and split == "exam":
                 sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
                 self.ungraded[agent.index] = sum(math.isnan(group[0].episode_return) for group in sound)
+            if agent is not None and split != "test":
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
         return scores
 

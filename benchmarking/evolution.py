@@ -80,6 +80,8 @@ ARMS |= {
         "mutation.rank_range=[4, 32]",
     ),
     "tournament_crossover": (*TOURNAMENT, "mutation.crossover=0.5"),
+    # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
+    "ours_soup": ("training.pop_size=4", "selection_strategy={name: knockout, soup: 0.5}"),
 }
 EVERY = 4
 """Iterations between exams of the arms that do not go by the budget."""

@@ -267,6 +267,9 @@ class SelectionConfig(Section):
     """Best exams whose agents sit a second panel at the end, as large as the exam, with the best agent of the last one.
     That one is the elite, unless the panel shows one of them to be better with a probability of 0.8. 1: the elite is
     the best exam's agent. None: 3 for knockout and pulses on tasks that make questions, else 1."""
+    soup: Annotated[float | None, Field(ge=0.5, lt=1)] = None
+    """Let the soup of the candidates, the mean of their adapters' deltas, sit the second panel as well, and make it the
+    elite if it is better than the chosen candidate with this probability. None: no soup."""
     equal_tokens: bool | None = None
     """Compare agents after equally many tokens, not iterations: those that spend more sit iterations out. None: in
     knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``)."""
@@ -298,7 +301,7 @@ class SelectionConfig(Section):
         foreign = (
             self.model_fields_set
             - own
-            - {"name", "collapse_guard", "candidates", "equal_tokens", "tournament_size", "elitism"}
+            - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
@@ -356,6 +359,11 @@ class RunConfig(Section):
         if self.training.evo_steps is None and self.selection_strategy.strategy not in ANNEALED:
             self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
             self.training.model_fields_set.discard("evo_steps")
+        if self.selection_strategy.soup is not None and self.candidates < 2:
+            raise ValueError(
+                f"selection_strategy.soup={self.selection_strategy.soup:g} is made of the candidates, found "
+                f"{self.candidates}; set selection_strategy.candidates=3, or leave soup out"
+            )
         if "name" not in self.algorithm:
             self.algorithm = {"name": "GRPO", **self.algorithm}
         if not isinstance(self.algorithm["name"], str):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
-from agilerl.algorithms.state import AgentState
+from agilerl.algorithms.state import AgentState, soup
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.guard import quarantined
@@ -50,6 +50,8 @@ class Tested:
     index: int
     hyperparameters: dict[str, Any]
     result: Fitness
+    soup: dict[str, Any] | None = None
+    """What came of the soup of the candidates; None without one."""
 
 
 def samples_per_iteration(session: Session) -> int:
@@ -471,45 +473,65 @@ def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) 
     last = _last(session, progress) if session.config.candidates > 1 else None
     if peers.rank > 0:
         return None
-    elite = _chosen(session, progress, last)
+    elite, mixed = _chosen(session, progress, last)
     if writer is not None:
         writer.elite(elite)
     tested = population.evaluate("test", agents=[elite])[elite.index]
-    found = Tested(elite.index, dict(elite.hyperparameters), tested)
+    found = Tested(elite.index, dict(elite.hyperparameters), tested, mixed)
     elite.clean_up()
     return found
 
 
-def _chosen(session: Session, progress: Progress, last: Kept | None) -> LLMAlgorithm:
+def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
     """Return the agent of the best exam or, with candidates, the one that a second panel shows to be best.
 
     The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
-    the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence.
+    the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence. So does the
+    soup of all candidates, if there is to be one; the second value says what came of it.
     """
-    population = session.population
+    population, wanted, result = session.population, session.config.selection_strategy.soup, None
 
     def revived(state: AgentState | None) -> LLMAlgorithm:
         assert state is not None
         return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
+
+    def assess(state: AgentState | None) -> Fitness:
+        agent = revived(state)
+        before = agent.tokens["evaluated"]
+        found = population.evaluate("second", agents=[agent])[agent.index]
+        progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
+        agent.clean_up()
+        return found
 
     earlier = (
         [] if last is None else [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
     )
     # A task with few questions may have none left for a second panel.
     if last is not None and earlier and population.places("second"):
-        panel = []
-        for kept in [last, *earlier]:
-            agent = revived(kept.state)
-            before = agent.tokens["evaluated"]
-            panel.append(population.evaluate("second", agents=[agent])[agent.index])
-            progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
-            agent.clean_up()
+        candidates = [last, *earlier]
+        panel = [assess(kept.state) for kept in candidates]
         # At equal results the better exam's; kept exams are in that order.
         best = max(range(1, len(panel)), key=lambda place: panel[place].value)
         sure = probability_better(panel[best], panel[0])
-        chosen = earlier[best - 1] if sure >= CANDIDATE else last
+        place = best if sure >= CANDIDATE else 0
+        chosen = candidates[place]
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
-    return revived(progress.elite)
+        if wanted is not None:
+            states = [kept.state for kept in (chosen, *candidates) if kept.state is not None]
+            del states[place + 1]  # the chosen one stands at the front already
+            mixed = soup(states, [1 / len(states)] * len(states))
+            found = assess(mixed)
+            sure = probability_better(found, panel[place])
+            result = {
+                "of": [{"agent": kept.agent, "step": kept.iteration} for kept in candidates],
+                "second": found.to_dict(),
+                "candidate": panel[place].to_dict(),
+                "probability_better": sure,
+                "is_elite": sure >= wanted and sure > 0.5,
+            }
+            if result["is_elite"]:
+                progress.elite = mixed
+    return revived(progress.elite), result
 
 
 def _last(session: Session, progress: Progress) -> Kept:
@@ -543,6 +565,8 @@ def _finish(session: Session, writer: RunWriter | None, progress: Progress, test
             "step": progress.elite_iteration,
             "hyperparameters": tested.hyperparameters,
         }
+        if tested.soup is not None:
+            summary["elite"]["soup"] = tested.soup
     summary["seconds"] = progress.seconds
     if writer is not None:
         writer.finish(summary, None if tested is None else tested.index)

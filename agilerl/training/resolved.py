@@ -239,7 +239,7 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
         if "pulses" in own:
             own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
     own = {name: value for name, value in own.items() if name not in values}
-    values |= {"candidates": config.candidates, "equal_tokens": config.equal_tokens}
+    values |= {"candidates": config.candidates, "soup": s.soup, "equal_tokens": config.equal_tokens}
     return {**values, "collapse_guard": s.collapse_guard, **own}
 
 

@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO, PPO
+from agilerl.algorithms.state import soup
+from agilerl.config.manifest import load_manifest
+from agilerl.errors import ConfigError
+from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, lora, make_agents, weights
 from tests.tiny_models import PAD, random_model
@@ -109,3 +113,46 @@ def test_a_run_with_crossover_says_who_the_parents_are(tmp_path: Path) -> None:
     assert f"{child['parent']} and {child['mate']}" in (root / "report.html").read_text()
     again = run_here(tmp_path / "again", *CROSSING)
     assert lines(again / "lineage.jsonl") == events
+
+
+# -- soup -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_soup_is_the_weighted_mean_of_all_deltas() -> None:
+    agent, other = trained()
+    shares = (0.5, 0.3, 0.2)
+    states = [agent.state(), other.state(), agent.clone(4).state()]
+    mixed = GRPO.from_state(soup(states, shares), agent.runtime)
+    expected = [0.7 * a + 0.3 * b for a, b in zip(deltas(agent), deltas(other))]
+    assert far(deltas(mixed), [low_rank(delta, 8) for delta in expected]) < 1e-6
+    assert (mixed.index, mixed.rank, mixed.lr) == (agent.index, 8, agent.lr)
+    same = GRPO.from_state(soup([agent.state()] * 3, (1 / 3,) * 3), agent.runtime)
+    assert far(deltas(same), deltas(agent)) < 1e-6
+
+
+SEARCH = (
+    *("selection_strategy={name: tournament, candidates: 3, soup: 0.5}", "training.max_steps=384"),
+    *("algorithm.lr=1e-3", "environment.eval_prompts=30", "environment.params={min_word_len: 3, max_word_len: 4}"),
+)
+
+
+def test_a_soup_is_the_elite_only_if_it_wins_on_the_second_panel(tmp_path: Path) -> None:
+    root = run_here(tmp_path / "soup", *SEARCH)
+    plain = run_here(tmp_path / "plain", *SEARCH, "selection_strategy.soup=null")
+    with_soup, without = (read_json(path / "summary.json") for path in (root, plain))
+    found = with_soup["elite"]["soup"]
+    assert len(found["of"]) == 3
+    assert found["is_elite"] == (found["probability_better"] > 0.5)
+    assert "soup" not in without["elite"]
+    # Everything before the soup is the same run, and its second panel is counted.
+    assert lines(root / "lineage.jsonl") == lines(plain / "lineage.jsonl")
+    assert with_soup["tokens"]["trained"] == without["tokens"]["trained"]
+    spent = with_soup["tokens"]["evaluated"] - without["tokens"]["evaluated"]
+    assert 4 * 30 * 2 <= spent <= 4 * 30 * 10
+    adapters = [(path / "elite" / "adapter_model.safetensors").read_bytes() for path in (root, plain)]
+    assert (adapters[0] == adapters[1]) == (not found["is_elite"])
+
+
+def test_a_soup_needs_candidates() -> None:
+    with pytest.raises(ConfigError, match=r"soup=0.8 is made of the candidates, found 1; set .*candidates=3"):
+        load_manifest(None, ["selection_strategy={name: tournament, soup: 0.8}"])
