@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.objective import record_batch
+from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked
@@ -31,6 +32,8 @@ from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, los
 from agilerl.rollouts.episodes import episode_metrics
 
 Panels = Literal["exam", "test", "second"]
+ALONE = Sharing()
+"""Agents that learn nothing from each other."""
 AnyTask = Annotated[
     Task | EpisodeTask,
     Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, e.g. ReasoningGymTask('spell_backward')"),
@@ -109,6 +112,7 @@ class Population:
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
     ``second``, which neither selection nor the test uses, for a choice among candidates.
+    ``sharing`` is what agents learn from each other; whose policy ``teaches`` is an attribute that the loop sets.
     """
 
     @checked
@@ -122,6 +126,7 @@ class Population:
         eval_max_new_tokens: Count | None = None,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
+        sharing: Sharing = ALONE,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -144,6 +149,11 @@ class Population:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
         self.test_prompts = test_prompts
+        if sharing:
+            check_sharing(agents, task, sharing)
+        self.sharing = sharing
+        self.teacher: int | None = None
+        """Agent whose policy the others are drawn to with ``sharing.distillation``: the last selection's elite."""
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
@@ -291,7 +301,8 @@ class Population:
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
-        metrics = dict(zip((a.index for a in agents), learn_together(agents, batches, outcomes)))
+        lessons = self._lessons(agents, rollout) if self.sharing else None
+        metrics = dict(zip((a.index for a in agents), learn_together(agents, batches, outcomes, lessons)))
         for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])
             if agent.index in rollout.dropped:
@@ -317,6 +328,26 @@ class Population:
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
+
+    def _lessons(self, agents: Sequence[LLMAlgorithm], rollout: Rollout) -> list[Lesson]:
+        """Return what each agent learns from others in this update."""
+        sharing, teacher = self.sharing, next((a.slot for a in self.agents if a.index == self.teacher), None)
+        found = []
+        for agent in agents:
+            borrowed = None
+            if sharing.experience:
+                # Rewards under other weights are another scale.
+                lenders = [b.index for b in agents if b is not agent and own_weights(b) == own_weights(agent)]
+                rows = borrowable(
+                    rollout.batch(agent.index),
+                    [rollout.trajectories[index] for index in lenders],
+                    sharing.experience,
+                    sharing.experience_for,
+                )
+                borrowed = collate(rows, agent.pad_token_id) if rows else None
+            taught = teacher if teacher != agent.slot else None
+            found.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
+        return found
 
     def _check_own(self, rollout: Rollout) -> None:
         own, foreign = [agent.index for agent in self.active], rollout.mark not in (None, self._mark)
@@ -560,6 +591,21 @@ def sick_members(
         if index not in sick
     }
     return sick | collapsed(vitals, elite)
+
+
+def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: Sharing) -> None:
+    """Raise ConfigError unless these agents can learn from each other on this task."""
+    if agents[0].env_type != "reasoning":
+        raise ConfigError(
+            f"sharing is for agents that sample their own completions, found {agents[0].algorithm.name}, which learns "
+            "from data; leave it out"
+        )
+    if sharing.experience and task.multi_turn:
+        raise ConfigError(
+            f"sharing.experience lends completions of one turn, found {task.name}, which plays episodes; set it to 0"
+        )
+    for agent in agents if sharing.experience else ():
+        check_borrows(agent.algorithm.name, agent.config)
 
 
 def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:

@@ -80,6 +80,9 @@ ARMS |= {
         "mutation.rank_range=[4, 32]",
     ),
     "tournament_crossover": (*TOURNAMENT, "mutation.crossover=0.5"),
+    "tournament_shared": (*TOURNAMENT, "sharing.experience=8"),
+    "tournament_shared_all": (*TOURNAMENT, "sharing={experience: 4, experience_for: all}"),
+    "tournament_distilled": (*TOURNAMENT, "sharing.distillation=0.3"),
     # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
     "ours_soup": ("training.pop_size=4", "selection_strategy={name: knockout, soup: 0.5}"),
 }

@@ -174,7 +174,7 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """
     if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
         return batch.sampling_logps
-    return agent.runtime.fixed_logprobs(agent.slot, batch, _temperature(agent), agent.micro_batch)
+    return agent.runtime.fixed_logprobs(agent.slot, batch, temperature_of(agent), agent.micro_batch)
 
 
 def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
@@ -188,7 +188,7 @@ def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     Equal completions of a prompt, of several agents or of one, are computed once.
     """
     known = ReferenceLogprobs.of(agent.runtime)
-    return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, _temperature(agent))
+    return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, temperature_of(agent))
 
 
 class Sampled(NamedTuple):
@@ -218,10 +218,11 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
 
 def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
-    return agent.runtime.fixed_entropy(agent.slot, batch, _temperature(agent), agent.micro_batch).cpu()
+    return agent.runtime.fixed_entropy(agent.slot, batch, temperature_of(agent), agent.micro_batch).cpu()
 
 
-def _temperature(agent: Learner) -> float:
+def temperature_of(agent: Learner) -> float:
+    """Return the temperature that an agent's log-probs are of."""
     return float(getattr(agent.config, "temperature", 1.0))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
+from agilerl.algorithms.sharing import Lesson
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
@@ -329,18 +330,23 @@ def _order(agent: Learner, rows: int, epoch: int) -> Tensor:
 
 
 def learn_together(
-    agents: Sequence[Learner], batches: Sequence[RolloutBatch], sampled: Sequence[Outcome] | None = None
+    agents: Sequence[Learner],
+    batches: Sequence[RolloutBatch],
+    sampled: Sequence[Outcome] | None = None,
+    lessons: Sequence[Lesson] | None = None,
 ) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
     Agents may differ in all settings: an agent with fewer optimizer steps drops out of the later rounds. What an agent
     computes depends on its own rows alone, so training it alone gives the same result. ``sampled`` has the outcomes of
     sampling the batches; an agent whose outcome is not ok learns nothing. The result is in ``agent.outcome``.
+    ``lessons`` are what agents learn from others besides, all of the policies before this update: the result then
+    depends on these, but still not on which agents are trained together.
     """
     runtime = agents[0].runtime
     _check_equal(runtime, agents, batches)
     found: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
-    updates = [_begin(*own) for own in zip(agents, batches, found)]
+    updates = [_begin(*own) for own in zip(agents, batches, found, lessons or [Lesson()] * len(agents))]
     for update, batch in zip(updates, batches):
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
@@ -377,7 +383,7 @@ def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[
         )
 
 
-def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome) -> _Update:
+def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome, lesson: Lesson) -> _Update:
     nothing = batch.select(slice(0, 0))
     if outcome == "nonfinite":
         agent.skipped_steps += 1
@@ -385,7 +391,7 @@ def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome) -> _Update:
     if outcome != "ok":
         return _Update(agent, agent.prepare(nothing), outcome=outcome)
     try:
-        return _Update(agent, agent.prepare(batch))
+        return _Update(agent, lesson.applied(agent, batch, agent.prepare(batch)))
     except MemoryExhaustedError:
         return _Update(agent, agent.prepare(nothing), outcome="oom")
 

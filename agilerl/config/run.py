@@ -313,6 +313,19 @@ class SelectionConfig(Section):
         return self
 
 
+class SharingConfig(Section):
+    """What agents learn from each other while they train; nothing by default."""
+
+    distillation: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of KL(agent || elite of the last selection) on each agent's own completions; 0: none."""
+    experience: Annotated[int, Field(ge=0)] = 0
+    """Completions of other agents that an agent learns from besides its own, for each prompt."""
+    experience_for: Literal["flat", "all"] = "flat"
+    """Prompts that get them: those whose own completions all earned the same, or all."""
+    experience_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Most that the importance weight of such a completion may be."""
+
+
 class RunConfig(Section):
     """A whole run. ``algorithm`` holds ``name`` and the algorithm's hyperparameters."""
 
@@ -326,6 +339,8 @@ class RunConfig(Section):
     """Mutation operators and genes."""
     selection_strategy: SelectionConfig = Field(default_factory=SelectionConfig)
     """Selection."""
+    sharing: SharingConfig = Field(default_factory=SharingConfig)
+    """What agents learn from each other."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     """Base model and adapters."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)

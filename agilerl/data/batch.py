@@ -279,14 +279,19 @@ def union(processes: Processes, batch: RolloutBatch, pad_token_id: int) -> Rollo
         parts[place] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
         groups += int(part.groups.max()) + 1 if len(part) else 0
         rows += len(part)
+    whole = concatenated(parts, pad_token_id)
+    return whole if _has_long_episodes(whole) else replace(whole, episodes=None)
+
+
+def concatenated(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
+    """Return the rows of several batches in one, groups and episodes as they are numbered; only what all parts have."""
     fill = {"ids": pad_token_id, "turn_ids": -1, "rewards": float("nan")}
-    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(batch)}
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(RolloutBatch)}
     known = {
-        name: None if any(value is None for value in values) else _stacked(values, fill.get(name, 0))
+        name: None if any(value is None for value in values) else stacked(values, fill.get(name, 0))
         for name, values in columns.items()
     }
-    whole = RolloutBatch(**known)  # type: ignore[arg-type]
-    return whole if _has_long_episodes(whole) else replace(whole, episodes=None)
+    return RolloutBatch(**known)  # type: ignore[arg-type]
 
 
 def _has_long_episodes(batch: RolloutBatch) -> bool:
@@ -295,7 +300,7 @@ def _has_long_episodes(batch: RolloutBatch) -> bool:
     return len(batch.episodes.unique()) < len(batch)  # type: ignore[no-untyped-call]
 
 
-def _stacked(values: list[Tensor], fill: float) -> Tensor:
+def stacked(values: Sequence[Tensor], fill: float = 0.0) -> Tensor:
     """Concatenate tensors, with their rows padded on the right to one width."""
     width = max((value.shape[1] for value in values if value.dim() == 2), default=0)
     wide = [

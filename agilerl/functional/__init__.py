@@ -6,9 +6,11 @@ gradient, not even if it is NaN. fp32 and fp64 both work; log-probs are natural 
 
 from agilerl.functional.advantages import (
     AdvantageNorm,
+    borrowed_advantages,
     broadcast_rows,
     broadcast_turns,
     discounted_returns,
+    distillation_advantages,
     gae,
     group_advantages,
     informative_groups,
@@ -80,6 +82,7 @@ __all__ = [
     "adaptive_kl_coefficient",
     "aggregate",
     "aggregate_rows",
+    "borrowed_advantages",
     "broadcast_rows",
     "broadcast_turns",
     "cispo",
@@ -89,6 +92,7 @@ __all__ = [
     "divergence_region",
     "dppo",
     "discounted_returns",
+    "distillation_advantages",
     "explained_variance",
     "fill_masked",
     "gae",

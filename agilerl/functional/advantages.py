@@ -48,6 +48,65 @@ def group_advantages(
     return advantages.to(_float(rewards))
 
 
+def borrowed_advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    own_rewards: Tensor,
+    own_groups: Tensor,
+    *,
+    norm: AdvantageNorm = "mean_std",
+    adv_eps: float = 1e-4,
+) -> Tensor:
+    """Return advantages ``[M]`` of completions that another policy sampled, against one's own of the same prompts.
+
+    The baseline is the mean of one's own completions ``own_rewards [B]``, a sample of the policy that learns, and does
+    not depend on the row: with importance weights the gradient stays unbiased. What it is divided by is that of
+    ``group_advantages`` for one's own rows (``rloo``: nothing, the row is not in the mean), but where one's own all
+    earned the same, whose advantages are 0 whatever the scale, ``mean_std`` takes the spread of all rows together. A
+    row without a grade, or whose group has no graded row of one's own, gets 0. Raises ValueError as
+    ``group_advantages`` does.
+    """
+    if norm not in get_args(AdvantageNorm):
+        raise ValueError(f"norm must be one of {', '.join(get_args(AdvantageNorm))}, found {norm!r}")
+    for name, found, labels in (("", rewards, groups), ("own_", own_rewards, own_groups)):
+        if found.dim() != 1 or found.shape != labels.shape:
+            shapes = f"{list(found.shape)} and {list(labels.shape)}"
+            raise ValueError(f"expected {name}rewards [B] and {name}groups [B], found {shapes}")
+    centred, std, count, values = _group_statistics(own_rewards, own_groups)
+    _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
+    graded = torch.isfinite(rewards)
+    # The first graded row of one's own in each group says what all of them share.
+    fit = (groups[:, None] == own_groups) & (torch.isfinite(own_rewards) & (count > 0))
+    known, row = fit.any(1) & graded, fit.int().argmax(1)
+    if not known.any():
+        return torch.zeros(rewards.shape, dtype=_float(rewards), device=rewards.device)
+    mean = (values - centred)[row]
+    advantages = fill_masked(rewards.detach().double(), graded) - mean
+    if norm == "mean_std":
+        own = std[row]
+        advantages = advantages / (torch.where(own < ZERO_STD, pooled[len(own_rewards) :], own) + adv_eps)
+    elif norm == "batch_std":
+        advantages = advantages / (_std(values, torch.isfinite(own_rewards)) + adv_eps)
+    elif norm == "mean":
+        advantages = torch.where(mean > 0, advantages / torch.where(mean > 0, mean, 1.0), 0.0)
+    advantages = torch.where(advantages.abs() < ZERO_STD, 0.0, advantages)  # the rounding error of the mean
+    return fill_masked(advantages, known).to(_float(rewards))
+
+
+def distillation_advantages(logp: Tensor, teacher_logp: Tensor, mask: Tensor, weight: float) -> Tensor:
+    """Return ``-weight (d - b)`` ``[B, L]`` with ``d = log pi - log teacher``, 0 where ``mask`` is False; detached.
+
+    As an advantage of tokens that pi has sampled, its policy gradient is in expectation that of
+    ``-weight KL(pi || teacher)`` at each state that pi has reached (without the KL of states to come). The baseline b
+    is the mean of d over the tokens of all other rows, which the row has no influence on: unbiased, of less variance.
+    Source: on-policy distillation, Agarwal et al., arXiv 2306.13649.
+    """
+    gap = fill_masked(logp.detach(), mask) - fill_masked(teacher_logp.detach(), mask)
+    sums, counts = ordered_sum(gap, 1), mask.sum(1)
+    others = (ordered_sum(sums, 0) - sums) / (counts.sum() - counts).clamp(min=1)
+    return fill_masked(-weight * (gap - others[:, None]), mask)
+
+
 def zero_variance_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return a bool ``[B]``: rows of groups without a learning signal (std below 1e-6, or fewer than two grades)."""
     _, std, count, _ = _group_statistics(rewards, groups)

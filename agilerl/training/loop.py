@@ -261,6 +261,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         agent.schedule_factor = factor
     changes = _replay(session)
     population.waiting = _waiting(session, progress)
+    population.teacher = progress.teacher
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)
@@ -435,6 +436,8 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
     )
     seconds = perf_counter() - start
     elite = evolution.plan.elite
+    if config.sharing.distillation:
+        progress.teacher = elite if elite in evolution.plan.slots and elite not in evolution.sick else None
     return Evolved(
         generation=progress.generation,
         iteration=progress.iteration,

@@ -3,12 +3,13 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
+from agilerl.algorithms.sharing import check_borrows
 from agilerl.arguments import nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import SharedOptions, split_options
@@ -131,6 +132,8 @@ def resolve(config: RunConfig) -> Resolved:
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
     starts = [_replayed(config, start) for start in starts]
     _check_adapters(config)
+    if config.sharing.experience:
+        _check_sharing(config, algorithms, starts)
     return Resolved(config, algorithms, starts[0], options, own_options, genes, _mutations(config), _selection(config))
 
 
@@ -320,6 +323,18 @@ def _check_adapters(config: RunConfig) -> None:
         )
     if isinstance(pattern, str):
         compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
+
+
+def _check_sharing(
+    config: RunConfig, algorithms: Sequence[type[LLMAlgorithm]], starts: Sequence[AlgorithmConfig]
+) -> None:
+    for algorithm, start in zip(algorithms, starts):
+        check_borrows(algorithm.__name__, start)
+    if "beta" in config.genes:
+        raise ConfigError(
+            "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove one of "
+            "the two"
+        )
 
 
 def _mutations(config: RunConfig) -> Mutations:

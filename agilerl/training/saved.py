@@ -66,6 +66,8 @@ class Progress:
     """The best exams, best first, one agent each; empty if only the elite is kept."""
     pace: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Tokens and iterations of each agent in this generation; only kept if agents are compared at equal tokens."""
+    teacher: int | None = None
+    """Agent that the others learn from, by ``sharing.distillation``."""
     fitness: dict[int, Fitness] = field(default_factory=dict)
     """Last exam of every agent, living or dead."""
     exam: dict[int, Fitness] | None = None
@@ -102,9 +104,11 @@ class Progress:
         """Return everything but the weights of the elite and of kept exams, and the clock, as plain data."""
         kept = {"kept": [kept.to_dict() for kept in self.kept]} if self.kept else {}
         pace = {"pace": {str(index): list(of) for index, of in self.pace.items()}} if self.pace else {}
+        teacher = {} if self.teacher is None else {"teacher": self.teacher}
         return (
             kept
             | pace
+            | teacher
             | {
                 "iteration": self.iteration,
                 "generation": self.generation,
@@ -144,6 +148,7 @@ class Progress:
                 Kept(kept["agent"], kept["iteration"], Fitness.from_state(kept["fitness"]), state)
                 for kept, state in zip(values.get("kept", []), states, strict=False)
             ],
+            teacher=values.get("teacher"),
             pace={int(index): (of[0], of[1]) for index, of in values.get("pace", {}).items()},
             fitness={int(index): Fitness.from_state(f) for index, f in values["fitness"].items()},
             exam=None if exam is None else {int(index): Fitness.from_state(f) for index, f in exam.items()},
@@ -201,6 +206,7 @@ class _Progress(SavedValues):
     median: _Median | None
     pace: dict[_Index, Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=dict)
     kept: Annotated[list[_Kept], Field(max_length=16)] = Field(default_factory=list)
+    teacher: Count | None = None
 
 
 class _Memory(SavedValues):

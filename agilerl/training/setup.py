@@ -12,6 +12,7 @@ import torch
 
 from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.sharing import Sharing
 from agilerl.arguments import shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
@@ -122,6 +123,11 @@ def build(
 
 def _check_islands(config: RunConfig, topology: Topology) -> None:
     islands, left = topology.peers.size, config.smallest_population
+    if islands > 1 and (config.sharing.distillation or config.sharing.experience):
+        raise ConfigError(
+            f"sharing is for agents of one island, found {islands} islands; set sharing.distillation and "
+            "sharing.experience to 0, or run in one process"
+        )
     if left < islands:
         name = config.selection_strategy.strategy
         remedy = f"set selection_strategy.floor={islands}, " if name != "pulses" else ""
@@ -176,6 +182,7 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
+        sharing=Sharing(**config.sharing.model_dump()),
     )
     if saved is not None:
         population.next_index = saved.next_index

@@ -38,6 +38,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         *(*HOT, "mutation.crossover=1.0", "training.pop_size=4", "training.evo_steps=1", "training.max_steps=96"),
         "selection_strategy={name: tournament}",
     ),
+    "sharing": (
+        *("algorithm.lr=1e-2", "algorithm.beta=0", "mutation.rl_hp_selection={lr: {}}", "training.pop_size=3"),
+        *("training.evo_steps=2", "training.max_steps=144", "selection_strategy={name: tournament}"),
+        "sharing={experience: 3, experience_for: all, distillation: 0.5}",
+    ),
     "reference of its own and adaptive KL": (
         *HOT,
         *("algorithm.use_separate_reference_adapter=true", "algorithm.beta=0.05", "algorithm.kl_target=0.001"),

@@ -1,0 +1,220 @@
+"""What agents of a population learn from each other: the elite's policy, and completions that others have sampled.
+
+Both change what an agent's own update is made of (:class:`Experience`), and nothing else: objective, optimizer and
+schedule see more rows, or other advantages. Both are off by default.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from agilerl.algorithms.config import GroupConfig
+from agilerl.algorithms.credit import shaped_rewards
+from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
+from agilerl.arguments import Positive, Whole, Within, check_fields
+from agilerl.data import RolloutBatch, Trajectory
+from agilerl.data.batch import concatenated, stacked
+from agilerl.errors import ConfigError
+from agilerl.functional import (
+    borrowed_advantages,
+    broadcast_rows,
+    distillation_advantages,
+    masked_mean,
+    mismatch_weights,
+    nonzero_advantage_rows,
+)
+from agilerl.rollouts.engine import teaches_nothing
+
+Prompts = Literal["flat", "all"]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What agents learn from each other."""
+
+    distillation: Annotated[float, Within(0, None)] = 0.0
+    """Weight of KL(agent || elite) on the agent's own completions, for all agents but the elite."""
+    experience: Whole = 0
+    """Completions of other agents for each prompt."""
+    experience_for: Prompts = "flat"
+    """Prompts that get them: those whose own completions all earned the same, or all."""
+    experience_cap: Positive = 2.0
+    """The most that a borrowed completion's importance weight may be."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __bool__(self) -> bool:
+        return self.distillation > 0 or self.experience > 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one agent learns from others in one update."""
+
+    borrowed: RolloutBatch | None = None
+    """Completions that others have sampled for its own prompts, graded, in the groups of its own; with their
+    samplers' log-probs."""
+    cap: float = 2.0
+    teacher: int | None = None
+    """Slot of the elite."""
+    weight: float = 0.0
+
+    def applied(self, agent: Learner, own: RolloutBatch, experience: Experience) -> Experience:
+        """Return the experience with what others add; ``own`` is the batch that it was prepared from."""
+        if self.teacher is not None and self.weight > 0 and len(experience):
+            experience = with_teacher(agent, experience, self.teacher, self.weight)
+        if self.borrowed is not None and len(self.borrowed):
+            experience = with_borrowed(agent, experience, own, self.borrowed, self.cap)
+        return experience
+
+
+# -- distillation: the KL to the elite, as an advantage of one's own tokens -------------------------------------------
+
+
+def with_teacher(agent: Learner, experience: Experience, teacher: int, weight: float) -> Experience:
+    """Return the experience with ``-weight (log pi - log teacher)`` added to the advantage of each token.
+
+    The teacher's log-probs cost a forward of its slot, whose tokens count as trained on.
+    """
+    batch = experience.batch
+    mask = batch.action_mask.cpu()
+    own = experience.old_logp
+    if own is None:
+        own = behaviour_logprobs(agent, batch)
+    theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
+    agent.tokens["trained"] += int(batch.lengths.sum())
+    advantages = experience.advantages.cpu() + distillation_advantages(own.cpu(), theirs, mask, weight)
+    idle = None if experience.idle is None else ~nonzero_advantage_rows(advantages, mask)
+    gap = float(masked_mean(own.cpu() - theirs, mask))
+    metrics = {**experience.metrics, "sharing/teacher_kl": gap}
+    return replace(experience, advantages=advantages, idle=idle, metrics=metrics)
+
+
+# -- shared experience: completions of others, with truncated importance weights --------------------------------------
+
+
+def check_borrows(algorithm: str, config: object) -> None:
+    """Raise ConfigError unless an algorithm can learn from others' completions."""
+    wrong = ""
+    if not isinstance(config, GroupConfig):
+        wrong = f"{algorithm} does not compare the completions of a prompt with each other"
+    elif config.advantage_level == "turn":
+        wrong = "advantages go by turn"
+    elif config.whiten_advantages:
+        wrong = "whiten_advantages=True mixes the advantages of all rows"
+    elif getattr(config, "beta", 0.0) > 0:
+        wrong = f"beta={config.beta:g} holds the KL on one's own completions"  # type: ignore[attr-defined]
+    if wrong:
+        raise ConfigError(
+            f"sharing.experience lends completions to agents whose advantages are against the mean of their prompt, "
+            f"without a KL; found that {wrong}; set it to 0, or use GRPO with beta=0"
+        )
+
+
+def with_borrowed(
+    agent: Learner, experience: Experience, own: RolloutBatch, borrowed: RolloutBatch, cap: float
+) -> Experience:
+    """Return the experience with the borrowed rows added behind one's own, whose numbers stay what they are.
+
+    The advantage of a borrowed row is against one's own completions of the prompt (``borrowed_advantages``), times
+    ``min(pi(y) / mu(y), cap)``: pi is the agent's policy now, mu the one that sampled y, as it was recorded. From there
+    on it is a row like any other: its ratio starts at 1 and is clipped as they are. Rows of weight or advantage 0 are
+    left out. pi costs a forward over the borrowed rows, whose tokens count as trained on.
+    """
+    config: Any = agent.config
+    check_borrows(type(config).__name__.removesuffix("Config"), config)
+    graded = borrowed.graded
+    if config.mask_truncated and borrowed.truncated is not None:
+        graded = graded & ~borrowed.truncated
+    borrowed = borrowed.select(graded)
+    if not len(borrowed):
+        return experience
+    own = own.select(own.graded)
+    ours, theirs = (shaped_rewards(config, batch, None, 0.0).nansum(dim=1) for batch in (own, borrowed))
+    by_row = borrowed_advantages(
+        theirs, borrowed.groups, ours, own.groups, norm=config.adv_norm, adv_eps=config.adv_eps
+    )
+    telling = by_row != 0
+    if not telling.any():
+        return experience
+    borrowed, by_row = borrowed.select(telling), by_row[telling]
+    assert borrowed.sampling_logps is not None
+    mask = borrowed.action_mask.cpu()
+    now = agent.runtime.fixed_logprobs(agent.slot, borrowed, temperature_of(agent), agent.micro_batch).cpu()
+    agent.tokens["trained"] += int(borrowed.lengths.sum())
+    weights = mismatch_weights(now, borrowed.sampling_logps.cpu(), mask, "seq_truncate", cap)
+    advantages = broadcast_rows(by_row.to(now.dtype), mask) * weights
+    limit = getattr(config, "adv_clip_range", None)
+    if limit is not None:
+        advantages = advantages.clamp(-limit, limit)
+    return _joined(agent, experience, replace(borrowed, sampling_logps=now), advantages, weights)
+
+
+def _joined(
+    agent: Learner, experience: Experience, borrowed: RolloutBatch, advantages: Tensor, weights: Tensor
+) -> Experience:
+    """Return own and borrowed rows in one; ``borrowed.sampling_logps`` are the agent's own by now."""
+    count, now = len(borrowed), borrowed.sampling_logps
+    assert now is not None
+    own = experience.batch
+    known = own.sampling_logps is not None
+    several = agent.config.update_epochs > 1 or len(own) + count > agent.window_rows
+    old = experience.old_logp
+    if old is None and several:
+        old = behaviour_logprobs(agent, own)
+    reported, idle = experience.sampling_logp, experience.idle
+    rows = borrowed if known else replace(borrowed, sampling_logps=None)
+    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # nobody reads what fills rows up
+    return replace(
+        experience,
+        batch=batch,
+        advantages=stacked([experience.advantages.cpu(), advantages]),
+        old_logp=None if old is None else stacked([old.cpu(), now]),
+        sampling_logp=None if reported is None else stacked([reported.cpu(), now]),
+        idle=None if idle is None else torch.cat([idle.cpu(), torch.zeros(count, dtype=torch.bool)]),
+        metrics={
+            **experience.metrics,
+            "sharing/rows": float(count),
+            "sharing/weight": float(masked_mean(weights, borrowed.action_mask.cpu(), -1).mean()),
+        },
+    )
+
+
+def borrowable(
+    own: Sequence[Trajectory], others: Sequence[Sequence[Trajectory]], count: int, prompts: Prompts
+) -> list[Trajectory]:
+    """Return completions of other agents for an agent's own prompts, at most ``count`` for each, in its own groups.
+
+    Of each prompt every agent lends its first completion, then its second, and so on, whatever they earned: a choice
+    by reward would bias what is learned from them. Only completions with a grade and known log-probs are lent. With
+    ``prompts="flat"`` they are for groups of one's own that teach nothing, which does not depend on the others' either.
+    """
+    lent: dict[tuple[int, ...], list[list[Trajectory]]] = {}
+    for rows in others:
+        by_prompt: dict[tuple[int, ...], list[Trajectory]] = {}
+        for row in rows:
+            by_prompt.setdefault(tuple(row.prompt_ids), []).append(row)
+        for prompt, group in by_prompt.items():
+            lent.setdefault(prompt, []).append(group)
+    groups: dict[int, list[Trajectory]] = {}
+    for row in own:
+        groups.setdefault(row.group, []).append(row)
+    found = []
+    for number, group in groups.items():
+        if prompts == "flat" and not teaches_nothing(group):
+            continue
+        first = group[0]
+        lenders = [rows for rows in lent.get(tuple(first.prompt_ids), []) if rows[0].row == first.row]
+        ordered = [rows[k] for k in range(max(map(len, lenders), default=0)) for rows in lenders if k < len(rows)]
+        found += [replace(row, group=number) for row in [row for row in ordered if _can_be_lent(row)][:count]]
+    return found
+
+
+def _can_be_lent(row: Trajectory) -> bool:
+    broken = row.logprobs is None or row.finish_reason in ("error", "oom")
+    return not broken and math.isfinite(row.episode_return)
