@@ -66,23 +66,17 @@ ARMS: dict[str, tuple[str, ...]] = {
     "truncation": ("training.pop_size=4", "selection_strategy={name: truncation}"),
     "tournament": ("training.pop_size=4", "selection_strategy={name: tournament, tournament_size: 2, elitism: true}"),
 }
-TOURNAMENT = ARMS["tournament"]
+# Operators, one each, against the tournament without it. It selects after every iteration: at 180k tokens there would be
+# three selections otherwise, too few to tell. Of noise and rank, half of the mutations are that.
+OFTEN = (*ARMS["tournament"], "training.evo_steps=1")
 ARMS |= {
-    # One operator each, against the tournament without it; of noise and rank, half of the mutations are that.
-    "tournament_noise": (
-        *TOURNAMENT,
-        "mutation.probabilities={rl_hp_mut: 0.5, params_mut: 0.5}",
-        "mutation.mutation_sd=0.03",
-    ),
-    "tournament_rank": (
-        *TOURNAMENT,
-        "mutation.probabilities={rl_hp_mut: 0.5, arch_mut: 0.5}",
-        "mutation.rank_range=[4, 32]",
-    ),
-    "tournament_crossover": (*TOURNAMENT, "mutation.crossover=0.5"),
-    "tournament_shared": (*TOURNAMENT, "sharing.experience=8"),
-    "tournament_shared_all": (*TOURNAMENT, "sharing={experience: 4, experience_for: all}"),
-    "tournament_distilled": (*TOURNAMENT, "sharing.distillation=0.3"),
+    "often": OFTEN,
+    "often_noise": (*OFTEN, "mutation.probabilities={rl_hp_mut: 0.5, params_mut: 0.5}"),
+    "often_rank": (*OFTEN, "mutation.probabilities={rl_hp_mut: 0.5, arch_mut: 0.5}", "mutation.rank_range=[4, 32]"),
+    "often_crossover": (*OFTEN, "mutation.crossover=0.5"),
+    "often_shared": (*OFTEN, "sharing.experience=8"),
+    "often_shared_all": (*OFTEN, "sharing={experience: 4, experience_for: all}"),
+    "often_distilled": (*OFTEN, "sharing.distillation=0.3"),
     # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
     "ours_soup": ("training.pop_size=4", "selection_strategy={name: knockout, soup: 0.5}"),
 }
