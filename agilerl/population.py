@@ -112,7 +112,8 @@ class Population:
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
     ``second``, which neither selection nor the test uses, for a choice among candidates.
-    ``sharing`` is what agents learn from each other; whose policy ``teaches`` is an attribute that the loop sets.
+    ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation,
+    set it after each selection.
     """
 
     @checked

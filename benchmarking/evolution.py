@@ -66,8 +66,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "truncation": ("training.pop_size=4", "selection_strategy={name: truncation}"),
     "tournament": ("training.pop_size=4", "selection_strategy={name: tournament, tournament_size: 2, elitism: true}"),
 }
-# Operators, one each, against the tournament without it. It selects after every iteration: at 180k tokens there would be
-# three selections otherwise, too few to tell. Of noise and rank, half of the mutations are that.
+# Operators, one each, against the tournament without it. It selects after every iteration: at 180k tokens there would
+# be three selections otherwise, too few to tell. Of noise and rank, half of the mutations are that.
 OFTEN = (*ARMS["tournament"], "training.evo_steps=1")
 ARMS |= {
     "often": OFTEN,

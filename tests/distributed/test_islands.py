@@ -23,7 +23,7 @@ FIVE = (
     *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=6", "environment.test_prompts=4"),
     *("training.pop_size=5", "training.max_steps=240", "training.seed=2", "algorithm.lr=1e-3"),
     *("mutation.rl_hp_selection={lr: {}}", "mutation.rank_range=[2, 16]", "mutation.mutate_elite=true"),
-    "mutation.crossover=0.5",
+    "mutation.crossover=1.0",
     "mutation.probabilities={arch_mut: 1.0, rl_hp_mut: 0.5, params_mut: 0.5}",
     "selection_strategy={name: tournament, tournament_size: 2, elitism: false}",
 )
@@ -126,6 +126,12 @@ def test_a_population_that_shrinks_below_the_islands_is_refused_at_the_start(nam
     settings = [*SHORT, *TINY, "training.pop_size=4", f"selection_strategy.name={name}"]
     with pytest.raises(ConfigError, match="fewer than the 2 islands"):
         build(load_manifest(None, settings), topology=two)
+
+
+def test_agents_of_two_islands_share_nothing() -> None:
+    two = Topology(peers=Exchange(Processes(size=2)))
+    with pytest.raises(ConfigError, match="sharing is for agents of one island, found 2 islands"):
+        build(load_manifest(None, [*SHORT, *TINY, "sharing.distillation=0.1"]), topology=two)
 
 
 @pytest.mark.processes

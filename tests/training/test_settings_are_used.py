@@ -102,6 +102,11 @@ def default_session() -> Session:
         ),
         ("algorithm.temperature=0.7", lambda s: s.population.agents[2].temperature, 0.7),
         ("mutation.mutation_sd=0.3", lambda s: s.mutations.mutation_sd, 0.3),
+        ("mutation.crossover=0.5", lambda s: s.mutations.crossover, 0.5),
+        ("sharing.distillation=0.2", lambda s: s.population.sharing.distillation, 0.2),
+        ("sharing.experience=3", lambda s: s.population.sharing.experience, 3),
+        ("sharing.experience_for=all", lambda s: s.population.sharing.experience_for, "all"),
+        ("sharing.experience_cap=1", lambda s: s.population.sharing.experience_cap, 1.0),
         ("mutation.mutate_elite=true", lambda s: s.mutations.mutate_elite, True),
         (
             "mutation={genes_per_mutation: 2, rl_hp_selection: {lr: {}, temperature: {}}}",
