@@ -114,7 +114,7 @@ class Mutations:
 
     ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``parameters``: noise of relative size
     ``mutation_sd`` on the adapter; ``architecture``: the adapter's rank doubles or halves within ``rank_range``.
-    ``crossover`` is the share of clones that get a second parent in ``Population.evolve``, whatever else happens to them.
+    ``crossover`` is the share of clones that get a second parent in ``Population.evolve``, beside any mutation.
     ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
     ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
     ``activation_selection``, ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
