@@ -528,7 +528,7 @@ class Population:
             agent.index, agent.parent = child, agent.index
             return agent
 
-        _, agents = apply_plan(plan, self.agents, None if best is None else revive)
+        _, agents = apply_plan(plan, self.agents, None if best is None else revive, LLMAlgorithm.cross)
         self._replace(agents)
         self.next_index += len(plan.births)
         return {a.index: dict(a.hyperparameters) for a in agents}

@@ -166,6 +166,7 @@ def one(run: Run) -> dict[str, Any]:
         "exam": summary["elite"]["exam"],
         "base": summary["test"]["base"]["mean"],
         "hyperparameters": summary["elite"]["hyperparameters"],
+        "soup": summary["elite"].get("soup"),
         "spent": sum(summary["tokens"].values()),
         "generations": summary["generations"],
         "worst": worst,

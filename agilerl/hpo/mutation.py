@@ -86,10 +86,6 @@ class Evolvable(Protocol):
         """Return an independent copy of the agent, its fitness included, under a new index."""
         ...
 
-    def cross(self, mate: Any) -> None:
-        """Give a clone the mean of its own and another agent's weights; called for births with two parents only."""
-        ...
-
 
 AgentT = TypeVar("AgentT", bound=Evolvable)
 

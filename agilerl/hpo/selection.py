@@ -152,13 +152,16 @@ class NoSelection:
 
 
 def apply_plan(
-    plan: Plan, agents: Sequence[AgentT], revive: Callable[[int], AgentT] | None = None
+    plan: Plan,
+    agents: Sequence[AgentT],
+    revive: Callable[[int], AgentT] | None = None,
+    cross: Callable[[AgentT, AgentT], None] | None = None,
 ) -> tuple[AgentT, list[AgentT]]:
     """Return the elite (as it was evaluated) and the agents of the next generation in slot order.
 
     Every child is cloned before anything is mutated; a birth's ``factor`` is a mutation, too (``with_factors``).
-    ``revive(child)`` makes a child from the run's best exam. Raises ConfigError when a parent or survivor is not in
-    ``agents``, and for a birth from the best exam without ``revive``.
+    ``revive(child)`` makes a child from the run's best exam, ``cross(child, mate)`` merges a second parent into one.
+    Raises ConfigError when a parent or survivor is not in ``agents``, and for births that need what was not given.
     """
     by_index = {agent.index: agent for agent in agents}
     living = [birth.parent for birth in plan.births if not birth.from_best]
@@ -178,7 +181,12 @@ def apply_plan(
                 f"The plan brings the best exam of agent {birth.parent} back, but no copy of it was kept."
             )
         if birth.mate is not None:
-            children[birth.child].cross(by_index[birth.mate])
+            if cross is None:
+                raise ConfigError(
+                    f"The plan gives agent {birth.child} the mate {birth.mate}, but these agents cannot be crossed; "
+                    "return births with one parent."
+                )
+            cross(children[birth.child], by_index[birth.mate])
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
             child, donor = children[birth.child], by_index[birth.hyperparameters_from]

@@ -208,9 +208,11 @@ def test_an_only_parent_has_no_mate():
 def test_applying_crosses_parents_as_they_were_before_the_plan():
     agents = population(0.9, 0.8, 0.7, 0.1)
     plan = Plan(0, 0, (0, 4, 5, 2), (Birth(4, 0, mate=2), Birth(5, 2, mate=0)), deaths=(1, 3))
-    _, after = apply_plan(plan, agents)
+    _, after = apply_plan(plan, agents, cross=PlainAgent.cross)
     assert [agent.weights for agent in after] == [[0.0], [1.0], [1.0], [2.0]]
     assert after[1].hyperparameters == agents[0].hyperparameters  # the first parent's
+    with pytest.raises(ConfigError, match=r"the mate 2, but these agents cannot be crossed"):
+        apply_plan(plan, agents)
     with pytest.raises(ConfigError, match=r"names agents \[7\]"):
         apply_plan(Plan(0, 0, (0, 4), (Birth(4, 0, mate=7),)), agents)
 

@@ -134,7 +134,7 @@ def test_a_soup_is_the_weighted_mean_of_all_deltas() -> None:
 
 SEARCH = (
     *("selection_strategy={name: tournament, candidates: 3, soup: 0.5}", "training.max_steps=384"),
-    *("algorithm.lr=1e-3", "environment.eval_prompts=30", "environment.params={min_word_len: 3, max_word_len: 4}"),
+    *("algorithm.lr=1e-3", "environment.eval_prompts=30"),
 )
 
 
@@ -150,7 +150,7 @@ def test_a_soup_is_the_elite_only_if_it_wins_on_the_second_panel(tmp_path: Path)
     assert lines(root / "lineage.jsonl") == lines(plain / "lineage.jsonl")
     assert with_soup["tokens"]["trained"] == without["tokens"]["trained"]
     spent = with_soup["tokens"]["evaluated"] - without["tokens"]["evaluated"]
-    assert 4 * 30 * 2 <= spent <= 4 * 30 * 10
+    assert 30 * 1 <= spent <= 30 * 10
     adapters = [(path / "elite" / "adapter_model.safetensors").read_bytes() for path in (root, plain)]
     assert (adapters[0] == adapters[1]) == (not found["is_elite"])
 
