@@ -183,9 +183,7 @@ def test_the_elite_is_a_peft_adapter_that_scores_as_the_summary_says(finished_ru
     base = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
     model = PeftModel.from_pretrained(base, elite).eval()
     assert json.loads((elite / "adapter_config.json").read_text())["r"] == 16
-    task = ReasoningGymTask(
-        "spell_backward", {"min_word_len": 3, "max_word_len": 6}, exam_prompts=EXAM, test_prompts=TEST
-    )
+    task = ReasoningGymTask("gcd", {"max_value": 60}, exam_prompts=EXAM, test_prompts=TEST)
     scores = []
     for row in (task.row("test", i) for i in range(TEST)):
         ids = tokenizer.apply_chat_template(task.messages(row), add_generation_prompt=True, return_tensors="pt")
@@ -206,4 +204,4 @@ def test_the_report_stands_alone(finished_run: FinishedRun) -> None:
     page = (finished_run.root / "report.html").read_text(encoding="utf-8")
     assert page.startswith("<!")
     assert "<script src=" not in page
-    assert "spell_backward" in page
+    assert "reasoning_gym:gcd" in page
