@@ -186,6 +186,29 @@ def schedule(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
+    *,
+    optuna: Annotated[
+        str, typer.Option("--optuna", metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="STUDY", help="Name of the study; default: the run's folder.")
+    ] = None,
+) -> None:
+    """Write a run to an Optuna storage, where its dashboard shows it: each agent a trial, its exams as curves.
+
+    agilerl export runs/mine --optuna sqlite:///runs.db
+
+    optuna-dashboard sqlite:///runs.db
+    """
+    from agilerl.report.study import export_study
+
+    count = export_study(run, optuna, name)
+    typer.echo(f"{count} trials written to {optuna}")
+
+
+@app.command()
 def check(
     arguments: Annotated[
         list[str],

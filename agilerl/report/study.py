@@ -1,0 +1,78 @@
+"""A run as an Optuna study, for its dashboard and its plots: each agent a trial."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agilerl.arguments import shown
+from agilerl.errors import ConfigError
+from agilerl.hpo.lineage import Life, family_tree
+from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.strict_json import read_json
+
+
+def export_study(run: Path, storage: str, name: str | None = None) -> int:
+    """Write a run to an Optuna storage (``sqlite:///runs.db``) as a new study; returns the number of trials.
+
+    A trial is an agent: its hyperparameters as they were last, its exams as intermediate values by the tokens that it
+    had trained on, the last exam as its value. An agent that left before the end is pruned, one without a finite exam
+    failed. User attributes are ``agent``, ``parent``, ``generation``, ``reason`` (why it left), and for the elite
+    ``elite`` and ``test``. ``name`` is the study's (None: the folder's). Raises ConfigError if optuna is missing, the
+    storage cannot be used, or has a study of that name; and CheckpointError for what is not a run.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("the export needs optuna, which is not installed: pip install -e '.[optuna]'") from error
+    layout, config = RunLayout(run), read_run(run)["config"]
+    lives = family_tree(read_lines(layout.lineage))
+    summary = read_json(layout.summary) if layout.summary.exists() else {}
+    elite = (summary.get("elite") or {}).get("index")
+    spans = {
+        gene: _span(gene, lives.values()) for gene in sorted({g for life in lives.values() for g in life.values()})
+    }
+    trials = []
+    for life in lives.values():
+        exams = {int(e.tokens.get("trained", e.step)): e.mean for e in life.exams if e.mean is not None}
+        attributes: dict[str, Any] = {"agent": life.agent, "parent": life.parent, "generation": life.born}
+        attributes |= {"reason": life.reason} if life.died is not None else {}
+        if life.agent == elite:
+            attributes |= {"elite": True, "test": summary["test"]["elite"]["mean"]}
+        state = optuna.trial.TrialState.PRUNED if life.died is not None else optuna.trial.TrialState.COMPLETE
+        trials.append(
+            optuna.trial.create_trial(
+                state=state if exams else optuna.trial.TrialState.FAIL,
+                value=list(exams.values())[-1] if exams else None,
+                params=life.values(),
+                distributions={gene: spans[gene] for gene in life.values()},
+                user_attrs=attributes,
+                intermediate_values=exams,
+            )
+        )
+    name = run.resolve().name if name is None else name
+    try:
+        study = optuna.create_study(study_name=name, storage=storage, direction="maximize")
+    except optuna.exceptions.DuplicatedStudyError as error:
+        raise ConfigError(f"{shown(storage)} has a study {shown(name)}; give another name with --name") from error
+    except Exception as error:  # what a storage raises depends on its database
+        raise ConfigError(
+            f"expected the address of an Optuna storage, such as sqlite:///runs.db, found {shown(storage)}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    study.set_user_attr("task", config["environment"].get("task") or config["environment"].get("env_id") or "dataset")
+    study.set_user_attr("algorithm", config["algorithm"]["name"])
+    study.add_trials(trials)
+    return len(trials)
+
+
+def _span(gene: str, lives: Iterable[Life]) -> Any:
+    """Return a distribution that contains all values of a gene: from the least number to the largest, or choices."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    values: list[Any] = [life.values()[gene] for life in lives if gene in life.values()]
+    if any(isinstance(value, (str, bool)) for value in values):
+        return CategoricalDistribution(sorted(set(values), key=str))
+    low, high = min(values), max(values)
+    if all(isinstance(value, int) for value in values):
+        return IntDistribution(int(low), int(high))
+    return FloatDistribution(float(low), float(high), log=low > 0 and high > low)
