@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import shown
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.hpo.lineage import Life, family_tree
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.strict_json import read_json
@@ -23,7 +23,7 @@ def export_study(run: Path, storage: str, name: str | None = None) -> int:
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError("the export needs optuna, which is not installed: pip install -e '.[optuna]'") from error
+        raise ConfigError(f"the export needs optuna, which is not installed; {how_to_install('optuna')}") from error
     layout, config = RunLayout(run), read_run(run)["config"]
     lives = family_tree(read_lines(layout.lineage))
     summary = read_json(layout.summary) if layout.summary.exists() else {}
