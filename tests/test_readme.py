@@ -91,6 +91,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] == "train" and not HUB_NAME.search(c)])
 def test_train_commands_pass_every_check(command: str, workplace: Path) -> None:
+    for option, schedule in itertools.pairwise(words(command)):
+        if option == "--replay":
+            make_run(workplace / "found")
+            CliRunner().invoke(app, ["schedule", "found", "--out", schedule], catch_exceptions=False)
     done = CliRunner().invoke(app, [*words(command)[1:], "--dry-run"], catch_exceptions=False)
     assert done.exit_code == 0
     assert "Dry run: everything checked, nothing written." in done.output

@@ -163,7 +163,7 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
         )
     if extrapolate is not None:
         schedule = stretched(schedule, extrapolate)
-    schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"]["lr_schedule"]}
+    schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"].get("lr_schedule")}
     if as_json:
         print(json.dumps(schedule, indent=1))
         return

@@ -75,7 +75,7 @@ def test_a_misspelt_name_costs_no_import(override: str, words: str, tmp_path: Pa
     ("override", "words"),
     [
         ("environment.task=reasoning_gym:spel_backward", "did you mean 'spell_backward'?"),
-        ("environment.params.min_wordlen=3", "did you mean 'min_word_len'?"),
+        ("environment.params.min_valu=3", "did you mean 'min_value'?"),
     ],
 )
 @pytest.mark.processes

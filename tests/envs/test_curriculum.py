@@ -340,7 +340,7 @@ def test_batches_of_demonstrations_have_the_level(curriculum, levels):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["environment.curriculum={}"], r"level 4.*max_word_len, min_word_len"),
+        (["environment.curriculum={}"], r"max_value=60.*level 0"),
         (["environment.curriculum.prompts_per_level=0"], r"curriculum.prompts_per_level: .*greater .* 1"),
         (["environment.curriculum.max_level=0"], r"curriculum.max_level: .*greater .* 1"),
         (["environment.curriculum.attributes=[]"], "curriculum.attributes: .*at least 1"),

@@ -56,7 +56,7 @@ class SyntheticRun:
         index = self.next_index
         self.next_index += 1
         self.skill[index] = 0.37 if parent is None else self.skill[parent]
-        self.genes[index], self.tokens[index], self.lost[index] = genes, 0, 0
+        self.genes[index], self.tokens[index], self.lost[index] = genes, self.tokens.get(parent, 0), 0
         record = {"event": "birth", "agent": index, "parent": parent, "generation": generation, "step": step}
         self.lineage.write({**record, "hyperparameters": genes})
         return index
@@ -125,9 +125,9 @@ class SyntheticRun:
                     factor = float(np.exp(self.rng.normal(0, 1)))
                     new = max(2, int(genes[gene] * factor) + 1) if gene == "group_size" else genes[gene] * factor
                     changes.append({"gene": str(gene), "old": genes[gene], "new": new})
-            child = self.birth(parent, generation + 1, step, genes)
+            child = self.birth(parent, generation, step, genes)
             self.genes[child] |= {change["gene"]: change["new"] for change in changes}
-            record = {"event": "mutation", "agent": child, "generation": generation + 1, "kind": kind}
+            record = {"event": "mutation", "agent": child, "generation": generation, "kind": kind}
             self.lineage.write({**record, "changes": changes})
             children.append(child)
         for agent in alive:

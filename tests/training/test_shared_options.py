@@ -175,8 +175,6 @@ def test_a_runs_options_reach_its_base(override: str, name: str, value: Any) -> 
 
 @pytest.mark.processes
 def test_the_declaration_needs_no_torch() -> None:
-    names = ", ".join(
-        f"agilerl.config.{name}" for name in ("base_model", "vllm", "manifest", "named_files", "own_code")
-    )
+    names = ", ".join(f"agilerl.config.{name}" for name in ("base_model", "vllm", "manifest", "named_files"))
     code = f"import {names}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["tiny_model_path"]
 
@@ -17,13 +18,13 @@ def tiny_model_path() -> Path:
 # -- the mistakes of its demonstrator, also used as the rejected answers of preferences -------------------------------
 
 
-def _choose(draws: np.random.Generator, first: float, second: float) -> int:
+def _choose(draws: "np.random.Generator", first: float, second: float) -> int:
     """Return 0 with probability ``first``, 1 with probability ``second``, else 2."""
     point = draws.random()
     return 0 if point < first else 1 if point < first + second else 2
 
 
-def _misspell(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
+def _misspell(entry: Mapping[str, Any], draws: "np.random.Generator") -> str:
     """Leave out the last letter, copy the word forwards, or swap the two letters in the middle."""
     answer = str(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
@@ -41,14 +42,14 @@ def _terms(entry: Mapping[str, Any]) -> list[int]:
     return [int(number) if sign == "+" else -int(number) for sign, number in zip(words[::2], words[1::2])]
 
 
-def _miscalculate(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
+def _miscalculate(entry: Mapping[str, Any], draws: "np.random.Generator") -> str:
     """Leave out the last term, turn its sign round, or miss by one."""
     total, last = int(entry["answer"]), _terms(entry)[-1]
     kind = _choose(draws, 0.85, 0.08)
     return str((total - last, total - 2 * last, total + (1 if draws.random() < 0.5 else -1))[kind])
 
 
-def _misdivide(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
+def _misdivide(entry: Mapping[str, Any], draws: "np.random.Generator") -> str:
     """Say the smaller number, miss that there is a common divisor (or see one where there is none), stop too early."""
     greatest = int(entry["answer"])
     kind = _choose(draws, 0.45, 0.30)
@@ -60,7 +61,7 @@ def _misdivide(entry: Mapping[str, Any], draws: np.random.Generator) -> str:
     return str(greatest // prime)
 
 
-MISTAKES: dict[str, Callable[[Mapping[str, Any], np.random.Generator], str]] = {
+MISTAKES: "dict[str, Callable[[Mapping[str, Any], np.random.Generator], str]]" = {
     "spell_backward": _misspell,
     "chain_sum": _miscalculate,
     "gcd": _misdivide,
