@@ -16,6 +16,8 @@ of it, or the right one with three more genes. All arms get the same configurati
 """
 
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from time import perf_counter, process_time
@@ -43,7 +45,8 @@ FAR = {"gcd": 0.75, "chain_sum": 0.75, "spell_backward": 0.5}
 STRATA = {"right": 1.0, "high": 4.0, "low": 0.1, "four_genes": 1.0}
 MORE_GENES = {"batch_size": (43, 384), "temperature": (0.5, 1.5), "max_grad_norm": (0.33, 3.0)}
 """Within a factor of 3 of the values that are right (128, 1 and 1), as far as their own ranges go."""
-ALONE = ("formula", "formula_decay", "quarter")
+ALONE = ("formula", "formula_decay", "quarter", "tpe", "replayed")
+DECAY = "training.lr_schedule={name: linear, decay: 0.4}"
 ARMS: dict[str, tuple[str, ...]] = {
     "ours": ("training.pop_size=4",),
     "ours_no_pulses": ("training.pop_size=4", "selection_strategy={name: knockout, pulses: {factors: []}}"),
@@ -52,7 +55,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     # It chooses the adapter to hand over as the default search does.
     "formula_decay": (
         *("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
-        "training.lr_schedule={name: linear, decay: 0.4}",
+        DECAY,
     ),
     # The price in seconds: one agent that has a quarter of the tokens, as each of four has.
     "quarter": ("training.pop_size=1", "selection_strategy={name: none}"),
@@ -65,7 +68,23 @@ ARMS: dict[str, tuple[str, ...]] = {
     "halving": ("training.pop_size=4", "selection_strategy={name: halving}"),
     "truncation": ("training.pop_size=4", "selection_strategy={name: truncation}"),
     "tournament": ("training.pop_size=4", "selection_strategy={name: tournament, tournament_size: 2, elitism: true}"),
+    # AgileRL's recipe: all start alike, genes move by its factors, exams of 8 questions (there, each agent has others).
+    "recipe": (
+        *("training.pop_size=4", "training.init=same", "environment.eval_prompts=8"),
+        "selection_strategy={name: tournament, tournament_size: 2, elitism: true}",
+        "mutation.probabilities={no_mut: 0.1, rl_hp_mut: 0.6}",
+    ),
+    # The rule of population-based training: the last quarter copies the first, whatever the evidence, and moves.
+    "pbt": ("training.pop_size=4", "selection_strategy={name: truncation, fraction: 0.25, confidence: 0.5}"),
+    # Half of the tokens are for Optuna's trials, short runs of one agent; the best configuration gets the other half.
+    "tpe": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
+    # The schedule that ``ours`` found with another seed, whose tokens are not counted.
+    "replayed": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
 }
+TRIALS = 8
+"""Of ``tpe``: each has a sixteenth of the tokens. The first one is the configuration."""
+FACTORS = ("recipe", "pbt")
+"""Arms whose genes move by x0.8 and x1.2."""
 # Operators, one each, against the tournament without it. It selects after every iteration: at 180k tokens there would
 # be three selections otherwise, too few to tell. Of noise and rank, half of the mutations are that.
 OFTEN = (*ARMS["tournament"], "training.evo_steps=1")
@@ -102,23 +121,27 @@ class Run:
         changed = f"-{self.setting}" if self.setting else ""
         return f"{self.task}-{self.stratum}-{self.arm}{changed}-{self.tokens // 1000}k-{self.seed}.json"
 
+    def genes(self) -> dict[str, dict[str, float]]:
+        """Return the range of each hyperparameter that may change."""
+        rate = RIGHT * STRATA[self.stratum]
+        more = MORE_GENES if self.stratum == "four_genes" else {}
+        return {name: {"min": low, "max": high} for name, (low, high) in {"lr": (rate / 10, 3 * rate), **more}.items()}
+
     def settings(self) -> list[str]:
         """Return the manifest's settings, on top of the embedded default's base and adapter."""
-        rate = RIGHT * STRATA[self.stratum]
-        genes = {"lr": {"min": rate / 10, "max": 3 * rate}}
-        if self.stratum == "four_genes":
-            genes |= {name: {"min": low, "max": high} for name, (low, high) in MORE_GENES.items()}
+        genes: Mapping[str, Mapping[str, float]] = {} if self.arm in ALONE else self.genes()
         if self.arm.startswith(("ours", "pulses")):
             # The default's own founders; its genes may go further than where they start.
             genes = {name: {} for name in genes}
-        own = json.dumps(genes if self.arm not in ALONE else {})
+        if self.arm in FACTORS:
+            genes = {name: {**span, "shrink_factor": 0.8, "grow_factor": 1.2} for name, span in genes.items()}
         budget = self.tokens // 4 if self.arm == "quarter" else self.tokens
         steps = [] if self.arm.startswith(("ours", "pulses")) else [f"training.evo_steps={EVERY}"]
         return [
             f"environment.task=reasoning_gym:{self.task}",
             f"environment.params={TASKS[self.task]}",
-            f"algorithm.lr={rate}",
-            f"mutation.rl_hp_selection={own}",
+            f"algorithm.lr={RIGHT * STRATA[self.stratum]}",
+            f"mutation.rl_hp_selection={json.dumps(genes)}",
             f"training.seed={self.seed}",
             f"training.max_tokens={budget}",
             "training.max_steps=100000000",
@@ -133,34 +156,56 @@ def one(run: Run) -> dict[str, Any]:
     """Carry out a run in this process, and return what it came to."""
     import torch
 
+    torch.set_num_threads(1)
+    wall, cpu = perf_counter(), process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        if run.arm == "tpe":
+            found, spent = best_of_trials(run, home)
+            outcome = carried_out([*run.settings(), *found, f"training.max_tokens={run.tokens // 2}"], home / "run")
+            outcome["spent"] += spent
+            outcome["hyperparameters"] = dict(setting.split(".")[1].split("=") for setting in found)
+            outcome["curve"] = [[0.5 + at / 2, best] for at, best in outcome["curve"]]
+        elif run.arm == "replayed":
+            carried_out(replace(run, arm="ours", seed=run.seed + 1000).settings(), home / "first")
+            outcome = carried_out(run.settings(), home / "run", replay=schedule_of(home / "first"))
+        else:
+            outcome = carried_out(run.settings(), home / "run")
+        shipped = outcome.pop("shipped")
+        drift = {task: off_task(shipped, task) for task in TASKS if task != run.task}
+    return {
+        **vars(run),
+        **outcome,
+        "elsewhere": drift,
+        "seconds": round(perf_counter() - wall, 1),
+        "cpu_seconds": round(process_time() - cpu, 1),
+    }
+
+
+def carried_out(settings: Sequence[str], out: Path, replay: Path | None = None) -> dict[str, Any]:
+    """Train with these settings; returns what the run came to, and under ``shipped`` the agent that it hands over."""
     from agilerl import GRPO
     from agilerl.config.manifest import load_manifest
     from agilerl.training.events import ExamDone, IterationDone, RunFinished
     from agilerl.training.loop import train
     from agilerl.training.setup import build
 
-    torch.set_num_threads(1)
-    wall, cpu = perf_counter(), process_time()
-    curve: list[tuple[float, float]] = []
+    curve: list[list[float]] = []  # share of the budget, best exam
     summary: Mapping[str, Any] = {}
-    worst = float("nan")
-    with tempfile.TemporaryDirectory() as folder:
-        session = build(load_manifest(None, run.settings()))
-        spent = 0.0
-        for event in train(session, Path(folder) / "run"):
-            if isinstance(event, IterationDone):
-                spent = event.progress
-            if isinstance(event, ExamDone):
-                means = [fitness.value for fitness in event.fitness.values()]
-                curve.append((spent, max(means)))
-                worst = min(means)
-            if isinstance(event, RunFinished):
-                summary = event.summary
-        shipped = GRPO.load(Path(folder) / "run" / "elite", runtime=session.population.runtime)
-        drift = {task: off_task(shipped, task) for task in TASKS if task != run.task}
+    spent, worst = 0.0, float("nan")
+    session = build(load_manifest(None, settings, replay))
+    for event in train(session, out):
+        if isinstance(event, IterationDone):
+            spent = event.progress
+        if isinstance(event, ExamDone):
+            means = [fitness.value for fitness in event.fitness.values()]
+            curve.append([round(spent, 4), round(max(means), 4)])
+            worst = min(means)
+        if isinstance(event, RunFinished):
+            summary = event.summary
     elite = summary["test"]["elite"]
     return {
-        **vars(run),
+        "shipped": GRPO.load(out / "elite", runtime=session.population.runtime),
         "test": elite["mean"],
         "stderr": elite["stderr"],
         "exam": summary["elite"]["exam"],
@@ -170,11 +215,47 @@ def one(run: Run) -> dict[str, Any]:
         "spent": sum(summary["tokens"].values()),
         "generations": summary["generations"],
         "worst": worst,
-        "elsewhere": drift,
-        "curve": [[round(at, 4), round(best, 4)] for at, best in curve],  # share of the budget, best exam
-        "seconds": round(perf_counter() - wall, 1),
-        "cpu_seconds": round(process_time() - cpu, 1),
+        "curve": curve,
     }
+
+
+def best_of_trials(run: Run, home: Path) -> tuple[list[str], int]:
+    """Let Optuna's TPE choose configurations for short runs; returns the best one's settings and the tokens spent."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    spent = 0
+
+    def objective(trial: optuna.Trial) -> float:
+        nonlocal spent
+        values = [f"algorithm.{name}={chosen(trial, name, span)}" for name, span in run.genes().items()]
+        trial.set_user_attr("settings", values)
+        short = f"training.max_tokens={run.tokens // 2 // TRIALS}"
+        alone = "selection_strategy={name: none}"
+        outcome = carried_out([*run.settings(), alone, *values, short], home / f"trial_{trial.number}")
+        spent += outcome["spent"]
+        return float(outcome["curve"][-1][1])
+
+    def chosen(trial: optuna.Trial, name: str, span: Mapping[str, float]) -> float:
+        if name == "batch_size":
+            return 8 * trial.suggest_int(name, round(span["min"] / 8), round(span["max"] / 8), log=True)
+        return trial.suggest_float(name, span["min"], span["max"], log=True)
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=run.seed))
+    first = {"lr": RIGHT * STRATA[run.stratum], "batch_size": 16, "temperature": 1.0, "max_grad_norm": 1.0}
+    study.enqueue_trial({name: first[name] for name in run.genes()})
+    study.optimize(objective, n_trials=TRIALS)
+    return study.best_trial.user_attrs["settings"], spent
+
+
+def schedule_of(run: Path) -> Path:
+    """Export the schedule of a finished run as ``agilerl schedule`` does; returns the file."""
+    from agilerl.cli.commands import run_schedule
+
+    out = run.with_suffix(".yaml")
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_schedule(run, out=out, extrapolate=None, as_json=False)
+    return out
 
 
 def off_task(agent: Any, task: str) -> float:

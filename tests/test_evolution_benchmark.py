@@ -15,6 +15,7 @@ from benchmarking.evolution import (
     Run,
     interquartile_mean,
     interval,
+    one,
     pack,
     plot,
     reached,
@@ -66,14 +67,24 @@ def test_what_is_done_or_being_done_is_not_done_again(tmp_path: Path) -> None:
 def test_packed_results_are_read_again_and_drawn(tmp_path: Path) -> None:
     row = {"task": "gcd", "stratum": "right", "tokens": 1000, "arm": "ours", "seed": 1, "test": 0.8, "base": 0.6}
     never, early = {**row, "curve": [[1.0, 0.7]]}, {**row, "seed": 2, "curve": [[0.25, 0.8], [1.0, 0.7]]}
-    for one in (never, early):
-        (tmp_path / f"{one['seed']}.json").write_text(json.dumps(one))
+    for result in (never, early):
+        (tmp_path / f"{result['seed']}.json").write_text(json.dumps(result))
     pack(tmp_path, tmp_path / "all.txt")
     assert results(tmp_path / "all.txt") == [never, early]
-    assert [reached(one) for one in (never, early)] == [float("inf"), 250]
+    assert [reached(result) for result in (never, early)] == [float("inf"), 250]
     drawn = plot([never, early], tmp_path / "figure")
     assert [path.name for path in drawn] == ["figure_curves_1k.svg", "figure_seeds_1k.svg"]
     assert "best exam so far" in drawn[0].read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arm", ["tpe", "replayed"])
+def test_arms_of_several_runs_count_their_own_tokens(arm: str) -> None:
+    found = one(Run("gcd", "right", arm, 1, 60_000))
+    # Each of the trials has at least an iteration and an exam.
+    assert 60_000 <= found["spent"] < (120_000 if arm == "tpe" else 72_000)
+    assert found["test"] > found["base"] - 3 * found["stderr"]
+    assert found["curve"][-1][0] == 1.0
 
 
 def test_the_page_shows_the_committed_results() -> None:
