@@ -18,7 +18,7 @@ from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import LossFunction, loss_name
 from agilerl.arguments import shown
 from agilerl.errors import CheckpointError
-from agilerl.hpo.parameters import Gene
+from agilerl.hpo.parameters import Gene, Way
 from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, resolve_model
 from agilerl.models.operators import Part, merged, merged_moments, rescale
@@ -62,6 +62,7 @@ class _Gene(SavedValues):
     step: Annotated[float, Field(gt=0, le=1)]
     resample: Annotated[float, Field(ge=0, le=1)]
     factors: Annotated[list[_Factor], Field(min_length=2, max_length=2)] | None
+    monotone: Way | None = None
 
     @model_validator(mode="after")
     def _has_a_range(self) -> Self:
@@ -216,7 +217,7 @@ def capture(agent: Stateful) -> AgentState:
         algorithm=agent.algorithm.name,
         base=agent.runtime.base.name,
         config=agent.config.model_dump(mode="json", exclude_unset=True),
-        genes={name: asdict(gene) for name, gene in agent.genes.items()},
+        genes={name: gene.state() for name, gene in agent.genes.items()},
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora},
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),

@@ -14,7 +14,7 @@ from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
-from agilerl.hpo.strategies import ANNEALED, SETTINGS, SHRINKING, LRSchedule
+from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, SETTINGS, SHRINKING, LRSchedule
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
@@ -183,6 +183,9 @@ class GeneConfig(Section):
     one alone is enough: the other is 0.8 or 1.2 then."""
     grow_factor: Annotated[float | None, Field(gt=1)] = None
     """See ``shrink_factor``."""
+    monotone: Literal["up", "down"] | None = None
+    """Mutations move the value only this way, and it stays where the range ends: ``up`` suits a limit on tokens that
+    grows with what an agent can do."""
 
 
 class MutationConfig(Section):
@@ -272,7 +275,8 @@ class SelectionConfig(Section):
     elite if it is better than the chosen candidate with this probability. None: no soup."""
     equal_tokens: bool | None = None
     """Compare agents after equally many tokens, not iterations: those that spend more sit iterations out. None: in
-    knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``)."""
+    knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
+    ``max_output_tokens``)."""
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
@@ -410,7 +414,7 @@ class RunConfig(Section):
     def equal_tokens(self) -> bool:
         """Whether agents are compared after equally many tokens."""
         given = self.selection_strategy.equal_tokens
-        costly = any(name in self.genes for name in ("group_size", "update_epochs"))
+        costly = any(name in self.genes for name in COST_TOKENS)
         return given if given is not None else costly and self.selection_strategy.strategy in ANNEALED
 
     @property

@@ -241,7 +241,12 @@ class Mutations:
             if name not in member.hyperparameters:
                 raise ConfigError(f"Agent {member.index} has no value for the gene {name}; give it one to evolve it.")
             old = member.hyperparameters[name]
-            changes.append(Change(name, old, mutate_value(member.genes[name], old, rng)))
+            new = mutate_value(member.genes[name], old, rng)
+            if new != old:
+                changes.append(Change(name, old, new))
+        if not changes:
+            ends = ", ".join(names[place] for place in chosen)
+            return Mutation(member.index, details={"reason": f"{ends} moves one way and is at the end of its range"})
         return Mutation(member.index, "hyperparameters", tuple(changes))
 
     def _move_rank(self, member: Member, rng: np.random.Generator) -> Mutation:
@@ -278,7 +283,7 @@ def rescaled(member: Member, factor: float) -> Mutation:
     changes = []
     for name in LEARNING_RATES:
         gene = member.genes.get(name)
-        if gene is None or gene.dtype != "float":
+        if gene is None or gene.dtype != "float" or gene.monotone == ("down" if factor > 1 else "up"):
             continue
         old = float(member.hyperparameters[name])
         # A value outside the range, which only a user can set, moves towards it and not to its end.
@@ -325,12 +330,15 @@ def mutate_value(gene: Gene, value: Value, rng: np.random.Generator) -> Value:
     the ends keeps the kernel symmetric, so without selection a float does not drift and wanders over the whole range.
     Factor kernel (RLParameter): v' = v * shrink or v * grow, each with probability 1/2. Integers are rounded and move
     by at least one, so over a range of few integers they do drift, especially on a logarithmic scale.
+    A monotone gene makes the same steps, as long, all in its direction, and stays where its range ends.
     """
     if gene.dtype == "choice":
         others = [choice for choice in gene.choices if choice != value]
         return others[int(rng.integers(len(others)))]
     current = min(max(float(value), gene.min), gene.max)
     moved = _by_factor(gene, current, rng) if gene.factors else _by_step(gene, current, rng)
+    if gene.monotone:
+        moved = _one_way(gene, current, moved)
     return int(moved) if gene.dtype == "int" else float(moved)
 
 
@@ -357,6 +365,17 @@ def _by_factor(gene: Gene, current: float, rng: np.random.Generator) -> float:
     # Neither factor moves it (e.g. a zero), so draw from the range instead.
     moved = float(gene.from_unit(rng.random()))
     return moved if moved != current else _nudge(gene, current, upwards=rng.random() < 0.5)
+
+
+def _one_way(gene: Gene, current: float, moved: float) -> float:
+    """Return the value as far from ``current`` as ``moved`` is, on the scale of the range, but the way it may move."""
+    upwards = gene.monotone == "up"
+    if current == (gene.max if upwards else gene.min):
+        return current
+    here = gene.to_unit(current)
+    length = abs(gene.to_unit(moved) - here)
+    turned = float(gene.from_unit(min(here + length, 1.0) if upwards else max(here - length, 0.0)))
+    return turned if turned != current else _nudge(gene, current, upwards)
 
 
 def _nudge(gene: Gene, current: float, upwards: bool) -> float:

@@ -5,7 +5,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from agilerl.errors import ConfigError
 
 Value = float | int | str | bool
 Scale = Literal["log", "linear", "choice"]
+Way = Literal["up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Evolve:
     The range is inclusive. ``scale="log"`` needs ``min > 0`` and moves by factors, ``"linear"`` by differences and
     ``"choice"`` picks another of ``choices`` (read from the annotation for a bool or a ``Literal`` field).
     ``step`` is the scale of one mutation as a share of the range, ``resample`` the probability of a new draw from it.
+    ``unless_named=False`` declares a range for those who name the gene; otherwise the field does not evolve.
     Raises ConfigError if the range is empty, not finite, or does not suit the scale.
     """
 
@@ -34,6 +36,7 @@ class Evolve:
     choices: tuple[Value, ...] | None = None
     step: float = 0.1
     resample: float = 0.1
+    unless_named: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,10 +77,17 @@ class Gene:
     resample: float = 0.1
     factors: tuple[float, float] | None = None
     """(shrink, grow): the documented multiplicative kernel of RLParameter; None: the heavy-tailed one."""
+    monotone: Way | None = None
+    """The one way that mutations move the value; None: both."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the values for ``from_state``; what is unset and newer than the first files is left out."""
+        values = asdict(self)
+        return values if self.monotone else {name: value for name, value in values.items() if name != "monotone"}
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> "Gene":
-        """Return the gene from the values of ``dataclasses.asdict``; JSON has lists for tuples."""
+        """Return the gene from what ``state`` gave; JSON has lists for tuples."""
         factors = values["factors"] and tuple(values["factors"])
         return cls(**{**values, "choices": tuple(values["choices"]), "factors": factors})
 
@@ -128,8 +138,9 @@ class Gene:
 class RLParameter:
     """Range of one hyperparameter that is multiplied by ``shrink_factor`` or ``grow_factor``, each half of the time.
 
-    ``dtype`` is ``float`` or ``int``; an integer always moves by at least one. Raises ConfigError for an empty range,
-    factors that do not shrink and grow, or another dtype.
+    ``dtype`` is ``float`` or ``int``; an integer always moves by at least one. ``monotone="up"`` (or ``"down"``) lets
+    mutations move the value only that way. Raises ConfigError for an empty range, factors that do not shrink and grow,
+    or another dtype.
     """
 
     min: float
@@ -137,6 +148,7 @@ class RLParameter:
     shrink_factor: float = 0.8
     grow_factor: float = 1.2
     dtype: Any = float
+    monotone: Way | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -160,6 +172,7 @@ class RLParameter:
             max=self.max,
             scale="log" if self.min > 0 else "linear",
             factors=(self.shrink_factor, self.grow_factor),
+            monotone=self.monotone,
         )
 
 
@@ -212,11 +225,13 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 def genes_from(model_class: Any) -> dict[str, Gene]:
     """Return the genes declared with ``Evolve`` on the fields of a pydantic model class, in field order.
 
-    Entries of a mapping are not included, since the class does not know their names (see ``declared_gene``). Raises
-    ConfigError if a declaration does not fit its field (a string without choices, an integer range with fractions).
+    Not included are entries of a mapping, since the class does not know their names (see ``declared_gene``), and fields
+    that evolve only if they are named. Raises ConfigError if a declaration does not fit its field (a string without
+    choices, an integer range with fractions).
     """
-    found = {name: declared_gene(model_class, name) for name in _fields(model_class)}
-    return {name: gene for name, gene in found.items() if gene is not None}
+    fields = _fields(model_class)
+    found = {name: declared_gene(model_class, name) for name in fields}
+    return {name: gene for name, gene in found.items() if gene is not None and _marks(fields[name])[-1].unless_named}
 
 
 def declared_gene(model_class: Any, name: str) -> Gene | None:
@@ -226,7 +241,7 @@ def declared_gene(model_class: Any, name: str) -> Gene | None:
     """
     own, dot, entry = name.partition(".")
     field = _fields(model_class).get(own)
-    marks = [] if field is None else [mark for mark in field.metadata if isinstance(mark, Evolve)]
+    marks = [] if field is None else _marks(field)
     if field is None or not marks or _is_mapping(field) != bool(entry) or bool(dot) != bool(entry):
         return None
     annotation = typing.get_args(field.annotation)[1] if entry else field.annotation
@@ -297,6 +312,10 @@ def check_present(genes: Iterable[str], values: Mapping[str, Value]) -> None:
             raise ConfigError(
                 f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}{hint}."
             )
+
+
+def _marks(field: Any) -> list[Evolve]:
+    return [mark for mark in field.metadata if isinstance(mark, Evolve)]
 
 
 def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:

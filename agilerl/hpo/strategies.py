@@ -29,6 +29,8 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 name; halving has those of the truncation that it may use ``between`` its halvings."""
 ANNEALED = ("knockout", "pulses")
 """Strategies that end with one agent: it anneals, and its best exams sit a second panel."""
+COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
+"""Genes that decide how many tokens an iteration costs."""
 SHRINKING = ("knockout", "pulses", "halving")
 """Strategies that leave fewer agents than began."""
 

@@ -306,7 +306,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
     scale = wanted.scale or declared.scale
     if scale == "log" and low <= 0:
         raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
-    gene = replace(declared, min=low, max=high, scale=scale)
+    gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)
     if wanted.shrink_factor is None and wanted.grow_factor is None:
         return gene
     factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)

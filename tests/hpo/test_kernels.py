@@ -1,6 +1,8 @@
 """A mutation moves, stays in range, prefers no direction and reaches the whole range."""
 
+import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -123,3 +125,22 @@ def test_a_range_of_two_integers_flips():
     gene = Gene("g", "int", min=3, max=4)
     assert set(moves(gene, 3, 100)) == {4}
     assert set(moves(gene, 4, 100)) == {3}
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(genes_and_values(), st.sampled_from(["up", "down"]))
+def test_a_monotone_gene_moves_one_way_and_stays_at_its_end(case, way):
+    gene, value, seed = case
+    gene = replace(gene, monotone=way)
+    moved = mutate_value(gene, value, stream(seed, "test"))
+    assert gene.contains(moved)
+    assert type(moved) is (int if gene.dtype == "int" else float)
+    end = gene.max if way == "up" else gene.min
+    assert moved == value if value == end else (moved > value) == (way == "up") and moved != value
+    assert Gene.from_state(json.loads(json.dumps(gene.state()))) == gene
+
+
+def test_a_monotone_gene_steps_as_far_as_any_other():
+    both, up = moves(LR, 1e-5), moves(replace(LR, monotone="up"), 1e-5)
+    distances = [abs(math.log(value / 1e-5)) for value in both]
+    assert [math.log(value / 1e-5) for value in up] == pytest.approx([min(d, math.log(100)) for d in distances])

@@ -10,7 +10,8 @@ from plain_agents import GENES, PlainAgent, population
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.lineage import birth_record, family_tree, winning_lineage
-from agilerl.hpo.mutation import Change, Member, Mutation, Mutations, inherited
+from agilerl.hpo.mutation import Change, Member, Mutation, Mutations, inherited, rescaled
+from agilerl.hpo.parameters import Gene
 from agilerl.hpo.selection import Birth, Plan, apply_plan, with_mates
 from agilerl.hpo.tournament import TournamentSelection
 
@@ -224,3 +225,20 @@ def test_lineage_names_both_parents_and_follows_the_first():
     assert lives[0].children == lives[1].children == [2]
     assert [a.agent for a in winning_lineage(records, 2)] == [1, 2]
     assert "mate" not in records[0]
+
+
+def test_a_gene_at_the_end_of_its_one_way_says_so():
+    gene = Gene("lr", "float", min=1e-6, max=1e-3, monotone="up")
+    only_genes = mutations(rl_hp=1)
+    [still] = only_genes.plan([Member(0, {"lr": 1e-3}, {"lr": gene})], None, 0, 0)
+    assert (still.kind, still.changes) == ("none", ())
+    assert "end of its range" in still.details["reason"]
+    [moved] = only_genes.plan([Member(0, {"lr": 1e-4}, {"lr": gene})], None, 0, 0)
+    assert moved.changes[0].new > 1e-4
+
+
+@pytest.mark.parametrize(("way", "factor"), [("up", 0.4), ("down", 3.0)])
+def test_a_pulse_against_the_way_of_a_gene_leaves_it(way, factor):
+    gene = Gene("lr", "float", min=1e-6, max=1e-2, monotone=way)
+    assert rescaled(Member(0, {"lr": 1e-4}, {"lr": gene}), factor).changes == ()
+    assert rescaled(Member(0, {"lr": 1e-4}, {"lr": gene}), 1 / factor).changes != ()

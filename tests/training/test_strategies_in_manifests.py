@@ -168,6 +168,26 @@ def test_the_factor_is_on_the_learning_rate_of_every_algorithm(name: str, tmp_pa
     assert [line["learning_rate"] for line in trained] == pytest.approx([1e-3 * (1 - k / 3) for k in range(3)])
 
 
+@pytest.mark.model
+def test_a_limit_on_tokens_that_only_grows(tmp_path: Path) -> None:
+    """``max_output_tokens`` evolves if it is named, limits what is sampled, and never falls."""
+    start = "algorithm={name: GRPO, lr: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 2}"
+    grows = "{max_output_tokens: {min: 1, max: 12, monotone: up}}"
+    gene = f"mutation={{probabilities: {{rl_hp_mut: 1}}, rl_hp_selection: {grows}}}"
+    more = ("training.max_steps=128", "training.evo_steps=1", "training.pop_size=2", "training.init=same")
+    out = run_here(tmp_path / "run", start, gene, *more, *section(name="tournament"))
+    changes = [
+        (change["gene"], change["old"] < change["new"])
+        for line in lines(out / "lineage.jsonl")
+        if line["event"] == "mutation"
+        for change in line["changes"]
+    ]
+    assert set(changes) == {("max_output_tokens", True)}
+    longest = [line["completions/max_length"] for line in lines(out / "metrics.jsonl") if line["kind"] == "train"]
+    assert longest[0] == 2
+    assert 2 < max(longest) <= 12
+
+
 # -- code of the user's ------------------------------------------------------------------------------------------------
 
 CODE = '''
