@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
+from agilerl.other_trainers import ours
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -53,7 +54,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            text = f"unknown key {shown(key)}; {nearest(path[-1], owner.model_fields)}"
+            text = f"unknown key {shown(key)}; {ours(key, item['input']) or nearest(path[-1], owner.model_fields)}"
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"
         elif item["type"] == "value_error":

@@ -9,7 +9,7 @@ POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred"),
+        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "other_trainers"),
         *("processes", "addresses", "redaction", "templates", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),

@@ -23,6 +23,7 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
+from agilerl.other_trainers import ours
 from agilerl.validation import LARGEST_FLOAT32, check_booleans, sentence, validated
 
 
@@ -163,7 +164,8 @@ class EvolvableAlgorithm(ABC):
         for name in keywords:
             if name not in cls.Config.model_fields:
                 known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
-                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
+                hint = (ours(name) or nearest(name, known)).replace("algorithm.", "")
+                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {hint}")
         if config is not None and not isinstance(config, cls.Config):
             raise ConfigError(
                 f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "

@@ -19,6 +19,7 @@ from agilerl.config.named_files import locate, locate_strategy, locate_within
 from agilerl.config.run import RunConfig
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
+from agilerl.other_trainers import ours
 
 _MANIFEST_BYTES = 50_000
 
@@ -173,7 +174,7 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
         path = ".".join(keys[: depth + 1])
         fields = getattr(model, "model_fields", None)
         if fields is not None and key not in fields:
-            raise ConfigError(f"unknown key {shown(path)}; {nearest(key, fields)}")
+            raise ConfigError(f"unknown key {shown(path)}; {ours('.'.join(keys), value) or nearest(key, fields)}")
         model = None if fields is None else _nested(fields[key].annotation)
         if depth < len(keys) - 1:
             if values.get(key) is None:
@@ -341,7 +342,8 @@ def check_hyperparameters(config: RunConfig, declared: Collection[str], of_grpo:
     for key in split_options(config.algorithm)[0]:
         if key != "name" and key not in declared and key not in of_grpo:
             known = [*declared, *SharedOptions.model_fields]
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {nearest(key, known)}")
+            hint = ours(f"algorithm.{key}", config.algorithm[key]) or nearest(key, known)
+            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
 
 
 def check_gene(gene: str, algorithm: str, declared: Collection[str], genes: Iterable[str]) -> None:

@@ -1,0 +1,97 @@
+"""Names of other trainers lead to ours: in manifests, on the command line and in Python."""
+
+import ast
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from agilerl import GRPO
+from agilerl.algorithms import ALGORITHMS
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.manifest import _nested, check_names, load_manifest
+from agilerl.config.run import RunConfig
+from agilerl.errors import ConfigError
+from agilerl.other_trainers import NAMES, ours
+
+KEY = re.compile(r"\b(?:algorithm|environment|training|network|selection_strategy)\.\w+(?:\.\w+)*")
+ENTRIES = [(trainer, name, text) for trainer, names in NAMES.items() for name, text in names.items()]
+
+
+def exists(key: str) -> bool:
+    section, *rest = key.split(".")
+    if section == "algorithm":
+        models: list[type[BaseModel]] = [SharedOptions, *(a.Config for a in ALGORITHMS.values())]
+        if rest == ["name"]:
+            return True
+    else:
+        models = [RunConfig.model_fields[section].annotation]
+    for part in rest:
+        inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+        if not inner:
+            return False
+        models = [found for found in map(_nested, inner) if found is not None]
+    return True
+
+
+@pytest.mark.parametrize(("trainer", "name", "text"), ENTRIES)
+def test_every_entry_names_keys_that_exist(trainer: str, name: str, text: str) -> None:
+    keys = KEY.findall(text)
+    assert keys or "--out" in text
+    assert [key for key in keys if not exists(key)] == []
+    assert ours(name) == f"{trainer}'s {name} is {text} here"
+
+
+def test_only_one_name_means_something_else_here() -> None:
+    known = {name for model in (SharedOptions, *(a.Config for a in ALGORITHMS.values())) for name in model.model_fields}
+    # Of REINFORCE here. Where it is known, nobody looks it up.
+    assert known & {name for names in NAMES.values() for name in names} == {"advantage_estimator"}
+
+
+def test_names_of_trl_are_those_of_its_version() -> None:
+    home = Path(importlib.util.find_spec("trl").submodule_search_locations[0])  # type: ignore[union-attr, index]
+    found = set()
+    for path in (*home.glob("trainer/*_config.py"), *home.glob("scripts/utils.py")):
+        classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        fields = itertools.chain.from_iterable(node.body for node in classes)
+        found |= {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
+    transformers = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "eval_steps"}
+    transformers |= {"save_steps", "save_total_limit", "output_dir", "lr_scheduler_type", "warmup_steps"}
+    gone = {"max_prompt_length", "warmup_ratio"}  # of earlier versions; many programs still have them
+    own = {"reward_funcs"}  # an argument of the trainer
+    assert set(NAMES["TRL"]) - found == transformers | gone | own
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("algorithm.num_generations=4", "algorithm.group_size"),
+        ("training.learning_rate=1e-5", "algorithm.lr"),
+        ("per_device_train_batch_size=8", "algorithm.batch_size"),
+        ("actor_rollout_ref.rollout.n=8", "algorithm.group_size"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.beta"),
+        ("network.lora_config.lora_rank=8", "network.lora_config.r"),
+    ],
+)
+def test_overrides(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        check_names(load_manifest(None, [override]))
+
+
+def test_a_section_of_another_trainer_is_looked_through(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    actor = "{ppo_epochs: 2, optim: {lr: 1e-6}}"
+    path.write_text(f"algorithm: {{name: GRPO}}\nactor_rollout_ref: {{actor: {actor}, rollout: {{n: 5}}}}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_manifest(path)
+    assert all(key in str(raised.value) for key in ("algorithm.update_epochs", "algorithm.lr", "algorithm.group_size"))
+
+
+def test_keywords_of_python() -> None:
+    with pytest.raises(ConfigError, match="max_completion_length is max_output_tokens"):
+        GRPO(max_completion_length=10)
+    with pytest.raises(ConfigError, match="did you mean 'group_size'"):
+        GRPO(gruop_size=10)
