@@ -1,6 +1,7 @@
 """agilerl: evolutionary hyperparameter search in reinforcement learning of language models."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
     from agilerl.hpo.tournament import TournamentSelection
     from agilerl.population import Population
     from agilerl.runtime import Runtime
+    from agilerl.training.trainer import LocalTrainer
+
+    HAS_ARENA_DEPENDENCIES: bool
+    HAS_DEEPSPEED: bool
+    HAS_LIGER_KERNEL: bool
+    HAS_LLM_DEPENDENCIES: bool
+    HAS_VLLM: bool
 
 __version__ = "0.1.0"
 
@@ -37,9 +45,15 @@ __all__ = [
     "EpisodeTask",
     "GRPO",
     "GSPO",
+    "HAS_ARENA_DEPENDENCIES",
+    "HAS_DEEPSPEED",
+    "HAS_LIGER_KERNEL",
+    "HAS_LLM_DEPENDENCIES",
+    "HAS_VLLM",
     "HyperparameterConfig",
     "LLMPPO",
     "LLMREINFORCE",
+    "LocalTrainer",
     "MaxRL",
     "Mutations",
     "PPO",
@@ -72,6 +86,7 @@ _HOMES = {
     "SFT": "agilerl.algorithms",
     "EpisodeTask": "agilerl.envs.episode_task",
     "HyperparameterConfig": "agilerl.hpo.parameters",
+    "LocalTrainer": "agilerl.training.trainer",
     "Mutations": "agilerl.hpo.mutation",
     "Population": "agilerl.population",
     "PreferenceTask": "agilerl.envs.examples",
@@ -82,9 +97,20 @@ _HOMES = {
     "TournamentSelection": "agilerl.hpo.tournament",
 }
 
+_FLAGS = {
+    "HAS_ARENA_DEPENDENCIES": "agilerl.arena",
+    "HAS_DEEPSPEED": "deepspeed",
+    "HAS_LIGER_KERNEL": "liger_kernel",
+    "HAS_LLM_DEPENDENCIES": "transformers",
+    "HAS_VLLM": "vllm",
+}
+"""Documented flags, with the package that each says to be installed; AgileRL's Arena is not part of this one."""
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import agilerl`` is fast."""
+    if name in _FLAGS:
+        return find_spec(_FLAGS[name]) is not None
     if name not in _HOMES:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

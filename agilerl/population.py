@@ -1,6 +1,7 @@
 """A population: N agents on one base that sample, learn, take exams and evolve together."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -133,9 +134,7 @@ class Population:
             raise ConfigError("a population needs at least 1 agent, found 0")
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
-        indices = [a.index for a in agents]
-        if len(set(indices)) < len(indices):
-            raise ConfigError(f"agents of a population need different indices, found {indices}; pass index= to each")
+        number_apart(agents)
         check_source(agents, task)
         for agent in agents:
             all_weights(task, own_weights(agent))
@@ -575,6 +574,20 @@ class Population:
             free = store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
+
+
+def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
+    """Give agents the indices 0, 1, ... and say so, if two of them have the same."""
+    indices = [agent.index for agent in agents]
+    if len(set(indices)) == len(indices):
+        return
+    warnings.warn(
+        f"agents of a population need different indices, found {indices}: they are 0 to {len(agents) - 1} now; pass "
+        "index= to each",
+        stacklevel=4,
+    )
+    for index, agent in enumerate(agents):
+        agent.index = index
 
 
 def sick_members(

@@ -158,6 +158,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Tokens spent by this agent and its ancestors."""
         self.skipped_steps = 0
         """Optimizer steps skipped because the loss or the gradient was not finite."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the last update."""
         self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
         """Iterations by outcome, ancestors' included."""
         self.vitals: dict[str, list[float]] = {name: [] for name in (*_MEASURES.values(), "reward_before")}
@@ -540,7 +542,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
         """Count an iteration, and keep what the collapse guard reads."""
-        self.outcome = outcome
+        self.outcome, self.metrics = outcome, dict(metrics)
         self.outcomes[outcome] += 1
         for metric, name in _MEASURES.items():
             self.vitals[name].append(metrics.get(metric, math.nan))

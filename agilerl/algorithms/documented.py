@@ -2,7 +2,9 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
-from agilerl.arguments import checked, taken
+from agilerl.arguments import Location, checked, taken
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.errors import ConfigError
+from agilerl.models import adapters
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
 from agilerl.validation import validated
@@ -35,12 +38,218 @@ def _with_options(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
 
 
+class _Sampling:
+    """A setting of sampling: that of the agent, read and written as its hyperparameter."""
+
+    def __init__(self, name: str, without: Any) -> None:
+        self.name, self.without = name, without
+
+    def __get__(self, view: "GenerationView | None", owner: type) -> Any:
+        return self if view is None else getattr(view.agent.config, self.name, self.without)
+
+    def __set__(self, view: "GenerationView", value: Any) -> None:
+        view.agent.set_hyperparameters({self.name: value})
+
+
+class GenerationView:
+    """``agent.generation_config``: how the agent samples while it trains, under transformers' names."""
+
+    temperature = _Sampling("temperature", 1.0)
+    top_p = _Sampling("top_p", 1.0)
+    top_k = _Sampling("top_k", 0)
+    min_p = _Sampling("min_p", 0.0)
+    repetition_penalty = _Sampling("repetition_penalty", 1.0)
+    max_new_tokens = _Sampling("max_output_tokens", None)
+    min_new_tokens = _Sampling("min_output_tokens", None)
+    do_sample = True
+
+    def __init__(self, agent: Any) -> None:
+        self.agent = agent
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that fills rows up."""
+        return self.agent.pad_token_id
+
+    @property
+    def eos_token_id(self) -> list[int]:
+        """The tokens that end a completion."""
+        return sorted(self.agent.runtime.base.eos_token_ids)
+
+
+class OptimizerView:
+    """``agent.optimizer``: AdamW's settings of the next step, a group for each trained slot; to read only."""
+
+    def __init__(self, agent: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "lr": s.lr,
+                "betas": (s.beta1, s.beta2),
+                "eps": s.eps,
+                "weight_decay": s.weight_decay,
+                "max_grad_norm": s.max_grad_norm,
+            }
+            for name, s in zip(("actor", "critic"), agent.optimizer_settings().values())
+        ]
+
+    @property
+    def optimizer(self) -> "OptimizerView":
+        """The view itself: there is no other optimizer inside."""
+        return self
+
+
+class ScheduleView:
+    """``agent.lr_scheduler``: where the learning rates are in their course; the update itself moves them on."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of the next step, for each trained slot."""
+        return [settings.lr for settings in self._agent.optimizer_settings().values()]
+
+
+class ActorView:
+    """``agent.actor``: the base model with the agent's adapter on, for the calls that programs make of a PEFT model."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    @property
+    def base_model(self) -> Any:
+        """The model without adapters."""
+        return self._agent.runtime.base.model
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        return self.base_model.config
+
+    @property
+    def name_or_path(self) -> str:
+        """Name or folder of the base model."""
+        return self._agent.pretrained_model_name_or_path
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._agent.runtime.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model's weights."""
+        found: torch.dtype = self.base_model.dtype
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        with self._routed():
+            return self.base_model(*args, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's ``generate``; ``agent.get_action`` is faster, for all completions of a batch at once."""
+        with self._routed():
+            return self.base_model.generate(*args, **kwargs)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Use the base model alone inside."""
+        agent = self._agent  # not this view: the next ``agent.actor`` is another one
+        kept, agent._adapter_off = agent._adapter_off, True
+        try:
+            yield
+        finally:
+            agent._adapter_off = kept
+
+    def save_pretrained(self, path: Location) -> None:
+        """Write the adapter as PEFT does."""
+        agent = self._agent
+        store, folder = agent.runtime.store, Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        factors = store.adapter(agent.slot)
+        adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.source)
+
+    def eval(self) -> "ActorView":
+        """Do nothing: a frozen base without dropout computes the same in both modes."""
+        return self
+
+    def train(self, mode: bool = True) -> "ActorView":
+        """Do nothing: see :meth:`eval`."""
+        return self
+
+    def _routed(self) -> AbstractContextManager[None]:
+        route = None if self._agent._adapter_off else Route((self._agent.slot,), None)
+        return self._agent.runtime.store.routed(route)
+
+
 class DocumentedSurface:
-    """Methods of the documented interface whose job the shared base has taken over."""
+    """Methods and attributes of the documented interface whose job the shared base has taken over."""
 
     runtime: Runtime
     slot: int
     reference_slot: int | None
+    _adapter_off: bool = False
+    """True inside ``actor.disable_adapter()``."""
+
+    # -- attributes that programs read ----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base is."""
+        return self.runtime.base.device
+
+    @property
+    def algo(self) -> str:
+        """Name of the algorithm."""
+        return self.algorithm.name  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def actor(self) -> ActorView:
+        """The base model with this agent's adapter on."""
+        return ActorView(self)
+
+    @property
+    def generation_config(self) -> GenerationView:
+        """How the agent samples: its hyperparameters under transformers' names, to read and to write."""
+        return GenerationView(self)
+
+    @property
+    def optimizer(self) -> OptimizerView:
+        """The settings of AdamW for the next step, to read."""
+        return OptimizerView(self)
+
+    @property
+    def lr_scheduler(self) -> ScheduleView | None:
+        """The course of the learning rate, to read; None without ``cosine_lr_schedule_config``."""
+        return None if self.cosine_lr_schedule_config is None else ScheduleView(self)  # type: ignore[attr-defined]
+
+    @property
+    def accelerator(self) -> Any:
+        """The ``accelerate.Accelerator`` that the agents of this base were given; None without one."""
+        return self.runtime.accelerator
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether vLLM samples."""
+        return self.runtime.options.use_vllm
+
+    @property
+    def pretrained_model_name_or_path(self) -> str:
+        """Name or folder of the base model."""
+        return self.runtime.base.source
+
+    @property
+    def batch_size_per_process(self) -> int:
+        """Rows of an optimizer step in each process."""
+        return int(self.config.batch_size) // self.runtime.processes.size  # type: ignore[attr-defined]
+
+    @property
+    def registry(self) -> SimpleNamespace:
+        """What evolution knows of the agent: ``hp_config``, ``hooks``, and ``groups``, the names of what it trains."""
+        groups = ["actor", "critic"][: self.trained_slots]  # type: ignore[attr-defined]
+        return SimpleNamespace(hp_config=self.hp_config, hooks=list(self._mutation_hooks), groups=groups)  # type: ignore[attr-defined]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

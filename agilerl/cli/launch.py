@@ -26,7 +26,6 @@ from agilerl.cli.running import (
     check_place,
     check_task,
     configuration,
-    default_out,
     fail_without_elite,
     follow,
     found_text,
@@ -37,7 +36,7 @@ from agilerl.cli.running import (
     work_along,
 )
 from agilerl.config.distributed import DistributedConfig, asked_for
-from agilerl.config.run import RunConfig
+from agilerl.config.run import RunConfig, default_out
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 
 if TYPE_CHECKING:

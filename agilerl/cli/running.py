@@ -6,8 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,16 +232,6 @@ def say_at_once(sentence: str) -> None:
     """Print from a signal handler, where Python's streams refuse a second writer."""
     with suppress(OSError):  # standard error may be closed
         os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
-
-
-def default_out(config: RunConfig) -> Path:
-    """Return ``runs/<task>-<time>``, with a number if another run took that name in the same second."""
-    e = config.environment
-    what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
-    task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
-    name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
 
 
 def check_place(root: Path) -> None:

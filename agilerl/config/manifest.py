@@ -3,7 +3,7 @@
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
+from agilerl.config.aliases import translated
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.declared import ALGORITHMS, FAMILY
 from agilerl.config.named_files import locate, locate_strategy, locate_within
@@ -41,7 +42,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
 
     Raises ConfigError for a file that is missing, too large, empty or no YAML mapping, and for every wrong setting.
     """
-    values = _read(path)
+    values = translated(_read(path))
     if path is not None:
         locate_within(values.get("environment"), path.parent)
         locate_strategy(values.get("selection_strategy"), path.parent)
@@ -54,10 +55,24 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
             environment.pop(name, None)
     for keys, value in changed:
         _put(values, keys, value)
+    config = _config_of(values)
+    config._typed = tuple(address for _, value in changed for address in addresses_in(value))
+    return config
+
+
+@checked
+def config_of(manifest: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a manifest in memory; files that it names are relative to the working directory.
+
+    Raises ConfigError for every wrong setting.
+    """
+    return _config_of(translated(manifest))
+
+
+def _config_of(values: dict[str, Any]) -> RunConfig:
     locate(values.get("environment"))
     locate_strategy(values.get("selection_strategy"))
     config = RunConfig.from_dict(values)
-    config._typed = tuple(address for _, value in changed for address in addresses_in(value))
     _refuse_meaningless(config)
     return config
 

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import chain, count
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
@@ -467,3 +469,13 @@ class RunConfig(Section):
             if section in cls.model_fields and not isinstance(content, Mapping):
                 raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
         return validated(cls, values)
+
+
+def default_out(config: RunConfig) -> Path:
+    """Return ``runs/<task>-<time>``, with a number if another run took that name in the same second."""
+    e = config.environment
+    what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
+    task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
+    name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,17 @@ from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
 from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.examples import Example, LossOn, checked_loss_on, demonstration, render_completion, trajectories
+from agilerl.envs.examples import (
+    DataTask,
+    Example,
+    LossOn,
+    PreferenceTask,
+    SFTTask,
+    checked_loss_on,
+    demonstration,
+    render_completion,
+    trajectories,
+)
 from agilerl.envs.prompts import (
     Accelerator,
     check_tokenizer,
@@ -267,6 +277,41 @@ class ReasoningGym(Gym[list[Prompt]]):
                 )
 
 
+class GymRows(Task):
+    """The rows of a :class:`DataGym` as a task, in the gym's order; nothing in it is graded."""
+
+    grader = "none"
+
+    def __init__(self, gym: "DataGym") -> None:
+        self._gym, self.name, self.train_size = gym, gym._rows["train"].name, len(gym._rows["train"])
+        self.exam_prompts = len(gym._rows["test"])
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return the row of a training position, or one of the test dataset."""
+        self.check_index(split, index)
+        gym = self._gym
+        row: Row = gym._rows["train"][gym._order(index)] if split == "train" else gym._rows["test"][index]
+        return {**row, "question": self._read(row).question}
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> None:
+        """Return no grade: the gym's rows are learned, not answered."""
+
+    def messages(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Return the conversation before the response."""
+        return as_messages(self._read(row).prompt, "user", "the prompt")
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+        """Return the response."""
+        return self._read(row).response
+
+    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+        """Return the worse response."""
+        return self._read(row).rejected
+
+    def _read(self, row: Mapping[str, Any]) -> Sample:
+        return self._gym._forms["train"].read(row)
+
+
 class DataGym(Gym[RolloutBatch]):
     """Batches of examples for ``agent.learn``; a subclass defines a row's examples.
 
@@ -277,6 +322,8 @@ class DataGym(Gym[RolloutBatch]):
     """
 
     _panel = "test"
+    kind: ClassVar[Literal["sft", "preference"]]
+    """What an agent learns from it."""
 
     @checked
     def __init__(
@@ -300,6 +347,11 @@ class DataGym(Gym[RolloutBatch]):
         for split, rows in self._rows.items():
             check_rows(rows, self._forms[split])
         self._order = TrainingOrder(self._rows["train"].sizes, self._rows["train"].weights, seed)
+
+    @property
+    @abstractmethod
+    def task(self) -> DataTask:
+        """The same rows as a task, for ``Population``."""
 
     @abstractmethod
     def form(self, rows: Rows) -> Form:
@@ -337,6 +389,8 @@ class SFTGym(DataGym):
     ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
     ``answer`` or ``chosen``.
     """
+
+    kind = "sft"
 
     @checked
     def __init__(
@@ -381,6 +435,11 @@ class SFTGym(DataGym):
             seed=seed,
         )
 
+    @property
+    def task(self) -> DataTask:
+        """The same rows as a task, for ``Population``."""
+        return SFTTask(GymRows(self), loss_on=self.loss_on)
+
     def form(self, rows: Rows) -> Form:
         """Return which columns are read: a conversation, else a prompt and its response."""
         return form_of(rows.columns, "sft", rows.name, response=self.response_column)
@@ -399,6 +458,13 @@ class PreferenceGym(DataGym):
     Without ``prompt``, ``chosen`` and ``rejected`` are whole: conversations that differ only in their last message, or
     texts, which are split after the last whole word that they share.
     """
+
+    kind = "preference"
+
+    @property
+    def task(self) -> DataTask:
+        """The same rows as a task, for ``Population``."""
+        return PreferenceTask(GymRows(self))
 
     def form(self, rows: Rows) -> Form:
         """Return which columns are read."""

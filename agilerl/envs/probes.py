@@ -5,13 +5,15 @@ algorithm learns, not whether a model generalises.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import gymnasium
+import numpy as np
 from gymnasium.spaces import Text
 
-from agilerl.arguments import Count, Seed, Whole, Within, checked
+from agilerl.arguments import Count, Hint, Name, Seed, Whole, Within, checked
+from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
@@ -136,3 +138,131 @@ class GridNavigation(TextEnv):
 
     def _observation(self) -> str:
         return f"{self._position}{self._goal}"
+
+
+# -- the same problems as AgileRL writes them: five-tuple environments that pay 1 and -1 ------------------------------
+
+
+class _DigitEnv(TextEnv):
+    """One question whose answer must contain a digit: 1.0 if it does, else -1.0."""
+
+    def __init__(self, seed: int) -> None:
+        self.max_turns, self.seed = 1, seed
+        self.observation_space = self.action_space = AnyText()
+        self._target = ""
+
+    @abstractmethod
+    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        """Return a question and the digit that answers it."""
+
+    @checked
+    def reset(
+        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Ask the question of ``seed`` (by default that of the constructor)."""
+        question, self._target = self.ask(stream(self.seed if seed is None else seed, "digit_env"))
+        return question, {"target": self._target}
+
+    @checked
+    def step(self, action: str) -> StepResult:
+        """Return the reward of an answer; the episode is over."""
+        if not self._target:
+            raise EnvError(f"expected reset() before step(): the episode of {type(self).__name__} is over")
+        right, self._target = self._target in action, ""
+        return "", 1.0 if right else -1.0, True, False, {"success": right}
+
+
+class ConstantTargetEnv(_DigitEnv):
+    """A fixed prompt, whose answer is always ``target_digit``."""
+
+    @checked
+    def __init__(self, target_digit: Name = "3", prompt: Name = "11", seed: Seed = 42) -> None:
+        super().__init__(seed)
+        self.target_digit, self.prompt = target_digit, prompt
+
+    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        """Return the prompt and the constant."""
+        return self.prompt, self.target_digit
+
+
+Digits = Annotated[Sequence[Annotated[int, Within(least=0, most=9)]], Hint("pass a tuple such as (1, 2, 3)")]
+
+
+class ConditionalTargetEnv(_DigitEnv):
+    """One of ``digits`` in; the answer is (d mod 3) + 1."""
+
+    @checked
+    def __init__(self, digits: Digits = (1, 2, 3), seed: Seed = 42) -> None:
+        super().__init__(seed)
+        self.digits = check_digits(digits)
+
+    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        """Return a digit, and (d mod 3) + 1."""
+        digit = self.digits[int(draws.integers(len(self.digits)))]
+        return str(digit), str(digit % 3 + 1)
+
+
+class MultiInputConditionalEnv(_DigitEnv):
+    """Two of ``digits`` in; the answer is ((d1 + d2) mod 3) + 1."""
+
+    @checked
+    def __init__(self, digits: Digits = (1, 2, 3), seed: Seed = 42) -> None:
+        super().__init__(seed)
+        self.digits = check_digits(digits)
+
+    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        """Return two digits, and ((d1 + d2) mod 3) + 1."""
+        first, second = (self.digits[int(place)] for place in draws.integers(len(self.digits), size=2))
+        return f"{first}{second}", str((first + second) % 3 + 1)
+
+
+def check_digits(digits: Sequence[int]) -> Sequence[int]:
+    """Return the digits; raises ConfigError if there are none."""
+    if not digits:
+        raise ConfigError("expected at least one digit as digits, found none; pass a tuple such as (1, 2, 3)")
+    return digits
+
+
+class GridNavigationEnv(TextEnv):
+    """Walk along ``grid_size`` cells, counted from 0: 1 left, 2 stay, 3 right.
+
+    The first observation is position and goal, later ones the position alone. Every step costs ``step_cost``; the goal
+    pays 1.0 and ends the episode, ``max_turns`` steps without it pay -1.0.
+    """
+
+    @checked
+    def __init__(
+        self,
+        grid_size: Annotated[int, Within(least=2, most=10)] = 4,
+        max_turns: Count = 5,
+        step_cost: float = -0.1,
+        seed: Seed = 42,
+    ) -> None:
+        self.grid_size, self.max_turns, self.step_cost, self.seed = grid_size, max_turns, step_cost, seed
+        self.observation_space, self.action_space = Text(2, charset="0123456789"[:grid_size]), AnyText()
+        self.position = self.target = self.turn = 0
+        self._running = False
+
+    @checked
+    def reset(
+        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Place agent and goal on two different cells, by ``seed`` (by default that of the constructor)."""
+        draws = stream(self.seed if seed is None else seed, "grid_navigation_env")
+        self.position, self.target = map(int, draws.choice(self.grid_size, size=2, replace=False))
+        self.turn, self._running = 0, True
+        return f"{self.position}{self.target}", {"position": self.position, "target": self.target}
+
+    @checked
+    def step(self, action: str) -> StepResult:
+        """Move by the first 1, 2 or 3 of ``action``."""
+        if not self._running:
+            raise EnvError("expected reset() before step(): the episode of GridNavigationEnv has not begun, or is over")
+        move = {"1": -1, "3": 1}.get(next((letter for letter in action if letter in "123"), ""), 0)
+        self.position = min(max(self.position + move, 0), self.grid_size - 1)
+        self.turn += 1
+        reached = self.position == self.target
+        self._running = not reached and self.turn < self.max_turns
+        reward = 1.0 if reached else self.step_cost if self._running else -1.0
+        info = {} if self._running else {"success": reached}
+        return str(self.position), reward, not self._running, False, info

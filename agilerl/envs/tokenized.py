@@ -71,7 +71,8 @@ class TokenObservationWrapper:
             strict_chat_template_boundary=strict_chat_template_boundary,
             enable_sliding_window=enable_sliding_window,
         )
-        self.tokenizer, self.max_turns = tokenizer, max_turns
+        self.env, self.tokenizer, self.max_turns = env, tokenizer, max_turns
+        self.max_model_len = max_model_len
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
         self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
         self._chat: ChatFormat = self._task.chat(tokenizer)
@@ -82,6 +83,16 @@ class TokenObservationWrapper:
         self._episode: Episode | None = None
         self._drawn = 0
         self._closed = False
+
+    @property
+    def settings(self) -> dict[str, bool]:
+        """How observations become prompts, as arguments of ``EpisodeTask``."""
+        task = self._task
+        return {
+            "apply_chat_template": task.apply_chat_template,
+            "strict_chat_template_boundary": task.strict,
+            "enable_sliding_window": task.sliding_window,
+        }
 
     @checked
     def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:

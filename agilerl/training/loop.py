@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +19,7 @@ from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, Standing
-from agilerl.population import Known
+from agilerl.population import Evolution, Known
 from agilerl.rollouts.engine import Rollout
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
@@ -438,18 +438,31 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
     elite = evolution.plan.elite
     if config.sharing.distillation:
         progress.teacher = elite if elite in evolution.plan.slots and elite not in evolution.sick else None
+    return evolved(population.everyone, evolution, progress.generation, progress.iteration, exam, seconds)
+
+
+def evolved(
+    agents: Sequence[Known],
+    change: Evolution,
+    generation: int,
+    iteration: int,
+    fitness: Mapping[int, Fitness],
+    seconds: float,
+) -> Evolved:
+    """Return the event of a selection that was applied to these agents."""
+    elite = change.plan.elite
     return Evolved(
-        generation=progress.generation,
-        iteration=progress.iteration,
-        fitness=exam,
-        plan=evolution.plan,
-        elite=elite if exam[elite].is_finite and elite not in evolution.sick else None,
-        sick=evolution.sick,
-        inherited=evolution.inherited,
-        changes=evolution.mutations,
-        mutations={agent.index: agent.mut for agent in population.everyone},
-        hyperparameters=_genes(population.everyone),
-        diversity=_diversity(population.everyone),
+        generation=generation,
+        iteration=iteration,
+        fitness=fitness,
+        plan=change.plan,
+        elite=elite if fitness[elite].is_finite and elite not in change.sick else None,
+        sick=change.sick,
+        inherited=change.inherited,
+        changes=change.mutations,
+        mutations={agent.index: agent.mut for agent in agents},
+        hyperparameters=_genes(agents),
+        diversity=_diversity(agents),
         seconds=seconds,
     )
 

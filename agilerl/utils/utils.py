@@ -1,5 +1,12 @@
 """Documented import path; re-exports only."""
 
 from agilerl.algorithms.codec import save_llm_checkpoint
+from agilerl.training.documented import (
+    aggregate_metrics_across_gpus,
+    create_population,
+    run_selection_and_mutation,
+    tournament_selection_and_mutation,
+)
 
-__all__ = ["save_llm_checkpoint"]
+__all__ = ["aggregate_metrics_across_gpus", "create_population", "run_selection_and_mutation", "save_llm_checkpoint",
+           "tournament_selection_and_mutation"]  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from agilerl import Mutations, Population, Runtime, TournamentSelection
+from agilerl import LocalTrainer, Mutations, Population, Runtime, TournamentSelection
 from agilerl.algorithms import (
     ALGORITHMS,
     GRPO,
@@ -97,7 +97,8 @@ from agilerl.rewards import (
 from agilerl.runs import CheckpointStore, Journal, JsonLines, RunDirectory, agent_files, read_lines, read_run
 from agilerl.training.resolved import resolve
 from agilerl.utils.algo_utils import VLLMConfig
-from agilerl.utils.utils import save_llm_checkpoint
+from agilerl.utils.llm_utils import compare_responses, sample_eval_prompts
+from agilerl.utils.utils import create_population, run_selection_and_mutation, save_llm_checkpoint
 from tests.faults.mistaken import (
     CHAT,
     ROWS,
@@ -255,6 +256,18 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "read_run": lambda w: (read_run, {"path": w.path}),
     "RunDirectory.open": lambda w: (RunDirectory.open, {"path": w.path}),
     "load_manifest": lambda w: (load_manifest, {}),
+    "LocalTrainer": lambda w: (LocalTrainer, {"algorithm": "GRPO", "environment": "reasoning_gym:spell_backward"}),
+    "LocalTrainer.from_manifest": lambda w: (LocalTrainer.from_manifest, {"manifest": {}}),
+    "create_population": lambda w: (create_population, {"algo": "GRPO", "algo_kwargs": {"runtime": w.runtime}}),
+    "run_selection_and_mutation": lambda w: (
+        run_selection_and_mutation,
+        {"selection_strategy": None, "population": [w.spare], "mutation": mutations()},
+    ),
+    "sample_eval_prompts": lambda w: (sample_eval_prompts, {"env": w.sft_gym}),
+    "compare_responses": lambda w: (
+        compare_responses,
+        {"agent": w.spare, "tokenizer": w.tokenizer, "samples": [("2+2?", None, None)], "max_new_tokens": 2},
+    ),
     "RunConfig.from_dict": lambda w: (RunConfig.from_dict, {"values": {}}),
     # Methods of what is built already.
     "agent.get_action": lambda w: (w.agent.get_action, {"obs": [w.prompt()]}),
@@ -298,6 +311,7 @@ GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows"
 SEEN_ELSEWHERE = {
     "ALGORITHMS", "GRADER_CHECKS", "LIBRARY",  # tables
     "LLMPPO", "LLMREINFORCE",  # other names
+    "HAS_ARENA_DEPENDENCIES", "HAS_DEEPSPEED", "HAS_LIGER_KERNEL", "HAS_LLM_DEPENDENCIES", "HAS_VLLM",  # flags
     "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader", "WaitingGrader",  # to subclass
     "ToolCallParser",  # also
     "Grader", "Row",  # types

@@ -1,0 +1,281 @@
+"""Helpers that AgileRL documents under ``agilerl.utils``: populations from ``INIT_HP``, own loops, samples."""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agilerl.algorithms import ALGORITHMS, LLMPPO, LLMREINFORCE, LLMAlgorithm
+from agilerl.algorithms.codec import save_llm_checkpoint
+from agilerl.algorithms.config import CosineLRScheduleConfig
+from agilerl.arguments import (
+    Count,
+    Having,
+    Hint,
+    Location,
+    Name,
+    Positive,
+    Seed,
+    Tokenizer,
+    checked,
+    described,
+    nearest,
+)
+from agilerl.config.base_model import SharedOptions
+from agilerl.envs.gyms import DataGym, ReasoningGym
+from agilerl.envs.prompts import render_prompt
+from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Mutations
+from agilerl.models.quantised import imported_peft
+from agilerl.population import number_apart
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.streams import stream
+
+# -- populations from the documented dictionary of hyperparameters ----------------------------------------------------
+
+
+_NAMES: dict[str, type[LLMAlgorithm]] = {**ALGORITHMS, "LLMPPO": LLMPPO, "LLMREINFORCE": LLMREINFORCE}
+_OF_LOOPS = {
+    *("ALGO", "POP_SIZE", "POPULATION_SIZE", "TOURN_SIZE", "ELITISM", "EVAL_LOOP", "EVO_STEPS", "MAX_STEPS"),
+    *("env_name", "ENV_NAME", "DATASET", "MODEL_PATH", "ZERO_STAGE", "MAX_REWARD", "DATA_BATCH_SIZE_PER_GPU"),
+}
+"""Keys of INIT_HP that are no agent's."""
+_OF_AGENTS = ("seed", "calc_position_embeddings", "reduce_memory_peak", "model_name")
+_LORA = {
+    "LORA_R": "r",
+    "LORA_ALPHA": "lora_alpha",
+    "LORA_DROPOUT": "lora_dropout",
+    "LORA_BIAS": "bias",
+    "LORA_TASK_TYPE": "task_type",
+    "LORA_TARGET_MODULES": "target_modules",
+    "TARGET_MODULES": "target_modules",
+}
+
+
+@checked
+def create_population(
+    algo: Name,
+    net_config: Mapping[str, Any] | None = None,
+    INIT_HP: Mapping[str, Any] | None = None,  # noqa: N803  (the documented name)
+    *,
+    population_size: Count = 1,
+    hp_config: Any = None,
+    model_name: str | None = None,
+    actor_network: Any = None,
+    tokenizer: Tokenizer | None = None,
+    lora_config: Any = None,
+    vllm_config: Any = None,
+    accelerator: Any = None,
+    device: str | None = None,
+    torch_compiler: str | None = None,
+    algo_kwargs: Mapping[str, Any] | None = None,
+    **unused: None,
+) -> list[LLMAlgorithm]:
+    """Return a population of an algorithm by name, its hyperparameters in capitals as in ``INIT_HP``.
+
+    ``INIT_HP`` also holds what belongs to loops (``POP_SIZE``, ``TOURN_SIZE``), which is left out here; a key that is
+    nobody's is said. ``LR`` is also PPO's ``lr_actor``. ``algo_kwargs`` are the agents' own keywords, and win.
+    ``net_config`` and spaces have no meaning for a language model. Raises ConfigError for an unknown algorithm.
+    """
+    cls = _NAMES.get(algo.upper().replace("-", "_"), _NAMES.get(algo))
+    if cls is None:
+        raise ConfigError(f"create_population: algo={algo!r} is unknown; {nearest(algo, _NAMES)}")
+    if any(value is not None for value in (net_config, *unused.values())):
+        given = "net_config" if net_config is not None else next(name for name in unused if unused[name] is not None)
+        raise ConfigError(f"create_population: {given} is for other networks than language models; leave it out")
+    values = _agent_keywords(cls, INIT_HP or {})
+    own: dict[str, Any] = {
+        "model_name": model_name,
+        "actor_network": actor_network,
+        "lora_config": lora_config,
+        "vllm_config": vllm_config,
+        "accelerator": accelerator,
+        "device": device,
+        "torch_compiler": torch_compiler,
+        "pad_token_id": getattr(tokenizer, "pad_token_id", None),
+        "pad_token": getattr(tokenizer, "pad_token", None),
+    }
+    if actor_network is not None:
+        values.pop("model_name", None)
+    values |= {name: value for name, value in own.items() if value is not None} | dict(algo_kwargs or {})
+    agents = cls.population(population_size, hp_config=hp_config, **values)
+    if tokenizer is not None and agents[0].runtime.tokenizer is None:
+        agents[0].runtime.tokenizer = tokenizer
+    return list(agents)
+
+
+def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of an agent that ``INIT_HP`` means."""
+    known = {*cls.Config.model_fields, *SharedOptions.model_fields, *_OF_AGENTS}
+    found: dict[str, Any] = {}
+    unknown = []
+    for key, value in given.items():
+        name = key.lower()
+        if name == "lr" and "lr_actor" in known:
+            found.setdefault("lr_actor", given.get("LR_ACTOR", value))
+        elif name in known:
+            found[name] = value
+        elif name == "quantization":
+            found["quantization_config"] = value
+        elif name == "cosine_lr_scheduler" and value is not None:
+            found["cosine_lr_schedule_config"] = CosineLRScheduleConfig(**value)
+        elif key not in _OF_LOOPS and key not in _LORA:
+            unknown.append(key)
+    lora = {_LORA[key]: value for key, value in given.items() if key in _LORA}
+    if lora.get("target_modules"):
+        found["lora_config"] = imported_peft().LoraConfig(**{"lora_alpha": 64, "r": 16, **lora})
+    if unknown:
+        warnings.warn(
+            f"INIT_HP: {', '.join(unknown)} {'is no setting' if len(unknown) == 1 else 'are no settings'} of "
+            f"{cls.__name__}, and ignored",
+            stacklevel=4,
+        )
+    return found
+
+
+class AutoModelForCausalLMWithValueHead:
+    """Loads the plain model: PPO's critic is an adapter with a value head of its own, on the same base."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Return the language model, which ``PPO(actor_network=...)`` takes; options of a value head are left out."""
+        from transformers import AutoModelForCausalLM
+
+        if not isinstance(pretrained_model_name_or_path, str | Path):
+            return pretrained_model_name_or_path
+        head = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+        options = {name: value for name, value in kwargs.items() if name not in head}
+        return AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, **options)
+
+
+# -- own loops --------------------------------------------------------------------------------------------------------
+
+
+Strategy = Annotated[Any, Having("a selection strategy", ("select",), "pass a TournamentSelection, for instance")]
+
+
+@checked
+def run_selection_and_mutation(
+    selection_strategy: Strategy | None,
+    population: Sequence[LLMAlgorithm],
+    mutation: Annotated[Mutations, Hint("pass Mutations(...)")],
+    env_name: str = "",
+    algo: str | None = None,
+    elite_path: Location | None = None,
+    *,
+    save_elite: bool = False,
+    accelerator: Any = None,
+    language_model: bool | None = True,
+) -> list[LLMAlgorithm]:
+    """Return the next population of a loop of your own: selected by the last ``fitness`` of each agent, then mutated.
+
+    The elite is saved before anything mutates. ``env_name``, ``algo``, ``accelerator`` and ``language_model`` are
+    accepted and not needed. Without a strategy the population is returned as it is.
+    """
+    if selection_strategy is None:
+        return list(population)
+    number_apart(population)
+    elite, selected, nominated = selection_strategy.select(list(population))
+    if save_elite:
+        save_llm_checkpoint(elite, elite_path or Path("saved_checkpoints") / elite.algo, overwrite=True)
+    return mutation.mutation(selected, nominated, elite=elite.index)
+
+
+def tournament_selection_and_mutation(
+    population: Sequence[LLMAlgorithm],
+    tournament: Any,
+    mutation: Mutations,
+    env_name: str = "",
+    algo: str | None = None,
+    elite_path: Location | None = None,
+    **options: Any,
+) -> list[LLMAlgorithm]:
+    """Call :func:`run_selection_and_mutation` by its older name."""
+    return run_selection_and_mutation(tournament, population, mutation, env_name, algo, elite_path, **options)
+
+
+def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -> float:
+    """Return the mean of a metric over all processes of an accelerator (None: over the numbers alone)."""
+    if metric_tensor is None:  # the accelerator may be left out
+        accelerator, metric_tensor = None, accelerator
+    values = torch.as_tensor(np.asarray(metric_tensor) if not isinstance(metric_tensor, Tensor) else metric_tensor)
+    values = values.detach().float().reshape(-1)
+    if accelerator is not None and accelerator.num_processes > 1:
+        values = accelerator.gather(values.mean().reshape(1).to(accelerator.device))
+    return float(values.mean())
+
+
+def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
+    """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher.
+
+    Without a GPU agents need none; DeepSpeed is not required.
+    """
+    from accelerate import Accelerator, PartialState
+
+    if deepspeed_plugin is None and not torch.cuda.is_available() and PartialState().num_processes == 1:
+        return None
+    return Accelerator(deepspeed_plugin=deepspeed_plugin)
+
+
+# -- looking at answers -----------------------------------------------------------------------------------------------
+
+
+EvalSample = tuple[str, str | None, str | None]
+"""A prompt, the answer in the data, and a worse one."""
+
+
+@checked
+def sample_eval_prompts(
+    env: Annotated[Any, Having("an environment", ("eval_mode",))], n: Count = 5, seed: Seed = 0
+) -> list[EvalSample]:
+    """Return ``n`` different (prompt, chosen, rejected) of an environment's test set; None for what its rows lack."""
+    if not isinstance(env, ReasoningGym | DataGym):
+        raise ConfigError(f"expected a ReasoningGym, SFTGym or PreferenceGym as env, found {described(env)}")
+    task = env.task
+    places = stream(seed, "eval prompts").permutation(task.exam_prompts)[:n]
+    rows = [task.row("exam", int(place)) for place in places]
+    return [(str(row["question"]), task.demonstration(row), task.counterexample(row)) for row in rows]
+
+
+@checked
+def compare_responses(
+    agent: LLMAlgorithm,
+    tokenizer: Tokenizer,
+    samples: Sequence[EvalSample],
+    max_new_tokens: Count = 200,
+    temperature: Positive = 1.0,
+    do_sample: bool = False,
+    *,
+    skip_special_tokens: bool = True,
+    show_base_model: bool = True,
+) -> list[dict[str, str]]:
+    """Print the base model's and the agent's answer to each prompt, beside those of the data; also return them.
+
+    On a terminal it waits for Enter after each sample; ``q`` ends it.
+    """
+    drawn = temperature if do_sample else 0.0
+    slots = {"base model": None, "agent": agent.slot} if show_base_model else {"agent": agent.slot}
+    requests = []
+    for number, (prompt, _, _) in enumerate(samples):
+        ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
+        room = agent.context_length - len(ids)
+        settings = SamplingSettings(max_new_tokens=max(1, min(max_new_tokens, room)), temperature=drawn)
+        requests += [GenerationRequest(slot, ids, 1, settings, "act", (number,)) for slot in slots.values()]
+    groups = agent.runtime.generate(requests)
+    said = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]
+    found = []
+    for number, (prompt, chosen, rejected) in enumerate(samples):
+        answers = dict(zip(slots, said[number * len(slots) : (number + 1) * len(slots)]))
+        told = {"prompt": prompt, "chosen": chosen, "rejected": rejected, **answers}
+        found.append({name: text for name, text in told.items() if text is not None})
+        print(f"--- {number + 1} of {len(samples)}")
+        for name, text in found[-1].items():
+            print(f"{name}: {text}")
+        if sys.stdin.isatty() and number + 1 < len(samples) and input("Enter, or q: ").strip() == "q":
+            break
+    return found

@@ -1,0 +1,521 @@
+"""The training loops that AgileRL documents: agents, environment, selection and mutation of your own in one call.
+
+Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and sit the exam together.
+``max_steps`` and ``checkpoint_steps`` count samples of all agents (prompts; rows, or pairs, of data; turns of
+episodes), ``evo_steps`` and ``evaluation_interval`` count iterations, in each of which every agent learns once. A run
+that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.loop`).
+"""
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import wraps
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Annotated, Any, TypeVar
+
+from agilerl.algorithms import LLMAlgorithm
+from agilerl.algorithms.codec import save_llm_checkpoint
+from agilerl.arguments import Count, Having, Hint, Location, Number, Positive, check_fields, described, nearest, taken
+from agilerl.data import Trajectory
+from agilerl.envs.datasets import CuratedTask, DatasetTask
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym
+from agilerl.envs.tokenized import TokenObservationWrapper
+from agilerl.errors import ConfigError
+from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.guard import quarantined
+from agilerl.hpo.mutation import Mutations
+from agilerl.models.base import load_tokenizer
+from agilerl.population import Population
+from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
+from agilerl.training.loop import evolved
+
+Finetuned = tuple[list[Any], list[float]]
+"""The population, and the fitness of each of its agents, NaN for one that sat no exam."""
+
+EXAM = 128
+"""Most questions (rows, episodes) of an exam, unless ``eval_loop`` says otherwise."""
+
+Strategy = Annotated[Any, Having("a selection strategy", ("plan",), "pass a TournamentSelection, for instance")]
+LoopT = TypeVar("LoopT", bound=Callable[..., Finetuned])
+
+
+@dataclass
+class LoopOptions:
+    """What all documented loops take besides the agents and the environment."""
+
+    max_steps: Count | None = None
+    """Samples of all agents; None: one epoch of the environment's data."""
+    num_epochs: Count | None = None
+    """Passes over the data, in place of ``max_steps``: of all agents together with ``env``, of each with ``env_fn``."""
+    evo_steps: Count | None = None
+    """Iterations between selections; needed if there are a strategy and mutations."""
+    evaluation_interval: Count = 10
+    """Iterations between exams. A selection and the end of training have one of their own if they need it."""
+    eval_loop: Count | None = None
+    """Batches (episodes) of an exam; None: all of the test set, but at most 128 of its rows."""
+    selection_strategy: Strategy | None = None
+    """Who survives: a ``TournamentSelection``, or anything else with ``plan``."""
+    tournament: Strategy | None = None
+    """The same under its older name."""
+    mutation: Annotated[Mutations | None, Hint("pass Mutations(...)")] = None
+    """What changes in the clones; as in a run, only clones mutate."""
+    save_elite: bool | None = None
+    """Save the best agent before each selection, and at the end."""
+    elite_path: Location | None = None
+    """Where; replaced each time. None: ``saved_checkpoints/ALGORITHM``. Alone, it is where the best agent is saved at
+    the end."""
+    checkpoint_steps: Count | None = None
+    """Samples between checkpoints of the agent that is best so far."""
+    checkpoint_path: Location | None = None
+    """Where; replaced each time. None: ``elite_path``, else ``saved_checkpoints/ALGORITHM``."""
+    max_reward: Number | None = None
+    """Reward of a perfect answer; the metric ``accuracy`` is the share of samples that earn it."""
+    max_wall_seconds: Positive | None = None
+    """Stop after this many seconds, at the end of an iteration."""
+    verbose: bool = True
+    """Print a line at every exam and selection."""
+    accelerator: Any = None
+    """The ``accelerate.Accelerator`` of the agents, for several processes."""
+    wb: bool = False
+    """Log to Weights & Biases."""
+    wandb_api_key: str | None = None
+    wandb_kwargs: Mapping[str, Any] | None = None
+    tensorboard: bool = False
+    """Log to TensorBoard."""
+    tensorboard_log_dir: Location | None = None
+    csv: bool = False
+    """Not available: ``agilerl train`` writes metrics.jsonl."""
+    csv_log_dir: Location | None = None
+    io_timeout_s: Positive | None = 60.0
+    """Seconds for one step of an environment; an episode that needs more has no grade."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.selection_strategy is not None and self.tournament is not None:
+            raise ConfigError("selection_strategy and tournament are one argument under two names; give one of them")
+        self.selection_strategy = self.selection_strategy or self.tournament
+        given = {"selection_strategy": self.selection_strategy, "mutation": self.mutation}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == 1:
+            raise ConfigError(
+                f"evolution needs a selection strategy and mutations, found no {missing[0]}; pass both, or neither"
+            )
+        if not missing and self.evo_steps is None:
+            raise ConfigError("expected evo_steps, the iterations between selections, found None; pass evo_steps=10")
+        if missing and self.evo_steps is not None:
+            warnings.warn(
+                f"evo_steps={self.evo_steps} has no effect: there are no selection strategy and mutations to evolve "
+                "agents with",
+                stacklevel=5,
+            )
+
+
+def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
+    """Give a loop the arguments of :class:`LoopOptions`, which it gets as ``options``."""
+
+    def decorate(loop: LoopT) -> LoopT:
+        own = [p for p in inspect.signature(loop).parameters.values() if p.name != "options"]
+        known = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
+
+        @wraps(loop)
+        def door(*args: Any, **kwargs: Any) -> Finetuned:
+            unknown = [name for name in kwargs if name not in known and name not in (p.name for p in own)]
+            if unknown:
+                names = [*(p.name for p in own), *known]
+                raise ConfigError(f"{loop.__name__} has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
+            given = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
+            return loop(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+
+        parameters = [
+            *own,
+            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in known.items()),
+        ]
+        door.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return door  # type: ignore[return-value]
+
+    return decorate
+
+
+# -- the documented loops ---------------------------------------------------------------------------------------------
+
+
+@documented_loop()
+def finetune_llm_reasoning(
+    pop: Sequence[LLMAlgorithm],
+    env: ReasoningGym | None = None,
+    env_fn: Callable[[], ReasoningGym] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train agents by the rewards of their answers to single questions.
+
+    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn`` each agent
+    reads all of them. An environment is a function of the position in its stream, so ``env_fn`` is called once.
+    Returns the population and each agent's fitness.
+    """
+    agents, gym = _checked(pop, ("reasoning",)), _gym(ReasoningGym, env, env_fn)
+    task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
+    if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
+        task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
+    return _Loop(agents, task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
+
+
+@documented_loop()
+def finetune_llm_preference(
+    pop: Sequence[LLMAlgorithm],
+    env: PreferenceGym | None = None,
+    env_fn: Callable[[], PreferenceGym] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train DPO agents on pairs of answers; fitness is the share of held-out pairs that they order rightly.
+
+    Environments as in :func:`finetune_llm_reasoning`.
+    """
+    return _from_data(pop, _gym(PreferenceGym, env, env_fn), env is not None, init_hp, options)
+
+
+@documented_loop()
+def finetune_llm_sft(
+    pop: Sequence[LLMAlgorithm],
+    env: SFTGym | None = None,
+    env_fn: Callable[[], SFTGym] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train SFT agents on demonstrations; fitness is the mean log-prob of held-out ones.
+
+    Environments as in :func:`finetune_llm_reasoning`.
+    """
+    return _from_data(pop, _gym(SFTGym, env, env_fn), env is not None, init_hp, options)
+
+
+@documented_loop(max_steps=32768, evaluation_interval=50)
+def finetune_llm_multiturn(
+    pop: Sequence[LLMAlgorithm],
+    max_turns: int,
+    env_factory: Callable[..., Any],
+    env_config: Mapping[str, Any] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train agents by the returns of episodes with at most ``max_turns`` actions.
+
+    ``env_factory(**env_config)`` returns a new environment: a ``TokenObservationWrapper``, or a plain one, whose
+    ``reset`` and ``step`` speak text. An iteration plays ``init_hp["BATCH_SIZE"]`` seeds (by default the first agent's
+    ``batch_size`` divided by its ``group_size``, at least one), ``group_size`` times each.
+    """
+    agents = _checked(pop, ("reasoning",))
+    taken(Count, max_turns, "finetune_llm_multiturn", "max_turns")
+    task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
+    return _Loop(agents, task, tokenizer, options, init_hp=init_hp).run()
+
+
+@documented_loop(max_steps=32768, evaluation_interval=50)
+def train_llm_rollout(
+    pop: Sequence[LLMAlgorithm],
+    max_turns: int,
+    env_factory: Callable[..., Any],
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train agents by the returns of episodes: :func:`finetune_llm_multiturn` under the name of AgileRL 2.58."""
+    given = {one.name: getattr(options, one.name) for one in fields(options)} | {"tournament": None}
+    return finetune_llm_multiturn(pop, max_turns, env_factory, init_hp=init_hp, **given)
+
+
+@documented_loop()
+def train_llm_dataset(
+    pop: Sequence[LLMAlgorithm],
+    env: DataGym | None = None,
+    env_fn: Callable[[], DataGym] | None = None,
+    init_hp: Mapping[str, Any] | None = None,
+    *,
+    options: LoopOptions,
+) -> Finetuned:
+    """Train DPO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
+    return _from_data(pop, _gym(DataGym, env, env_fn), env is not None, init_hp, options)
+
+
+# -- the agents and the environment -----------------------------------------------------------------------------------
+
+
+def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgorithm]:
+    """Return the agents; raises ConfigError unless they learn from one of these kinds of environment."""
+    agents = taken(Sequence[LLMAlgorithm], pop, "the training loop", "pop")
+    if not agents:
+        raise ConfigError("expected a population of at least one agent as pop, found none")
+    wrong = next((agent for agent in agents if agent.env_type not in kinds), None)
+    if wrong is not None:
+        loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft"}
+        loop = loops.get(wrong.env_type, "finetune_llm_preference")
+        raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
+    return list(agents)
+
+
+def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
+    """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
+    if (env is None) == (env_fn is None):
+        raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
+    made = env if env is not None else taken(Callable[..., Any], env_fn, "the training loop", "env_fn")()
+    if not isinstance(made, kind):
+        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(made)}")
+    return made
+
+
+def _from_data(
+    pop: Sequence[LLMAlgorithm], gym: DataGym, shared: bool, init_hp: Mapping[str, Any] | None, options: LoopOptions
+) -> Finetuned:
+    agents = _checked(pop, (gym.kind,))
+    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=shared, init_hp=init_hp).run()
+
+
+def _episodes(
+    agents: Sequence[LLMAlgorithm],
+    max_turns: int,
+    env_factory: Callable[..., Any],
+    env_config: dict[str, Any],
+    options: LoopOptions,
+) -> tuple[EpisodeTask, Any]:
+    """Return the environment as a task, and the tokenizer."""
+    settings: dict[str, Any] = {}
+    limits: list[int | None] = []
+    tokenizers = [agents[0].runtime.tokenizer]
+
+    def plain(**given: Any) -> Any:
+        env = env_factory(**given)
+        if not isinstance(env, TokenObservationWrapper):
+            return env
+        settings.update(env.settings)
+        tokenizers.append(env.tokenizer)
+        limits.append(env.max_model_len)
+        return env.env
+
+    first = [EpisodeTask(plain, env_config, max_turns=max_turns, test_episodes=0).take()]
+    task = EpisodeTask(
+        lambda **given: first.pop() if first else plain(**given),
+        env_config,
+        max_turns=max_turns,
+        exam_episodes=options.eval_loop or EXAM,
+        test_episodes=0,
+        seed=agents[0].config.seed,
+        step_timeout=options.io_timeout_s,
+        **settings,
+    )
+    for limit in {one for one in limits if one is not None}:
+        for agent in agents:
+            if limit < agent.context_length:
+                agent.set_hyperparameters({"max_model_len": limit})
+    known = [one for one in tokenizers if one is not None]
+    return task, known[0] if known else load_tokenizer(agents[0].runtime.base.source)
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Loop:
+    """A population in training, and how far it has come."""
+
+    agents: list[LLMAlgorithm]
+    task: Any
+    tokenizer: Any
+    options: LoopOptions
+    gym: Gym[Any] | None = None
+    """The environment of single questions, or of data; None for episodes."""
+    shared: bool = False
+    """Whether the agents take the batches of one stream in turns; else each reads all of it."""
+    init_hp: Mapping[str, Any] | None = None
+    fitness: dict[int, Fitness] = field(default_factory=dict)
+    """The latest exam; empty once agents have learned since."""
+    samples: int = 0
+    iteration: int = 0
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        o, runtime = self.options, self.agents[0].runtime
+        runtime.accelerate(o.accelerator)
+        world = runtime.processes.size
+        self.batch = self._batch() * world
+        self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
+        self.rows = len(self.gym) if self.gym is not None else 0
+        """Rows of one epoch; 0: endless."""
+        self.budget = self._budget()
+        self.writes = runtime.processes.rank == 0
+        self.consumers = [*trackers(o, self.init_hp or {}), *([announce] if o.verbose and self.writes else [])]
+
+    def _batch(self) -> int:
+        if self.gym is not None:
+            return self.gym.data_batch_size_per_gpu
+        first = self.agents[0]
+        default = max(1, first.config.batch_size // first.config.group_size)  # type: ignore[attr-defined]
+        return int(taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE"))
+
+    def _budget(self) -> int:
+        o = self.options
+        if o.num_epochs is None and o.max_steps is not None:
+            return o.max_steps
+        if not self.rows:
+            raise ConfigError("this environment has no end, so there are no epochs; pass max_steps=")
+        return (o.num_epochs or 1) * self.rows * (1 if self.shared else len(self.agents))
+
+    def run(self) -> Finetuned:
+        """Train to the end of the budget."""
+        o, population = self.options, self.population
+        began, checkpoints = monotonic(), 0
+        while self.samples < self.budget and not self._is_late(began):
+            self._iterate()
+            last = self.samples >= self.budget or self._is_late(began)
+            if self.iteration % o.evaluation_interval == 0:
+                self._examine()
+            if o.checkpoint_steps is not None and self.samples // o.checkpoint_steps > checkpoints:
+                checkpoints = self.samples // o.checkpoint_steps
+                self._save(o.checkpoint_path or o.elite_path)
+            if o.mutation is not None and not last and self.iteration % (o.evo_steps or 1) == 0:
+                self._evolve()
+        if not self.fitness:
+            self._examine()
+        if o.save_elite or (o.save_elite is None and o.elite_path is not None):
+            self._save(o.elite_path)
+        if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
+            self._save(o.checkpoint_path)
+        population.task.close()
+        return population.agents, [self.fitness[agent.index].mean for agent in population.agents]
+
+    def _is_late(self, began: float) -> bool:
+        """Return whether time is up, by the first process's clock."""
+        limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
+        if limit is None:
+            return False
+        late = monotonic() - began >= limit
+        return late if processes.size == 1 else processes.gather(bytes([late]))[0] == b"\1"
+
+    def _iterate(self) -> None:
+        population, start = self.population, perf_counter()
+        for place, agent in enumerate(population.agents):
+            if self.shared and self.gym is not None:
+                agent.position = (self.iteration * len(population) + place) * self.batch
+            # A pass over the data makes the present policy the reference, as documented.
+            if self.rows and getattr(agent.config, "use_separate_reference_adapter", False):
+                read = self.samples if self.shared else agent.position
+                agent.set_reference_policy(read // self.rows)
+        rollout = population.draw() if population.learns_from_data else population.rollout()
+        metrics = population.learn(rollout)
+        self.iteration += 1
+        self.fitness = {}
+        for agent in population.agents:
+            rows, values = rollout.trajectories[agent.index], metrics[agent.index]
+            self.samples += self.batch if self.gym is not None else sum(_turns(rows))
+            agent.scores.append(values.get("reward", float("nan")))
+            if self.options.max_reward is not None:
+                earned = [t.episode_return for t in _episode_ends(rows)]
+                values["accuracy"] = sum(r >= self.options.max_reward for r in earned) / max(len(earned), 1)
+            values["step_time"] = perf_counter() - start
+            agent.metrics = dict(values)
+        spent = min(self.samples / self.budget, 1.0)
+        outcomes = {agent.index: agent.outcome for agent in population.agents}
+        self._tell(IterationDone(self.generation, self.iteration, spent, metrics, outcomes))
+
+    def _examine(self) -> None:
+        if self.fitness:
+            return
+        population, start = self.population, perf_counter()
+        if population.learns_from_data:
+            assert self.gym is not None
+            rows = self._exam_rows(self.gym)
+            for agent in population.agents:
+                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, rows).tolist())
+        else:
+            self.fitness = population.evaluate("exam")
+        tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
+        seconds = perf_counter() - start
+        self._tell(ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds))
+
+    def _exam_rows(self, gym: Gym[Any]) -> int:
+        """Return the batches of an exam of data."""
+        if self.options.eval_loop is not None:
+            return self.options.eval_loop
+        with gym.eval_mode():
+            return -(-min(len(gym), EXAM) // self.batch)
+
+    def _evolve(self) -> None:
+        self._examine()
+        o, population, start = self.options, self.population, perf_counter()
+        if o.save_elite:
+            self._save(o.elite_path)  # before anything mutates
+        assert o.selection_strategy is not None
+        assert o.mutation is not None
+        fitness, seed = self.fitness, o.mutation.rand_seed
+        change = population.evolve(
+            fitness,
+            o.selection_strategy,
+            o.mutation,
+            generation=self.generation,
+            seed=population.agents[0].config.seed if seed is None else seed,
+        )
+        seconds = perf_counter() - start
+        self._tell(evolved(population.everyone, change, self.generation, self.iteration, fitness, seconds))
+        self.generation += 1
+        self.fitness = {}
+
+    def _save(self, path: Location | None) -> None:
+        """Save the agent that is best by the latest exam of each; before any exam, the first one."""
+        population = self.population
+        latest = {
+            agent.index: self.fitness.get(agent.index) or Fitness.from_scores(agent.fitness[-1:] or [float("nan")])
+            for agent in population.agents
+        }
+        sick = {agent.index: agent.sick for agent in population.agents if agent.sick}
+        best = population.agent(ranking(quarantined(latest, sick))[0])
+        save_llm_checkpoint(best, path or Path("saved_checkpoints") / best.algo, overwrite=True)
+
+    def _tell(self, event: Event) -> None:
+        for consumer in self.consumers:
+            consumer(event)
+
+
+def _episode_ends(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return one row of each episode: one may have several, each with the whole return."""
+    return list({(t.group, t.episode, number if t.episode is None else 0): t for number, t in enumerate(rows)}.values())
+
+
+def _turns(rows: Sequence[Trajectory]) -> list[int]:
+    return [t.outcome.turns if t.outcome is not None else 1 for t in _episode_ends(rows)]
+
+
+# -- those who follow -------------------------------------------------------------------------------------------------
+
+
+def trackers(options: LoopOptions, settings: Mapping[str, Any]) -> list[Callable[[Event], None]]:
+    """Return the trackers that were asked for, as consumers of events."""
+    for name in ("wb", "tensorboard", "csv"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"{name}=True: this tracker is not available yet; leave it out, and read agent.metrics, or follow the "
+                "events of a run (docs/events.md)"
+            )
+    return []
+
+
+def announce(event: Event) -> None:
+    """Print a line about an exam or a selection."""
+    if isinstance(event, ExamDone):
+        results = ", ".join(f"{index}: {_number(f.mean)} ± {_number(f.stderr)}" for index, f in event.fitness.items())
+        print(f"iteration {event.iteration}: exam {results}", flush=True)
+    elif isinstance(event, Evolved):
+        births = ", ".join(f"{birth.parent} -> {birth.child}" for birth in event.plan.births) or "none"
+        print(f"iteration {event.iteration}: elite {event.plan.elite}; born {births}", flush=True)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"

@@ -1,0 +1,13 @@
+"""Documented import path; re-exports only."""
+
+from agilerl.training.llm import (
+    finetune_llm_multiturn,
+    finetune_llm_preference,
+    finetune_llm_reasoning,
+    finetune_llm_sft,
+    train_llm_dataset,
+    train_llm_rollout,
+)
+
+__all__ = ["finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
+           "train_llm_dataset", "train_llm_rollout"]  # fmt: skip

@@ -1,0 +1,170 @@
+"""LocalTrainer: a run from Python, by AgileRL's name for it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from agilerl.arguments import Location, Name, checked, described
+from agilerl.config.manifest import config_of, load_manifest
+from agilerl.config.run import RunConfig, default_out
+from agilerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agilerl.training.events import Event
+    from agilerl.training.setup import Session
+
+_OF_NETWORK = ("pretrained_model_name_or_path", "max_context_length", "lora_config")
+"""Settings of the base model that a section ``algorithm`` may hold in Python."""
+
+
+class LocalTrainer:
+    """A manifest in Python: its sections as mappings, and ``train`` in place of ``agilerl train``.
+
+    ``algorithm`` is a name or a section, ``environment`` a task (``reasoning_gym:gcd``), an environment's id or a
+    section; the others are sections of :doc:`docs/manifest.md`. The search is off unless ``hpo=True`` or a section
+    ``mutation`` or ``selection_strategy`` asks for it. ``resume_from_checkpoint`` is the directory of an unfinished
+    run, which is then resumed with its own settings. Raises ConfigError for every wrong setting.
+    """
+
+    @checked
+    def __init__(
+        self,
+        algorithm: Name | Mapping[str, Any],
+        environment: Name | Mapping[str, Any],
+        training: Mapping[str, Any] | None = None,
+        mutation: Mapping[str, Any] | None = None,
+        selection_strategy: Mapping[str, Any] | None = None,
+        *,
+        network: Mapping[str, Any] | None = None,
+        hpo: bool = False,
+        resume_from_checkpoint: Location | None = None,
+        device: Name = "cpu",
+        accelerator: Any = None,
+    ) -> None:
+        own = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+        base = dict(network or {}) | {name: own.pop(name) for name in _OF_NETWORK if name in own}
+        sections = {
+            "algorithm": own,
+            "environment": _environment(environment) if isinstance(environment, str) else environment,
+            "training": {"device": device, **(training or {})},
+            "network": base,
+            "mutation": mutation,
+            "selection_strategy": selection_strategy,
+        }
+        if not hpo and mutation is None and selection_strategy is None:
+            sections["selection_strategy"] = {"name": "none"}
+        self._begin(
+            config_of({name: section for name, section in sections.items() if section is not None}),
+            resume_from_checkpoint,
+            accelerator,
+        )
+
+    @classmethod
+    @checked
+    def from_manifest(
+        cls,
+        manifest: Location | Mapping[str, Any],
+        *,
+        resume_from_checkpoint: Location | None = None,
+        device: Name | None = None,
+        accelerator: Any = None,
+    ) -> Self:
+        """Make a trainer from a manifest: a YAML file, or what one holds."""
+        overrides = [] if device is None else [f"training.device={device}"]
+        made = cls.__new__(cls)
+        if isinstance(manifest, Mapping):
+            device_of = {} if device is None else {"device": device}
+            values = {**manifest, "training": {**(manifest.get("training") or {}), **device_of}}
+            config = config_of(values)
+        else:
+            config = load_manifest(Path(manifest), overrides)
+        made._begin(config, resume_from_checkpoint, accelerator)
+        return made
+
+    def _begin(self, config: RunConfig, resume_from: Any, accelerator: Any) -> None:
+        if accelerator is not None and not hasattr(accelerator, "num_processes"):
+            raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
+        if getattr(accelerator, "num_processes", 1) > 1:
+            raise ConfigError(
+                f"LocalTrainer trains in one process, found an accelerator of {accelerator.num_processes}; start "
+                "several with `accelerate launch -m agilerl.cli train MANIFEST` (docs/one_agent.md)"
+            )
+        self.config = config
+        self.resume_from_checkpoint = None if resume_from is None else Path(resume_from)
+        self.out: Path | None = None
+        """The run directory, once ``train`` was called."""
+        self.session: Session | None = None
+        """The objects of the run, once ``train`` was called: ``session.population``, ``session.task``."""
+
+    def train(
+        self,
+        *,
+        out: Location | None = None,
+        save_elite: bool | None = None,
+        elite_path: Location | None = None,
+        wb: bool = False,
+        tensorboard: bool = False,
+        tensorboard_log_dir: Location | None = None,
+        wandb_api_key: str | None = None,
+        wandb_kwargs: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+        allow_code: bool = False,
+        consumers: "tuple[Callable[[Event], None], ...]" = (),
+    ) -> tuple[list[Any], list[float]]:
+        """Train to the end; return the last population and the fitness of each of its agents.
+
+        ``out`` is the run directory, by default ``runs/<task>-<time>``; the elite is in ``out/elite``, and also in
+        ``elite_path`` if one is given. ``allow_code`` runs code that the settings name. ``consumers`` are called with
+        every event of the run.
+        """
+        from agilerl.training.llm import LoopOptions, announce, trackers
+        from agilerl.training.loop import resume, train
+        from agilerl.training.setup import build
+
+        options = LoopOptions(
+            wb=wb,
+            tensorboard=tensorboard,
+            tensorboard_log_dir=tensorboard_log_dir,
+            wandb_api_key=wandb_api_key,
+            wandb_kwargs=wandb_kwargs,
+        )
+        following = [
+            *consumers,
+            *trackers(options, self.config.model_dump(mode="json")),
+            *([announce] if verbose else []),
+        ]
+        if self.resume_from_checkpoint is None:
+            root = Path(out) if out is not None else default_out(self.config)
+            self.session = build(self.config, allow_code=allow_code)
+            events = train(self.session, root)
+        else:
+            from agilerl.training.saved import open_run
+
+            saved = open_run(self.resume_from_checkpoint, report=print)
+            root, self.config = saved.run.root, saved.config
+            self.session = build(saved.config, saved.checkpoint, allow_code=allow_code)
+            events = resume(self.session, saved.run)
+        self.out = root
+        with closing(events):
+            for event in events:
+                for follow in following:
+                    follow(event)
+        agents = self.session.population.agents
+        if elite_path is not None and save_elite is not False and (root / "elite" / "agent.json").exists():
+            self._save_elite(root / "elite", elite_path)
+        return list(agents), [agent.fitness[-1] if agent.fitness else float("nan") for agent in agents]
+
+    def _save_elite(self, elite: Path, path: Location) -> None:
+        from agilerl.algorithms.codec import save_llm_checkpoint
+
+        assert self.session is not None
+        agents = self.session.population.agents
+        agent = type(agents[0]).load(elite, runtime=agents[0].runtime)
+        save_llm_checkpoint(agent, path, overwrite=True)
+        agent.clean_up()
+
+
+def _environment(name: str) -> dict[str, Any]:
+    """Return the section of a task or an environment that is given by its name."""
+    return {"task": name} if name.startswith("reasoning_gym:") else {"env_type": "multiturn", "env_id": name}
