@@ -28,8 +28,6 @@ PINS = [
 REQUIRED = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
 FOR_CHECKS = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["dev"]]
 IMPORTED_AS = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml", "reasoning-gym": "reasoning_gym"}
-NOT_IMPORTED = {"accelerate"}
-"""Needed all the same: peft loads with it."""
 BROUGHT = {"cellpylib"}
 """reasoning_gym requires it; the package imports it only in its place (agilerl.deferred), if it is installed."""
 MEBIBYTE = 2**20
@@ -59,7 +57,7 @@ def test_every_import_is_declared_and_every_declaration_is_imported() -> None:
         found |= {i.target.partition(".")[0] for i in Module(path.stem, path.read_text(encoding="utf-8")).imports}
     foreign = found - set(sys.stdlib_module_names) - {"agilerl"}
     assert foreign - declared - set(OPTIONAL) == BROUGHT
-    assert declared - foreign == NOT_IMPORTED
+    assert declared - foreign == set()
 
 
 def test_pins_are_exact_name_no_place_and_suit_the_declared_ranges() -> None:

@@ -69,7 +69,7 @@ class GenerationView:
     @property
     def pad_token_id(self) -> int:
         """The token that fills rows up."""
-        return self.agent.pad_token_id
+        return self.agent.pad_token_id  # type: ignore[no-any-return]
 
     @property
     def eos_token_id(self) -> list[int]:
@@ -129,12 +129,12 @@ class ActorView:
     @property
     def name_or_path(self) -> str:
         """Name or folder of the base model."""
-        return self._agent.pretrained_model_name_or_path
+        return self._agent.pretrained_model_name_or_path  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return self._agent.runtime.base.device
+        return self._agent.runtime.base.device  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,7 +181,7 @@ class ActorView:
 
     def _routed(self) -> AbstractContextManager[None]:
         route = None if self._agent._adapter_off else Route((self._agent.slot,), None)
-        return self._agent.runtime.store.routed(route)
+        return self._agent.runtime.store.routed(route)  # type: ignore[no-any-return]
 
 
 class DocumentedSurface:

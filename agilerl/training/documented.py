@@ -156,7 +156,9 @@ class AutoModelForCausalLMWithValueHead:
 # -- own loops --------------------------------------------------------------------------------------------------------
 
 
-Strategy = Annotated[Any, Having("a selection strategy", ("select",), "pass a TournamentSelection, for instance")]
+Strategy = Annotated[
+    Any, Having("a selection strategy", ("plan", "select"), "pass a TournamentSelection, for instance")
+]
 
 
 @checked
