@@ -4,6 +4,7 @@ import copy
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -30,8 +31,8 @@ from agilerl.models.base import (
     load_tokenizer,
     with_padding,
 )
-from agilerl.models.flat import Rows, flatten
-from agilerl.models.lora import attach, detach, token_values
+from agilerl.models.flat import Packed, Rows, flatten
+from agilerl.models.lora import attach, detach, token_keys, token_values
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import (
@@ -44,7 +45,7 @@ from agilerl.models.sharding import (
     shard_base,
     sharding_of,
 )
-from agilerl.models.slots import AdapterStore, Route
+from agilerl.models.slots import AdapterStore, Dropout, Route
 from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
@@ -68,6 +69,10 @@ class AgentRows:
     """Log-probs are those of ``logits / temperature``."""
     values: bool = False
     """Ask the slot's value head instead of the language-model head."""
+    dropout: float = 0.0
+    """Share of the adapter's inputs that is left out while gradients are computed; needs ``draws``."""
+    draws: Tensor | None = None
+    """[B] int32 number of each row, which decides what is left out."""
 
 
 @dataclass(frozen=True)
@@ -313,16 +318,23 @@ class Runtime:
             batches = [p.batch.to("cpu") for p in parts]
             own = [Rows(batch.ids, batch.lengths, batch.prompts) for batch in batches]
             rows = flatten(own, self.base.dtype, exact=device.type == "cpu").to(device)
-            with self.store.routed(_route(parts, rows.parts)):
+            dropout = _dropout(parts, rows.sources, len(rows.ids), device, prompts_once=True)
+            with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows), list(rows.sources)
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
+        sources = torch.split(torch.arange(ids.numel()).view(ids.shape), counts)
         if self.options.use_sequence_packing and torch.is_grad_enabled():
             lengths = torch.cat([p.batch.lengths for p in parts]).to(device)
-            hidden = self.base.packed(ids, lengths, counts, lambda rows: self.store.routed(_route(parts, rows)))
-        else:
-            with self.store.routed(_route(parts, counts)):
-                hidden = self.base.hidden(ids)
-        return hidden.flatten(0, 1), list(torch.split(torch.arange(ids.numel()).view(ids.shape), counts))
+
+            def route(packed: Packed) -> AbstractContextManager[None]:
+                own = torch.split(packed.source.cpu(), counts)
+                dropout = _dropout(parts, own, packed.ids.numel(), device, prompts_once=False)
+                return self.store.routed(_route(parts, packed.rows, dropout))
+
+            return self.base.packed(ids, lengths, counts, route).flatten(0, 1), list(sources)
+        dropout = _dropout(parts, sources, ids.numel(), device, prompts_once=False)
+        with self.store.routed(_route(parts, counts, dropout)):
+            return self.base.hidden(ids).flatten(0, 1), list(sources)
 
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return log-probs ``[B, T-1]`` without gradient: old policy (a slot) or reference (None: adapters off).
@@ -451,10 +463,35 @@ def _give_back(base: BaseModel, store: AdapterStore, before: AdapterStore | None
         base.store = before
 
 
-def _route(parts: Sequence[AgentRows], rows: Sequence[int]) -> Route | None:
+def _route(parts: Sequence[AgentRows], rows: Sequence[int], dropout: Dropout | None = None) -> Route | None:
     """Return the route of a batch in which each part has so many rows."""
     pairs = [(p.slot, count) for p, count in zip(parts, rows) if p.slot is not None]
-    return Route(tuple(s for s, _ in pairs), tuple(n for _, n in pairs)) if pairs else None
+    return Route(tuple(s for s, _ in pairs), tuple(n for _, n in pairs), dropout) if pairs else None
+
+
+def _dropout(
+    parts: Sequence[AgentRows], sources: Sequence[Tensor], tokens: int, device: torch.device, *, prompts_once: bool
+) -> Dropout | None:
+    """Return what the parts' adapters leave out of a line of so many tokens; None: nothing, or no gradient is wanted.
+
+    ``sources`` say where in it the tokens ``[B, T]`` of each part are. A prompt that is computed once for several rows
+    has the number of the first of them.
+    """
+    if not (torch.is_grad_enabled() and any(part.dropout for part in parts)):
+        return None
+    line = torch.zeros(tokens, dtype=torch.int32)
+    for part, source in zip(parts, sources):
+        if not part.dropout or part.draws is None:
+            continue
+        batch, place = part.batch.to("cpu"), torch.arange(source.shape[1])
+        keys = token_keys(part.draws, source.shape[1])
+        if prompts_once and len(batch.prompts.rows):
+            rows, lengths, of = batch.prompts
+            of_first = token_keys(part.draws[rows], source.shape[1])[of]
+            keys = torch.where((place < lengths[of, None]) & (of >= 0)[:, None], of_first, keys)
+        real = place < batch.lengths[:, None]
+        line[source[real]] = keys[real]
+    return Dropout(tuple(part.dropout for part in parts if part.slot is not None), line.to(device))
 
 
 def _scatter(mask: Tensor, values: Tensor) -> Tensor:

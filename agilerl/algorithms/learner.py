@@ -85,6 +85,10 @@ class Learner(Protocol):
         """The user's loss function, in place of the algorithm's objective."""
 
     @property
+    def lora_config(self) -> Any:
+        """The adapter's ``peft.LoraConfig``."""
+
+    @property
     def tokens(self) -> dict[str, int]:
         """Tokens spent by kind."""
 

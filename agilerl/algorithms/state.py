@@ -78,6 +78,7 @@ class _Lora(SavedValues):
     r: Annotated[int, Field(ge=1, le=adapters.LARGEST_RANK)]
     lora_alpha: Annotated[float, Field(ge=adapters.LEAST_ALPHA, le=adapters.MOST_ALPHA)]
     use_rslora: bool
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 class _Pad(SavedValues):
@@ -125,7 +126,7 @@ class AgentState:
     genes: Annotated[dict[str, Any], SavedAs(dict[str, _Gene])]
     """Fields of each gene in force."""
     lora: Annotated[dict[str, Any], SavedAs(_Lora)]
-    """Rank, alpha and use_rslora of the adapter."""
+    """Rank, alpha and use_rslora of the adapter, and its dropout if there is one."""
     pad: Annotated[dict[str, Any], SavedAs(_Pad)]
     """Pad token and its id."""
     schedule: Annotated[dict[str, Any] | None, SavedAs(_Schedule | None)]
@@ -218,7 +219,8 @@ def capture(agent: Stateful) -> AgentState:
         base=agent.runtime.base.name,
         config=agent.config.model_dump(mode="json", exclude_unset=True),
         genes={name: gene.state() for name, gene in agent.genes.items()},
-        lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora},
+        lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
+        | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {}),
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),
         counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS if hasattr(agent, name)},
@@ -254,9 +256,9 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
 
 
 def lora_of(state: AgentState, runtime: Runtime) -> Any:
-    """Return the LoraConfig of a state's adapter: the runtime's, with the rank and the scale of the state."""
+    """Return the LoraConfig of a state's adapter: the runtime's, with the rank, scale and dropout of the state."""
     lora = copy.deepcopy(runtime.lora_config)
-    for name, value in state.lora.items():
+    for name, value in ({"lora_dropout": 0.0} | state.lora).items():
         setattr(lora, name, value)
     return lora
 

@@ -28,6 +28,7 @@ from agilerl.models.sharding import agreed
 from agilerl.models.slots import AdapterStore, adamw_step
 from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+from agilerl.streams import stream
 
 _HEADER = 8
 """Bytes with the length of the JSON before the gradients."""
@@ -44,6 +45,15 @@ class Share:
     metrics: MetricReducer
     loss: LossFunction | None = None
     """Used in place of the agent's own; None: the agent's."""
+    window: int = 0
+    """Which optimizer step of this update."""
+
+    @cached_property
+    def draws(self) -> Tensor:
+        """[B] int32 number of each row of the batch, by which ``lora_dropout`` chooses what to leave out."""
+        key = (self.agent.index, self.agent.updates, self.window)
+        words = stream(self.agent.config.seed, "dropout", *key).bytes(4 * len(self.experience))
+        return torch.frombuffer(bytearray(words), dtype=torch.int32)
 
     def cut(self) -> tuple[list["_Piece"], int]:
         """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
@@ -88,6 +98,13 @@ class _Piece:
     def batch(self) -> RolloutBatch:
         """The rows, cut to the shortest padded length that holds them."""
         return self.share.experience.batch.select(self.rows)
+
+    def part(self, slot: int, temperature: float = 1.0, *, values: bool = False) -> AgentRows:
+        """Return the rows as a part of a forward pass."""
+        agent = self.share.agent
+        dropout = float(agent.lora_config.lora_dropout or 0.0)
+        draws = self.share.draws[self.rows] if dropout else None
+        return AgentRows(slot, self.batch, temperature, values=values, dropout=dropout, draws=draws)
 
     @cached_property
     def tokens(self) -> int:
@@ -250,11 +267,11 @@ def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     finite does not reach another agent's gradient; its own agent will skip the next step. Returns the total.
     """
     agents = [piece.share.agent for piece in pack]
-    parts = [AgentRows(p.slot, p.batch, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
-    critics = [i for i, agent in enumerate(agents) if agent.critic_slot is not None]
-    parts += [AgentRows(agents[i].critic_slot, pack[i].batch, 1.0, values=True) for i in critics]
+    parts = [p.part(p.slot, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
+    critics = [(i, agent.critic_slot) for i, agent in enumerate(agents) if agent.critic_slot is not None]
+    parts += [pack[i].part(slot, values=True) for i, slot in critics]
     outputs = runtime.forward(parts, entropy=True)
-    values = {i: output.values for i, output in zip(critics, outputs[len(pack) :])}
+    values = {i: output.values for (i, _), output in zip(critics, outputs[len(pack) :])}
     losses = []
     for i, (piece, output) in enumerate(zip(pack, outputs)):
         loss = compute_loss(agents[i], piece.share.loss, _inputs(piece, output, values.get(i)), piece.metrics)
@@ -312,14 +329,16 @@ class _Update:
         if not len(batch):
             return
         # In the first window the policy is still the one before the update, but recomputed old log-probs could differ
-        # from the current ones by rounding, which depends on the rows in a forward. Without old log-probs the current
-        # ones stand in for them, and the ratio is exactly 1.
-        first = self.experience if sampled_as_trained(agent, batch) else replace(self.experience, old_logp=None)
+        # from the current ones by rounding, which depends on the rows in a forward, and by what lora_dropout leaves
+        # out. Without old log-probs the current ones stand in for them, and the ratio is exactly 1.
+        same = sampled_as_trained(agent, batch) and not agent.lora_config.lora_dropout
+        first = self.experience if same else replace(self.experience, old_logp=None)
         for epoch in range(agent.config.update_epochs):
             for rows in torch.split(_order(agent, len(batch), epoch), agent.window_rows):
                 denominator = loss_denominator(agent, None, batch.action_mask[rows])
                 experience = self.experience if self.windows else first
-                self.windows.append(Share(agent, experience, rows, denominator, self.metrics))
+                window = len(self.windows)
+                self.windows.append(Share(agent, experience, rows, denominator, self.metrics, window=window))
 
 
 def _order(agent: Learner, rows: int, epoch: int) -> Tensor:

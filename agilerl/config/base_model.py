@@ -153,6 +153,8 @@ class LoraSection(Section):
     """Layers that carry an adapter: ``all-linear``, a list of name endings, or one regular expression."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
 
 
 class NetworkConfig(Section):

@@ -161,7 +161,6 @@ _VARIANTS: dict[str, str] = {
 """Options of a LoraConfig whose function, or gradient, is not that of scale * B A, with the reason."""
 
 _OF_TRAINING: dict[str, str] = {
-    "lora_dropout": "dropout would make the trained policy differ from the one that samples",
     "init_lora_weights": "adapters start as PEFT's default does (A Kaiming-uniform, B zero), from the agent's seed",
 }
 """Options that only matter during training: an adapter that was trained with them is plain LoRA."""
@@ -175,6 +174,9 @@ def check_lora_config(config: Any) -> None:
         if not _is_plain(name, getattr(config, name, None)):
             found = shown(getattr(config, name))
             raise ConfigError(f"lora_config.{name}={found} is not supported: {reason}; leave it at PEFT's default")
+    rate = config.lora_dropout
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ConfigError(f"lora_config.lora_dropout must be a number from 0 to below 1, found {shown(rate)}")
     if wrong := _wrong_shape(config):
         raise ConfigError(f"lora_config.{wrong}")
 

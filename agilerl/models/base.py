@@ -17,7 +17,7 @@ from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
 from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
-from agilerl.models.flat import FlatRows, Rows, flatten, pack
+from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
 from agilerl.models.layers import (
     apply_liger_kernels,
     asking,
@@ -55,7 +55,7 @@ _LIGER_LOSS = (
     "use_liger_loss=True: the native loss is used. It is the same loss (tests/oracle compares values and gradients), "
     "fused with the language-model head in tiles as Liger's is, for all agents and settings"
 )
-RouteOf = Callable[[tuple[int, ...]], AbstractContextManager[None]]
+RouteOf = Callable[[Packed], AbstractContextManager[None]]
 
 
 @dataclass
@@ -209,10 +209,10 @@ class BaseModel:
         """Return the result of :meth:`hidden`, computed without the padding; ``lengths [B]`` are the rows' tokens.
 
         ``parts`` counts the rows of each agent, which never share a packed row; ``route`` selects the adapters, given
-        the number of packed rows of each part. The values at padding positions are meaningless.
+        the packed batch. The values at padding positions are meaningless.
         """
         batch = pack(ids, lengths, parts, whole=self.options.attn_implementation == "flex_attention")
-        with route(batch.rows):
+        with route(batch):
             return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
 
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:

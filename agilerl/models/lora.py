@@ -68,7 +68,7 @@ def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
         out = layer.base_layer(lines)
         for run in runs:
-            _add_delta(lines, out, run)
+            _add_delta(lines, out, run, layer._index)
     else:
         tape, place = torch.empty(0, device=x.device, requires_grad=True), (store, layer._index, runs)
         base = layer.base_layer
@@ -94,6 +94,42 @@ class _Run(NamedTuple):
     """[slots, R, in], times each slot's scaling."""
     b: Tensor
     """[slots, out, R]."""
+    rate: float = 0.0
+    """Share of the inputs that is left out."""
+    keys: Tensor | None = None
+    """[slots, entries of each] int32, what decides which; None: none are."""
+
+    def kept(self, layer: int) -> Tensor | None:
+        """Return the factors ``[slots, entries of each, in]`` on the inputs: 0, or 1 / (1 - rate); None: all are 1."""
+        if self.keys is None:
+            return None
+        channels = _mixed(torch.arange(self.a.shape[2], dtype=torch.int32, device=self.keys.device) + layer * _LAYER)
+        # In place: these are as many numbers as the inputs.
+        words = _mixed(self.keys[..., None] ^ channels).bitwise_and_(0x7FFFFFFF)
+        return (words >= round(self.rate * 2**31)).to(self.a.dtype).mul_(1 / (1 - self.rate))
+
+
+_LAYER = 0x9E3779B
+"""Far apart: no channel of a layer has the number of another layer's."""
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return 32 bits, int32, of which each depends on every bit of ``words``, which is changed.
+
+    Two rounds of xorshift and multiplication with the constants of C. Wellons' "lowbias32"; products wrap around.
+    """
+    # The right shift of a signed number repeats its sign, which the mask takes away.
+    words ^= (words >> 16) & 0xFFFF
+    words *= 0x7FEB352D
+    words ^= (words >> 15) & 0x1FFFF
+    words *= 0x846CA68B - 2**32
+    words ^= (words >> 16) & 0xFFFF
+    return words
+
+
+def token_keys(rows: Tensor, width: int) -> Tensor:
+    """Return a number, int32, for each token ``[B, width]`` of rows that have the numbers ``rows [B]``, int32."""
+    return _mixed(rows[:, None] ^ _mixed(torch.arange(1, width + 1, dtype=torch.int32)))
 
 
 def _runs(store: AdapterStore, layer: int, x: Tensor, route: Route) -> list[_Run]:
@@ -107,11 +143,22 @@ def _runs(store: AdapterStore, layer: int, x: Tensor, route: Route) -> list[_Run
     if runs is not None:
         return runs
     runs, start = [], 0
-    for count, members in groupby(zip(route.slots, _counts(x, store, layer, route)), key=lambda pair: pair[1]):
-        own = tuple(slot for slot, _ in members)
+    dropout = route.dropout
+    if dropout is not None and dropout.keys.numel() != x.numel() // x.shape[-1]:
+        raise EngineError(
+            f"{store.layers[layer].name} computes {x.numel() // x.shape[-1]} vectors of a batch of "
+            f"{dropout.keys.numel()} tokens, so it is unknown what lora_dropout leaves out; set it to 0, or leave the "
+            "layer out of lora_config.target_modules"
+        )
+    rates = (0.0,) * len(route.slots) if dropout is None else dropout.rates
+    parts = zip(route.slots, _counts(x, store, layer, route), rates)
+    for (count, rate), members in groupby(parts, key=lambda part: part[1:]):
+        own = tuple(slot for slot, *_ in members)
         a, b = (_pick(bank, own) for bank in store.factors[layer])
         scaled = a * _pick(store.scaling, own)[:, None, None]
-        runs.append(_Run(own, slice(start, start + count * len(own)), scaled, b))
+        entries = slice(start, start + count * len(own))
+        keys = dropout.keys[entries].view(len(own), -1) if dropout is not None and rate else None
+        runs.append(_Run(own, entries, scaled, b, rate, keys))
         start += count * len(own)
     route.known[key] = runs
     return runs
@@ -135,9 +182,15 @@ _Place = tuple[AdapterStore, int, Sequence[_Run]]
 """(store, layer, runs)."""
 
 
-def _add_delta(x: Tensor, out: Tensor, run: _Run) -> Tensor:
+def _inputs(x: Tensor, run: _Run, kept: Tensor | None) -> Tensor:
+    """Return a run's entries of x, ``[slots, entries of each, in]``, without what is left out."""
+    own = _by_slot(x, run).to(run.a.dtype)
+    return own if kept is None else own * kept
+
+
+def _add_delta(x: Tensor, out: Tensor, run: _Run, layer: int) -> Tensor:
     """``out += scaling B A x`` for a run's entries of x ``[entries, in]``; returns ``scaling A x``."""
-    low = torch.bmm(_by_slot(x, run).to(run.a.dtype), run.a.transpose(1, 2))
+    low = torch.bmm(_inputs(x, run, run.kept(layer)), run.a.transpose(1, 2))
     into = _by_slot(out, run)
     if out.dtype == run.b.dtype:
         into.baddbmm_(low, run.b.transpose(1, 2))
@@ -153,13 +206,16 @@ def _add_gradients(grad: Tensor, x: Tensor, lows: Sequence[Tensor], place: _Plac
     for run, low in zip(runs, lows):
         wide = _by_slot(grad, run).to(run.b.dtype)
         grad_low = torch.bmm(wide, run.b)
-        own = torch.bmm(grad_low.transpose(1, 2), _by_slot(x, run).to(low.dtype))
+        kept = run.kept(layer)  # once more: cheaper than to keep it from the forward pass
+        own = torch.bmm(grad_low.transpose(1, 2), _inputs(x, run, kept))
         _add_to(grad_a, run.slots, own.mul_(_pick(store.scaling, run.slots)[:, None, None]))
         _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
         if grad_x is None:
             continue
         into = _by_slot(grad_x, run)
-        if into.dtype == run.a.dtype:
+        if kept is not None:
+            into += (torch.bmm(grad_low, run.a) * kept).to(into.dtype)
+        elif into.dtype == run.a.dtype:
             into.baddbmm_(grad_low, run.a)
         else:
             into += torch.bmm(grad_low, run.a).to(into.dtype)
@@ -175,7 +231,7 @@ class _LowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, tape: Tensor, place: _Place) -> Tensor:
-        lows = [_add_delta(x, out, run) for run in place[2]]
+        lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
         ctx.mark_dirty(out)
         ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
         ctx.place = place
@@ -197,7 +253,7 @@ class _WithLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tape: Tensor, base: nn.Linear, place: _Place) -> Tensor:
         out = nn.functional.linear(x, base.weight, base.bias)
-        lows = [_add_delta(x, out, run) for run in place[2]]
+        lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
         ctx.save_for_backward(x, *lows)
         ctx.weight, ctx.place = base.weight, place
         return out

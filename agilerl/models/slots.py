@@ -28,6 +28,17 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """What adapters leave out of their inputs in a training forward (``lora_dropout``), by number and not by chance."""
+
+    rates: tuple[float, ...]
+    """Of each slot of the route; 0: nothing."""
+    keys: Tensor
+    """[M] int32, one for each vector that a layer gets. Which of its elements are left out depends on this number and
+    the layer alone, not on the batch that it is in."""
+
+
+@dataclass(frozen=True)
 class Route:
     """Which slot serves which rows of a batch: ``rows[i]`` consecutive rows belong to ``slots[i]``.
 
@@ -37,6 +48,7 @@ class Route:
     slots: tuple[int, ...]
     rows: tuple[int, ...] | None
     """None: all rows of any batch belong to the one slot."""
+    dropout: Dropout | None = field(default=None, compare=False, repr=False)
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What the layers have looked up for this route."""
 

@@ -52,7 +52,7 @@ def test_keywords_and_config_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"learning_rate": 1e-3}, "'learning_rate'; known: lr"),
+        ({"learning_rate": 1e-3}, "'learning_rate'; TRL's learning_rate is lr"),
         ({"grup_size": 3}, "did you mean 'group_size'"),
         ({"lr": -1}, r"lr: .* 0, found -1"),
         ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
@@ -60,7 +60,7 @@ def test_keywords_and_config_mean_the_same() -> None:
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "pools the ratio over the trajectory"),
         ({"loss_norm": "fixed-length"}, "divides by max_output_tokens"),
         ({"max_output_tokens": 4, "min_output_tokens": 9}, "min_output_tokens=9 is above max_output_tokens=4"),
-        ({"lora_config": LoraConfig(lora_dropout=0.1)}, "lora_config.lora_dropout=0.1"),
+        ({"lora_config": LoraConfig(use_dora=True)}, "lora_config.use_dora=True"),
         ({"calc_position_embeddings": False}, "calc_position_embeddings=False"),
         ({"model_name": "x"}, "found runtime and model_name"),
         ({"hp_config": HyperparameterConfig(lr=RLParameter(1e-3, 1e-2))}, r"lr = 1e-05"),

@@ -79,14 +79,13 @@ def test_what_concerns_training_alone_does_not_stop_an_adapter(tmp_path: Path) -
     assert len(factors) == len(layers)
 
 
-@pytest.mark.parametrize("name", [*sorted(REFUSED), "lora_dropout", "init_lora_weights"])
+@pytest.mark.parametrize("name", [*sorted(REFUSED), "init_lora_weights"])
 def test_an_option_that_is_not_supported_is_refused_with_its_reason(name: str) -> None:
-    value = {**REFUSED, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}[name]
+    value = {**REFUSED, "init_lora_weights": "gaussian"}[name]
     config = lora(8)
     setattr(config, name, value)
-    with pytest.raises(ConfigError, match=rf"lora_config\.{name}=") as caught:
+    with pytest.raises(ConfigError, match=rf"lora_config\.{name}="):
         check_lora_config(config)
-    assert ("dropout" in str(caught.value)) == (name == "lora_dropout")
 
 
 @pytest.mark.parametrize("alpha", [1e308, 10**400, 0, -1.0, "x", float("nan"), True])
