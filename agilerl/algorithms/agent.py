@@ -200,7 +200,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     def _new_slot(self) -> int:
         store = self.runtime.store
         slot = store.allocate(self.lora_config.r, adapters.lora_scaling(self.lora_config))
-        store.initialise(slot, self.config.seed)
+        store.initialise(slot, self.config.seed, gaussian=self.lora_config.init_lora_weights == "gaussian")
         return slot
 
     def _lease_of(self, slot: int) -> Callable[[], object]:

@@ -153,6 +153,8 @@ class LoraSection(Section):
     """Layers that carry an adapter: ``all-linear``, a list of name endings, or one regular expression."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """How A starts, while B starts at 0: Kaiming-uniform, or normal with a standard deviation of 1 / r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
 

@@ -161,7 +161,7 @@ _VARIANTS: dict[str, str] = {
 """Options of a LoraConfig whose function, or gradient, is not that of scale * B A, with the reason."""
 
 _OF_TRAINING: dict[str, str] = {
-    "init_lora_weights": "adapters start as PEFT's default does (A Kaiming-uniform, B zero), from the agent's seed",
+    "init_lora_weights": "adapters start from the agent's seed with B zero, and A Kaiming-uniform (true) or 'gaussian'",
 }
 """Options that only matter during training: an adapter that was trained with them is plain LoRA."""
 
@@ -184,7 +184,7 @@ def check_lora_config(config: Any) -> None:
 def _is_plain(name: str, value: Any) -> bool:
     """Return whether an option has the value that plain LoRA has."""
     if name == "init_lora_weights":
-        return value is True
+        return value is True or value == "gaussian"
     # PEFT writes an unset option as None, False, an empty list or an empty mapping.
     return value == "none" if name == "bias" else not value
 

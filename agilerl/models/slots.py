@@ -234,9 +234,10 @@ class AdapterStore:
 
     # -- contents -------------------------------------------------------------------------------------------------
 
-    def initialise(self, slot: int, seed: int) -> None:
+    def initialise(self, slot: int, seed: int, *, gaussian: bool = False) -> None:
         """Start an adapter as PEFT does: A Kaiming-uniform (a = sqrt 5), B zero, so the agent equals the base.
 
+        With ``gaussian`` A is normal with standard deviation 1 / r, PEFT's ``init_lora_weights="gaussian"``.
         The draw depends only on the seed and the layer: members of a population that share a seed start from the same
         A, and differ only by their hyperparameters and samples.
         """
@@ -244,8 +245,12 @@ class AdapterStore:
             return
         for i, layer in enumerate(self.layers):
             rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)
-            draw = streams.uniforms(seed, "lora_init", (i,), rank * layer.in_features)
-            a = torch.from_numpy((2 * draw - 1) * bound).view(rank, layer.in_features)
+            count = rank * layer.in_features
+            if gaussian:
+                numbers = streams.normal(seed, "lora_init", (i,), count) / rank
+            else:
+                numbers = (2 * streams.uniforms(seed, "lora_init", (i,), count) - 1) * bound
+            a = torch.from_numpy(numbers).view(rank, layer.in_features)
             with torch.no_grad():
                 self._views(self.theta, i)[0][slot, :rank] = a.to(self.dtype)
 

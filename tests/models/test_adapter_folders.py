@@ -81,7 +81,7 @@ def test_what_concerns_training_alone_does_not_stop_an_adapter(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", [*sorted(REFUSED), "init_lora_weights"])
 def test_an_option_that_is_not_supported_is_refused_with_its_reason(name: str) -> None:
-    value = {**REFUSED, "init_lora_weights": "gaussian"}[name]
+    value = {**REFUSED, "init_lora_weights": "pissa"}[name]
     config = lora(8)
     setattr(config, name, value)
     with pytest.raises(ConfigError, match=rf"lora_config\.{name}="):
@@ -121,3 +121,20 @@ def test_no_variant_is_read_with_other_logits_than_peft_has(tmp_path: Path) -> N
             found = agent.runtime.base.model(ids).logits
             expected = PeftModel.from_pretrained(random_model(), folder)(ids).logits
         assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.model
+def test_adapters_start_as_pefts_do() -> None:
+    """The same distribution of A for both starts, B zero; draws are our own."""
+    for start in (True, "gaussian"):
+        config = lora(8)
+        config.init_lora_weights = start
+        with torch.random.fork_rng():
+            theirs = [p for name, p in get_peft_model(random_model(), config).named_parameters() if "lora_A" in name]
+        agent = GRPO(actor_network=random_model(), pad_token_id=PAD, lora_config=config)
+        ours = agent.runtime.store.adapter(agent.slot)
+        for (a, b), other in zip(ours, theirs, strict=True):
+            assert a.shape == other.shape
+            assert not b.any()
+            assert a.std().item() == pytest.approx(other.std().item(), rel=0.2)
+            assert (a.abs().max() > 2.5 * a.std()) == (start == "gaussian")
