@@ -50,7 +50,9 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
             if named and (module is model.get_output_embeddings() or name.startswith(tower)):
                 raise ConfigError(f"lora_config targets {name!r}, {_WHY_NOT[name.startswith(tower)]}")
             continue
-        if not hasattr(module, "in_features") or not hasattr(module, "out_features"):
+        if not named and _does_more(module):
+            continue
+        if not hasattr(module, "in_features") or not hasattr(module, "out_features") or _does_more(module):
             raise ConfigError(
                 f"lora_config targets {name!r}, a {type(module).__name__}; only linear layers can carry an adapter"
             )
@@ -58,6 +60,16 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     if not shapes:
         raise ConfigError(_nothing(model, lora_config, scope))
     return shapes
+
+
+def _does_more(module: Any) -> bool:
+    """Return whether a model's own kind of linear layer returns more than a product, as routers of mixtures do."""
+    kind = type(module)
+    return (
+        isinstance(module, torch.nn.Linear)
+        and kind.__module__.startswith("transformers.models.")
+        and kind.forward is not torch.nn.Linear.forward
+    )
 
 
 def _without_patterns(config: Any, names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
@@ -94,11 +95,15 @@ class BaseModel:
         config = self.model.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._scale = _logit_scale(config)
-        sliding = getattr(config, "sliding_window", None)
-        if sliding and "sliding_attention" in (getattr(config, "layer_types", None) or []):
+        sliding, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        if "local" in (getattr(config, "attention_layers", None) or []):  # of GPT-Neo
+            sliding, kinds = config.window_size, ["sliding_attention"]
+        if sliding and "sliding_attention" in (kinds or []):
             self.context_length = int(sliding)
         else:
             self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
+        self.window = int(sliding) if sliding and kinds is None else None
+        """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
@@ -216,11 +221,16 @@ class BaseModel:
             return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
 
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
-        """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows."""
-        asked = []
+        """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows.
+
+        A cache, ``past_key_values``, has a list ``found`` of the keys and values that it gave to each layer so far.
+        """
+        asked, cache = [], kwargs.get("past_key_values")
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
             asked.append(1)
+            if cache is not None and not (key is cache.found[-1][0] and value is cache.found[-1][1]):
+                raise EngineError("a layer attends to other keys or values than those of its cache")
             return rows.attend(query, key, value, scale)
 
         mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
@@ -260,8 +270,12 @@ class BaseModel:
         Raises EngineError for an architecture whose head computes something else: training would use wrong numbers.
         """
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
-        with torch.no_grad():
-            own, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
+        try:
+            with torch.no_grad():
+                own, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
+        except (TypeError, AttributeError, ValueError, IndexError) as error:
+            found = f"{type(self.model).__name__} is not made of a body and a head as supported ones are: {error}"
+            raise EngineError(found) from error
         if not bool(torch.isfinite(full).all()):
             bad = next((n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
             raise EngineError(
@@ -298,7 +312,8 @@ class BaseModel:
         rows = flatten([Rows(ids, lengths, prompts)], self.dtype, exact=True).to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]
-        except (EngineError, RuntimeError, ValueError, TypeError, IndexError):  # a model that does not pass our mask on
+            self.flat(rows, past_key_values=_PassedOn())
+        except Exception:  # models fail in many ways if they do not know our mask, or have a cache of their own kind
             return False
         usual, keep = self.hidden(ids.to(self.device)), torch.arange(12) < lengths[:, None]
         return _apart(found, usual, keep.to(self.device)) < _SAME[self.dtype]
@@ -317,6 +332,18 @@ class BaseModel:
                 f"{self.model.config._attn_implementation!r} lets packed rows attend to each other (relative "
                 f"difference {apart:.2g}); leave it out, or use attn_implementation='sdpa'"
             )
+
+
+class _PassedOn(DynamicCache):  # type: ignore[misc]
+    """Keeps nothing but what each layer has to attend to. Decoding looks up each layer's own keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.found.append((key_states, value_states))
+        return self.found[-1]
 
 
 def _apart(found: Tensor, usual: Tensor, keep: Tensor) -> float:

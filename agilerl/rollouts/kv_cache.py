@@ -66,7 +66,7 @@ class PromptLine(_Layers):
         if self.known is not None:
             keys, values = (torch.cat(pair) for pair in zip((keys, values), self.known[layer]))
         self.found.append((keys, values))
-        return keys, values
+        return self.found[-1]
 
     def at(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``."""
@@ -113,7 +113,7 @@ class GroupedCache(_Layers):
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self._blocks: list[_Block] = []
-        self._layer, self._keys = 0, torch.empty(0)
+        self._layer, self._given = 0, (torch.empty(0), torch.empty(0))
 
     def admit(
         self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
@@ -145,14 +145,14 @@ class GroupedCache(_Layers):
         for block in self._blocks:
             block.put(layer, keys[start : start + len(block)], values[start : start + len(block)])
             start += len(block)
-        self._layer, self._keys = layer, keys
+        self._layer, self._given = layer, (keys, values)
         return keys, values
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-        # The model's layer passes back what put() returned. Other keys (a layer that shares those of an earlier one,
-        # say) would be silently replaced by ours.
-        if key is not self._keys:
-            raise EngineError("a layer attends to other keys than its own, which decoding does not support")
+        # The model's layer passes back what put() returned. Others (those of an earlier layer, say) would be silently
+        # replaced by ours.
+        if not (key is self._given[0] and value is self._given[1]):
+            raise EngineError("a layer attends to other keys or values than its own, which decoding does not support")
         shared, start, found = key.shape[1], 0, list[Tensor]()
         queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
         for block in self._blocks:
@@ -291,9 +291,9 @@ def _joined(*parts: Tensor) -> Tensor:
 class RaggedCache(_Layers):
     """For all other bases: each row has its keys and values in one piece, by position; one block at a time."""
 
-    def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype, window: int | None = None) -> None:
         super().__init__(num_layers)
-        self._multiple, self._dtype = row_multiple, dtype
+        self._multiple, self._dtype, self._window = row_multiple, dtype, window
         self._rows: Kept = []
         """Of each layer, keys and values ``[R, heads, capacity, head_dim]``, padding rows included."""
         self._lengths = self._positions = torch.empty(0, dtype=torch.int64)
@@ -328,7 +328,10 @@ class RaggedCache(_Layers):
         """Set where the next token of each row goes; returns the mask."""
         self._positions, self.visible = positions, self.visible + 1
         length = min(padded_length(self.visible), self._rows[0][0].shape[2])
-        hidden = torch.arange(length, device=positions.device)[None] > positions[:, None]
+        there = torch.arange(length, device=positions.device)[None]
+        hidden = there > positions[:, None]
+        if self._window is not None:
+            hidden |= there <= positions[:, None] - self._window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device)
         mask.masked_fill_(hidden, torch.finfo(self._dtype).min)
         self._length = length

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agilerl import streams
+from agilerl.arguments import reason
 from agilerl.data import Completion
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
@@ -26,6 +27,11 @@ _ENTER_FROM = 0.25  # waiting rows enter a batch once this share of the rows in 
 _READ_EVERY = {"cpu": 1}
 """By device, the steps between two reads of the drawn tokens: on other devices each read waits for the device."""
 _READ_ELSEWHERE = 8
+
+_UNDECODABLE = "{} cannot be decoded by the torch engine: {}; use another model, or vLLM (use_vllm=True)"
+_SAME_LOGPROBS = {torch.float64: 1e-4, torch.float32: 1e-2}
+"""By data type, how far the log-probs of decoding may be from those of a forward pass, in nats. In 16 bits a mixture
+may choose other experts."""
 
 Row = tuple[int, int]
 """(request, sample)."""
@@ -66,7 +72,10 @@ class TorchEngine:
         """Most requests decoded together; None: ``max_rows`` alone decides."""
         self.read_every = _READ_EVERY.get(base.device.type, _READ_ELSEWHERE)
         """Decoding steps between two reads of the drawn tokens; rows that have ended continue uselessly until then."""
-        self._eos = torch.tensor(base.eos_token_ids, dtype=torch.int64, device=base.device)
+        self._decodes = False
+        """Whether decoding was tried out, where we do not compute attention ourselves."""
+        eos = [token for token in base.eos_token_ids if token < base.vocabulary_size]  # others cannot be drawn
+        self._eos = torch.tensor(eos, dtype=torch.int64, device=base.device)
         self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
 
     @torch.no_grad()
@@ -75,8 +84,16 @@ class TorchEngine:
     ) -> list[list[Completion]]:
         """Return the completions of each request, in order; ``on_completion`` gets each when it ends.
 
-        Raises EngineError when a prompt is empty or leaves no room in the context.
+        Raises EngineError when a prompt is empty or leaves no room in the context, and for a base that cannot be
+        decoded in this way.
         """
+        if not (self._decodes or self.base.flattens):
+            self._decodes = True
+            try:
+                self._check_decoding()
+            except EngineError:
+                self._decodes = False
+                raise
         for request in requests:
             length, limit = len(request.prompt_ids), self.base.context_length
             if not 0 < length < limit:
@@ -114,6 +131,29 @@ class TorchEngine:
                 self.limits.decode_rows = before
                 end(flying[0], Completion([], [], "oom"))
         return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
+
+    def _check_decoding(self) -> None:
+        """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them.
+
+        What a model makes of our masks, positions and caches is up to its code.
+        """
+        lengths, settings = (5, 11), SamplingSettings(4, temperature=0.0, min_new_tokens=4)
+        if self.base.context_length < lengths[-1] + settings.max_new_tokens:
+            return
+        prompts = [[(1 + i) % self.base.vocabulary_size for i in range(length)] for length in lengths]
+        name = type(self.base.model).__name__
+        try:
+            generated = self.generate([GenerationRequest(None, prompt, 1, settings) for prompt in prompts])
+        except Exception as error:  # of many types: from inside the model's code
+            raise EngineError(_UNDECODABLE.format(name, reason(error))) from error
+        for prompt, (said,) in zip(prompts, generated):
+            ids = torch.tensor([prompt + said.token_ids], device=self.base.device)
+            logits = self.base.logits(self.base.hidden(ids)[0, len(prompt) - 1 : -1])
+            expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+            apart = (expected - torch.tensor(said.logprobs, device=expected.device)).abs()
+            if len(apart) and not float(apart.mean()) < _SAME_LOGPROBS.get(self.base.dtype, 0.5):
+                found = f"its log-probs differ by {float(apart.mean()):.2g} from those of a forward pass"
+                raise EngineError(_UNDECODABLE.format(name, found))
 
     def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row]) -> list[_Unit]:
         """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on."""
@@ -240,7 +280,9 @@ class _Decoder:
         self._most = max(engine.limits.decoding(engine.max_rows), 1)
         layers, multiple = self.base.num_layers, engine._row_multiple
         self.cache: DecodingCache = (
-            GroupedCache(layers) if self.base.flattens else RaggedCache(layers, multiple, self.base.dtype)
+            GroupedCache(layers)
+            if self.base.flattens
+            else RaggedCache(layers, multiple, self.base.dtype, self.base.window)
         )
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
@@ -348,10 +390,10 @@ class _Decoder:
     def _read(self, block: _Block) -> None:
         """Read what a block has drawn; hand out the rows that have ended, which leave once they are enough of them."""
         ended = block.read(self._eos)
-        for row, reason in ended:
+        for row, why in ended:
             count = block.produced[row]
             said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
-            self._end(block.rows[row], Completion(said, logps, reason))  # type: ignore[arg-type]
+            self._end(block.rows[row], Completion(said, logps, why))  # type: ignore[arg-type]
         if not ended:
             return
         place = self.blocks.index(block)

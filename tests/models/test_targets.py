@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
+    PhimoeConfig,
     Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen3MoeConfig,
@@ -46,6 +47,7 @@ EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, **TEXT}
 MIXTURES = {
     "qwen3": Qwen3MoeConfig(num_experts=4, moe_intermediate_size=32, head_dim=16, **EXPERTS),
     "mixtral": MixtralConfig(num_local_experts=4, **EXPERTS),
+    "phi": PhimoeConfig(num_local_experts=4, **EXPERTS),
     "qwen2": Qwen2MoeConfig(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48, **EXPERTS),
 }
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -79,7 +81,7 @@ def names(model: Any, targets: Any = "all-linear", scope: str | None = None) -> 
     return [layer.name for layer in lora_layers(model, LoraConfig(target_modules=targets), scope)]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "phi"])
 def test_of_a_mixture_with_fused_experts_the_attention_carries_adapters(name: str) -> None:
     assert {n.rpartition(".")[2] for n in names(mixture(name))} == ATTENTION
 

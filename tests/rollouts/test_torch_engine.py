@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    BloomConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    GPTNeoConfig,
+    MambaConfig,
+    MistralConfig,
+    Phi3Config,
+)
 
+from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError, EngineError
 from agilerl.rollouts import GenerationRequest, SamplingSettings, torch_engine
 from agilerl.rollouts.torch_engine import RowSettings, TorchEngine, draw
@@ -72,6 +82,80 @@ def test_greedy_tokens_and_logprobs_are_those_of_the_merged_model(config: object
         stopped = completion.token_ids[-1] == EOS
         assert completion.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(completion.token_ids) == 12
+
+
+def sizes(*without: str, **more: object) -> dict[str, object]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    known = {name: getattr(qwen2(), name) for name in (*names, "num_key_value_heads", "max_position_embeddings")}
+    return {name: value for name, value in {**known, **more}.items() if name not in without}
+
+
+def greedy(runtime: Runtime, lengths: tuple[int, ...], tokens: int) -> float:
+    """Return how far log-probs of greedy completions are from those of plain forwards; checks the tokens."""
+    settings = SamplingSettings(tokens, temperature=0.0)
+    asked = [GenerationRequest(slot, prompt(n, n), 1, settings) for slot, n in zip((0, 1, None), lengths)]
+    apart = 0.0
+    for request, (completion,) in zip(asked, runtime.engine.generate(asked)):
+        ids = [*request.prompt_ids, *completion.token_ids]
+        logits = full_logits(runtime, request.slot, ids)[len(request.prompt_ids) - 1 : -1]
+        said = torch.tensor(completion.token_ids)
+        best = logits.topk(2).values
+        assert torch.equal(logits.argmax(-1)[best[:, 0] - best[:, 1] > 1e-3], said[best[:, 0] - best[:, 1] > 1e-3])
+        expected = torch.log_softmax(logits, -1).gather(1, said[:, None])[:, 0]
+        apart = max(apart, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+    return apart
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", [MistralConfig, Phi3Config])
+def test_windows_of_every_layer_hold_in_decoding_too(kind: type, attention: str) -> None:
+    """Rows grow beyond the window; one prompt is longer than it."""
+    config = kind(**sizes(sliding_window=8, pad_token_id=0, eos_token_id=None))
+    runtime = make_runtime(config, options=SharedOptions(attn_implementation=attention))
+    assert runtime.base.context_length == 128
+    assert greedy(runtime, (5, 12, 3), 30) < 2e-4
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
+EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DiffLlamaConfig(**sizes()), DeepseekV3Config(**sizes(num_key_value_heads=4, **LATENT, **EXPERTS))],
+    ids=["other values than those of the cache", "keys made of what the cache holds"],
+)
+def test_attention_to_other_than_the_cache_is_left_to_the_model(config: object) -> None:
+    runtime = make_runtime(config)
+    assert not runtime.base.flattens
+    assert greedy(runtime, (5, 12, 3), 12) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            GPTNeoConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=64,
+                num_layers=2,
+                num_heads=4,
+                attention_types=[[["global", "local"], 1]],
+                window_size=16,
+            ),
+            "differ by",
+        ),
+        (BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), "BloomForCausalLM"),
+        (MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8), "MambaForCausalLM"),
+    ],
+    ids=["windows of its own", "positions from the mask", "no attention"],
+)
+def test_a_base_that_cannot_be_decoded_is_refused_by_name(config: object, reason: str) -> None:
+    runtime = make_runtime(config)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=reason) as found:
+            runtime.engine.generate(requests())
+        assert type(runtime.base.model).__name__ in str(found.value)
 
 
 @pytest.mark.parametrize("layout", ["reversed", "one at a time", "two rows in flight", "small units", "twins"])
