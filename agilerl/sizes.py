@@ -10,6 +10,9 @@ call have equal padded lengths where bits count."""
 CPU_ROWS = 16
 """On a CPU, rows of a matrix product are padded to a multiple of this: with fewer rows (and in fp64 on some CPUs with a
 number of rows that is not a multiple of four) kernels add a row's terms in a different order."""
+LONG_SUM, LONG_SUM_ROWS = 512, 256
+"""On a CPU, matrix products that sum over so many terms in a backward pass get at least so many rows: with fewer rows
+(176 or less where it was measured) kernels cut sums of 896 terms in another way than with more."""
 PASS_TOKENS = 2048
 """The most tokens of a training forward on a CPU if the user gives no size: enough to fill a core. More no longer fit
 its caches, and take longer."""

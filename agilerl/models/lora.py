@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from agilerl.errors import EngineError
 from agilerl.models.slots import AdapterStore, LinearShape, Route
+from agilerl.sizes import LONG_SUM, LONG_SUM_ROWS
 
 
 class StackedLoRALinear(nn.Module):
@@ -262,9 +263,15 @@ class _WithLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *lows = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = grad @ ctx.weight if ctx.needs_input_grad[0] else None
+        grad_x = _times(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         _add_gradients(grad, x, lows, ctx.place, grad_x)
         return grad_x, None, None, None
+
+
+def _times(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return ``rows @ weight``; on a CPU the bits of a row do not depend on the number of rows."""
+    missing = LONG_SUM_ROWS - len(rows) if rows.device.type == "cpu" and len(weight) >= LONG_SUM else 0
+    return rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
 
 
 def _by_slot(values: Tensor, run: _Run) -> Tensor:

@@ -58,9 +58,9 @@ class AdapterStore:
 
     A layer's factors A ``[N, R, in]`` and B ``[N, out, R]`` are views of ``theta``, their gradients views of ``grad``.
     The backward pass of :class:`StackedLoRALinear` adds to ``grad`` in place, so the bank is not an autograd leaf. R is
-    the largest rank in use; an adapter of smaller rank is padded with zeros, which stay zero because the gradient of
-    each padded factor is a product with the other factor's zeros. Every row ends with a value head ``[H + 1]``, used by
-    critics. Cloning a slot copies one row of each bank.
+    the largest rank in use, at least 2; an adapter of smaller rank is padded with zeros, which stay zero because the
+    gradient of each padded factor is a product with the other factor's zeros. Every row ends with a value head
+    ``[H + 1]``, used by critics. Cloning a slot copies one row of each bank.
     """
 
     def __init__(
@@ -93,9 +93,11 @@ class AdapterStore:
     def _measure(self) -> None:
         self.offsets: list[tuple[int, int]] = []
         end = 0
+        # A product with a single column is another kernel, whose bits depend on the number of slots and rows.
+        self.width = max(self.max_rank, 2)
         for layer in self.layers:
-            a, end = end, end + self.max_rank * layer.in_features
-            b, end = end, end + self.max_rank * layer.out_features
+            a, end = end, end + self.width * layer.in_features
+            b, end = end, end + self.width * layer.out_features
             self.offsets.append((a, b))
         self.head_offset = end
         end += self.head_features + 1 if self.head_features else 0
@@ -124,7 +126,7 @@ class AdapterStore:
         return bank[:, self.head_offset : self.head_offset + self.head_features + 1]
 
     def _views(self, bank: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        shape, (a, b), n, r = self.layers[layer], self.offsets[layer], bank.shape[0], self.max_rank
+        shape, (a, b), n, r = self.layers[layer], self.offsets[layer], bank.shape[0], self.width
         return (
             bank[:, a : a + r * shape.in_features].view(n, r, shape.in_features),
             bank[:, b : b + r * shape.out_features].view(n, shape.out_features, r),

@@ -20,6 +20,7 @@ from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.errors import EngineError
 from agilerl.models.base import load_base
 from agilerl.models.flat import Rows, flatten, fold_heads
+from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 from agilerl.sizes import CPU_ROWS
 from tests.models.two_agents import with_adapters
@@ -191,6 +192,36 @@ def test_the_bits_of_an_agent_are_its_own(agent: int) -> None:
     weights = [torch.linspace(-1, 1, o.logp.numel()).view(o.logp.shape) for o in together]  # type: ignore[union-attr]
     assert weights[0].shape != weights[1].shape  # of rows that no padding makes alike
     assert torch.equal(alone_grad[agent], grad[agent])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("case", ["wide", "rank 1"])
+def test_the_bits_of_an_agent_are_its_own_in_wide_layers_and_with_rank_1(case: str) -> None:
+    """Products cut long sums by their number of rows, and have a kernel of its own for a single column."""
+    sizes = {"hidden_size": 896, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 14}
+    model = random_model(qwen2(**sizes) if case == "wide" else None, scale=0.1 if case == "wide" else 1.0)
+    rank = 8 if case == "wide" else 1
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    runtime, g = Runtime.for_model(model, lora_config=lora), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        shapes = runtime.store.layers
+        factors = [
+            (torch.randn(rank, s.in_features, generator=g) * 0.1, torch.randn(s.out_features, rank, generator=g) * 0.1)
+            for s in shapes
+        ]
+        runtime.store.load_adapter(runtime.store.allocate(rank, 2.0), factors)
+    parts = [AgentRows(slot, batch_of(slot, (12, 9), [(0, 20), (0, 7), (1, 40)]), 1.0) for slot in range(3)]
+    together, grad = computed(runtime, parts)
+    for slot, part in enumerate(parts):
+        # The loss weighs the tokens of each part alike, however many parts there are.
+        alone, alone_grad = computed(runtime, [part])
+        assert torch.equal(alone[0].logp, together[slot].logp)  # type: ignore[arg-type]
+        assert torch.equal(alone_grad[slot], grad[slot])
+    with torch.no_grad():
+        ids = [parts[slot].batch.ids[0, :12].tolist() for slot in range(3)]
+        asked = [GenerationRequest(slot, ids[slot], 4, SamplingSettings(8), key=(slot,)) for slot in range(3)]
+        found = runtime.engine.generate(asked)
+    assert [group for request in asked for group in runtime.engine.generate([request])] == found
 
 
 @pytest.mark.model
