@@ -20,6 +20,7 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError
 from agilerl.functional import linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
 from agilerl.models.layers import (
+    EXPERTS,
     apply_liger_kernels,
     asking,
     choose_attention,
@@ -27,6 +28,7 @@ from agilerl.models.layers import (
     configure_norms,
     decoding_attention,
     offloaded,
+    register_experts,
 )
 from agilerl.models.model_config import (
     auto_class,
@@ -185,6 +187,7 @@ class BaseModel:
         configure_layers(self.body, options, self.store)
         configure_norms(self.body, own=options.torch_compiler is None and not options.use_liger_kernel)
         before, self.options = self.options, options
+        self._use_own_experts()
         self.flattens = self._can_flatten()
         if options.use_sequence_packing and not before.use_sequence_packing and not self.flattens:
             try:
@@ -287,6 +290,24 @@ class BaseModel:
                 f"{type(self.model).__name__} computes its logits in a way that is not supported "
                 f"(largest difference {float((own - full).abs().max()):.3g}); it cannot be trained correctly"
             )
+
+    @torch.no_grad()
+    def _use_own_experts(self) -> None:
+        """On a CPU, let experts compute a token with the same bits whatever other tokens they get, if we know how."""
+        config = self.model.config.get_text_config()
+        before = getattr(config, "_experts_implementation", None)
+        if self.device.type != "cpu" or before in (None, EXPERTS):
+            return
+        register_experts()
+        ids = torch.arange(1, 25).reshape(2, 12) % self.vocabulary_size
+        try:
+            usual = self.hidden(ids)
+            config._experts_implementation = EXPERTS
+            same = _apart(self.hidden(ids), usual, torch.ones(ids.shape, dtype=torch.bool)) < _SAME[self.dtype]
+        except Exception:  # experts that are made of other parts than most
+            same = False
+        if not same:
+            config._experts_implementation = before
 
     @torch.no_grad()
     def _can_flatten(self) -> bool:

@@ -13,6 +13,7 @@ from agilerl.config.base_model import AttentionKind, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.models.lora import StackedLoRALinear
 from agilerl.models.slots import AdapterStore
+from agilerl.sizes import CPU_ROWS, LONG_SUM, LONG_SUM_ROWS
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
@@ -236,6 +237,47 @@ def configure_norms(body: nn.Module, *, own: bool) -> None:
         x = torch.linspace(-3, 2, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
         if torch.equal(norm(x), _RMSNorm.apply(x, weight, epsilon)):  # type: ignore[no-untyped-call]
             norm.forward = _NormForward(norm, epsilon)
+
+
+EXPERTS = "agilerl"
+"""Our implementation of a mixture's fused experts, as a model's configuration names it."""
+
+
+@cache
+def register_experts() -> None:
+    """Let configurations name our implementation of experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+
+
+def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return ``[N, H]`` from hidden states ``[N, H]``, the experts ``[N, K]`` of each token, and their weights.
+
+    The tokens of an expert are padded to a number of rows with which a row's bits do not depend on the other rows.
+    """
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    ups = getattr(experts, name)
+    long = torch.is_grad_enabled() and max(ups.shape[1:]) >= LONG_SUM
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=len(ups)).tolist()
+    found = []
+    for number, places in enumerate(torch.split(order, counts)):
+        if not len(places):
+            continue
+        rows = max(-(-len(places) // CPU_ROWS) * CPU_ROWS, LONG_SUM_ROWS if long else 0)
+        x = nn.functional.pad(hidden[places // chosen.shape[1]], (0, 0, 0, rows - len(places)))
+        up = _of_expert(experts, x, name, number)
+        up = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
+        found.append(_of_expert(experts, up, "down_proj", number)[: len(places)])
+    said = torch.cat(found)[order.argsort()] * weights.flatten()[:, None]
+    return said.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+
+
+def _of_expert(experts: Any, x: Tensor, name: str, number: int) -> Tensor:
+    weight = getattr(experts, name)[number]
+    bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
+    return nn.functional.linear(x, weight.T if experts.is_transposed else weight, bias)
 
 
 def _compiled(layer: nn.Module, forward: _LayerForward, mode: str | None) -> Callable[..., Any] | None:

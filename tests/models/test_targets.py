@@ -21,7 +21,7 @@ from transformers import (
 
 from agilerl.config.base_model import SharedOptions
 from agilerl.errors import ConfigError, EngineError
-from agilerl.models import adapters
+from agilerl.models import adapters, layers
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import load_base
 from agilerl.models.slots import Route
@@ -108,8 +108,26 @@ def test_agents_of_a_mixture_keep_their_numbers_to_themselves(name: str) -> None
     together = train_pass(runtime)
     for agent in (0, 1):
         alone = train_pass(runtime, (agent,))
-        torch.testing.assert_close(alone.logp[0], together.logp[agent], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(alone.grad[agent], together.grad[agent], atol=1e-4, rtol=1e-4)
+        assert torch.equal(alone.logp[0], together.logp[agent])
+        assert torch.equal(alone.grad[agent], together.grad[agent])
+    prompts = [rows(agent, 64).ids[0, :7].tolist() for agent in (0, 1)]
+    asked = [GenerationRequest(agent, prompts[agent], 3, SamplingSettings(9), key=(agent,)) for agent in (0, 1)]
+    assert [runtime.engine.generate([request])[0] for request in asked] == runtime.engine.generate(asked)
+
+
+def test_experts_that_are_made_of_other_parts_keep_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixture("qwen3")
+    model.config._experts_implementation = "eager"
+    monkeypatch.setattr(layers, "_of_expert", lambda *parts: torch.zeros(()))
+    assert make_runtime(model).base.model.config._experts_implementation == "eager"
+
+
+def test_the_code_of_experts_is_not_written_with_a_model(tmp_path: Path) -> None:
+    model = mixture("qwen3")
+    make_runtime(model)
+    assert model.config._experts_implementation == layers.EXPERTS
+    model.config.save_pretrained(tmp_path)
+    assert layers.EXPERTS not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize("name", MIXTURES)
