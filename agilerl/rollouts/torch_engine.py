@@ -578,7 +578,9 @@ def _truncate(
     before = torch.where(dropped, 0.0, probabilities)
     before = before / before.sum(dim=-1, keepdim=True)
     # A token stays while the mass before it is below top_p, so the most likely one always stays.
-    dropped = dropped | (before.cumsum(dim=-1) - before >= settings.top_p[:, None])
+    # Without top_p nothing is dropped: rounding may take the mass before a rare token to 1.
+    bound = torch.where(settings.top_p < 1, settings.top_p, float("inf"))[:, None]
+    dropped = dropped | (before.cumsum(dim=-1) - before >= bound)
     dropped = dropped | (before < settings.min_p[:, None] * before[:, :1])
     kept = torch.where(dropped, float("-inf"), ordered)
     return torch.empty_like(scaled).scatter_(1, order, kept)

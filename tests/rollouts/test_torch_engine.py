@@ -353,6 +353,16 @@ def test_truncations_keep_the_support_they_promise(uniform: float, changes: dict
     assert drawn(uniform, **changes) == token
 
 
+def test_a_row_without_truncation_draws_the_same_beside_one_with_it() -> None:
+    """The rare token comes first, so the smallest number draws it."""
+    plain, cut = SamplingSettings(1), SamplingSettings(1, top_p=0.9)
+    logits, uniforms = torch.tensor([[0.0, 60.0], [0.0, 60.0]]), torch.zeros(2, dtype=torch.float64)
+    alone, _ = draw(logits[:1], uniforms[:1], RowSettings.of([plain], torch.device("cpu")))
+    both, _ = draw(logits, uniforms, RowSettings.of([plain, cut], torch.device("cpu")))
+    assert alone.tolist() == [0]
+    assert both.tolist() == [0, 1]
+
+
 def test_log_probs_of_a_truncated_draw_are_over_the_whole_vocabulary() -> None:
     settings = RowSettings.of([SamplingSettings(max_new_tokens=8, top_k=1)], torch.device("cpu"))
     _, logp = draw(LOGITS, torch.tensor([0.5], dtype=torch.float64), settings)
