@@ -70,7 +70,7 @@ ABSENT = {
     "CISPO": {"loss_type"},
     "MaxRL": {"loss_type", "adv_norm"},
     "DPPO": {"loss_type", "clip_coef", "importance_sampling_level"},
-    "PPO": {"lr", "adv_norm", "filter_zero_adv", "adv_filter_eps"},
+    "PPO": {"adv_norm", "filter_zero_adv", "adv_filter_eps"},
     "REINFORCE": {"adv_norm"},
     "SFT": {"beta"},
 }

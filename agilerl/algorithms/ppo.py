@@ -32,10 +32,9 @@ from agilerl.functional import (
     value_loss,
 )
 from agilerl.hpo.mutation import Mutation
-from agilerl.hpo.parameters import Evolve
+from agilerl.hpo.parameters import Evolve, Gene, HyperparameterConfig, genes_in_force
 from agilerl.models.operators import resize
 from agilerl.models.slots import AdamWSettings, Route
-from agilerl.validation import validated
 
 
 class PPOConfig(SurrogateConfig, RolloutLLMConfig):
@@ -69,13 +68,6 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     """A turn's value: that of its last action token, or the mean over its action tokens."""
     whiten_advantages: bool = True
     """Give the advantages of a batch mean 0 and variance 1, over its action tokens or its turns."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _two_learning_rates(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "lr" in values:
-            raise ValueError(f"PPO has two learning rates, lr_actor and lr_critic, found lr={values['lr']!r}; name one")
-        return values
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -114,6 +106,15 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
         return "turn" if self.turn_level_clip else "token"
 
 
+def both_rates(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords, or genes, with ``lr`` as ``lr_actor`` and ``lr_critic`` where these are not given."""
+    found = dict(values)
+    if "lr" in found:
+        rate = found.pop("lr")
+        found = {"lr_actor": rate, "lr_critic": rate, **found}
+    return found
+
+
 class PPO(LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
@@ -131,9 +132,15 @@ class PPO(LLMAlgorithm):
 
     @classmethod
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
-        if "lr" in keywords:  # a specific error, before the general one about unknown names
-            validated(cls.Config, keywords)
-        return super()._merge(config, keywords)
+        return super()._merge(config, both_rates(keywords))
+
+    @property
+    def genes(self) -> dict[str, Gene]:
+        """The hyperparameters that may mutate; a gene ``lr`` is both learning rates."""
+        given = self.hp_config
+        if isinstance(given, HyperparameterConfig) and "lr" in given:
+            return genes_in_force(self.algorithm.Config, both_rates(given))
+        return super().genes
 
     # -- credit and objective -------------------------------------------------------------------------------------
 

@@ -66,6 +66,18 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def with_two_rates(values: Section) -> None:
+    """Let ``lr`` stand for both learning rates of PPO, as a hyperparameter and as a gene."""
+    algorithm = _section(values, "algorithm")
+    if algorithm is None or algorithm.get("name") not in ("PPO", "LLMPPO"):
+        return
+    for section in (algorithm, _section(values, "mutation.rl_hp_selection")):
+        if section is not None and "lr" in section:
+            rate = section.pop("lr")
+            for name in ("lr_actor", "lr_critic"):
+                section.setdefault(name, rate)
+
+
 _NOTHING = object()
 
 
@@ -111,9 +123,6 @@ def _algorithm(values: Section) -> None:
         given = section.pop("quantization")
         if given not in (None, "none"):
             _put(section, "quantization_config", given, "algorithm.quantization")
-    if section.get("name") == "PPO" and "lr" in section:
-        section.setdefault("lr_actor", section.pop("lr"))
-        section.pop("lr", None)
 
 
 def _environment(values: Section) -> None:
@@ -186,14 +195,10 @@ def _selection(values: Section) -> None:
 
 
 def _mutation(values: Section) -> None:
-    genes, algorithm = _section(values, "mutation.rl_hp_selection"), values.get("algorithm")
-    if genes is None:
-        return
-    if isinstance(algorithm, Mapping) and algorithm.get("name") == "PPO" and "lr" in genes:
-        _put(genes, "lr_actor", genes.pop("lr"), "mutation.rl_hp_selection.lr")
-    for name, gene in list(genes.items()):
+    genes = _section(values, "mutation.rl_hp_selection")
+    for name, gene in list((genes or {}).items()):
         if isinstance(gene, Mapping) and gene.get("min") is not None and gene.get("min") == gene.get("max"):
-            del genes[name]
+            (genes or {}).pop(name)
             warnings.warn(
                 f"mutation.rl_hp_selection.{name} has no meaning here: its range holds one value, {gene['min']}",
                 stacklevel=4,

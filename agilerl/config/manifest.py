@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
-from agilerl.config.aliases import translated
+from agilerl.config.aliases import translated, with_two_rates
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.declared import ALGORITHMS, FAMILY
 from agilerl.config.named_files import locate, locate_strategy, locate_within
@@ -70,6 +70,7 @@ def config_of(manifest: Mapping[str, Any]) -> RunConfig:
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
+    with_two_rates(values)
     locate(values.get("environment"))
     locate_strategy(values.get("selection_strategy"))
     config = RunConfig.from_dict(values)

@@ -110,6 +110,8 @@ class TrainingConfig(Section):
     """Agents of the population."""
     max_steps: Annotated[int, Field(ge=1)] = 32768
     """Completions sampled (or read from data, two a pair) for training, all agents together."""
+    num_epochs: Annotated[int | None, Field(ge=1)] = None
+    """Passes of every agent over the training rows of ``environment.dataset``; ``max_steps`` follows from it."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Stop after this many tokens generated, trained on and evaluated."""
     max_seconds: Annotated[float | None, Field(gt=0)] = None

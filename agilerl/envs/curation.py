@@ -203,8 +203,13 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
-    value: str | list[Message] = _value(row, column)
-    return value
+    value: Any = row.get(column)
+    if not isinstance(value, str | list) and hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
+    if isinstance(value, list) and value and all(type(one) in (int, float) for one in value):
+        return str(value)  # the row keeps the numbers, for the grader
+    prompt: str | list[Message] = _value(row, column)
+    return prompt
 
 
 def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str:

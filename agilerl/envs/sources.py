@@ -374,9 +374,10 @@ def read_dataset(
 
     Args:
         source: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), the name of a dataset on the hub, a
-            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, or ``Rows``. The values of a CSV file
-            stay text.
-        columns: new column names, mapped to those in the source: ``{"question": "problem"}``.
+            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, a torch ``Dataset`` of dicts, or ``Rows``.
+            The values of a CSV file stay text.
+        columns: new column names, mapped to those in the source: ``{"question": "problem"}``; the other way round if
+            only that fits the source.
         split: which split of a dataset of the hub, or of a ``DatasetDict``.
         config: which configuration of a dataset of the hub, if it has several.
         name: the name in messages of rows in memory.
@@ -442,7 +443,18 @@ def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str,
             if not isinstance(row, Mapping):
                 raise EnvError(f"expected dicts as rows of {name}, found {described(row)} in row {number}")
         return name, Table(source, list(dict.fromkeys(str(column) for row in source for column in row)))
+    if not hasattr(source, "column_names") and hasattr(source, "__getitem__"):
+        return name, _of_items(source, name)
     return name, _of_datasets(source)
+
+
+def _of_items(dataset: Any, name: str) -> Table:
+    """Read a dataset that has only a length and items, as torch's do."""
+    try:
+        rows = [dataset[number] for number in range(len(dataset))]
+    except Exception as error:  # someone else's code may raise anything; report its reason
+        raise EnvError(f"{name}: an item cannot be read: {type(error).__name__}: {error}") from error
+    return _table(rows, "", None, name)[1]
 
 
 def _of_datasets(dataset: Any) -> Table:
@@ -499,6 +511,11 @@ def _check_files(builder: Any, name: str) -> None:
 def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
     """Rename columns; raises EnvError for missing and duplicate columns."""
     known = part.columns
+    # AgileRL's manifests have the two sides the other way round; which one is meant shows in the data.
+    columns = {
+        **{own: theirs for own, theirs in columns.items() if theirs in known or own not in known},
+        **{theirs: own for own, theirs in columns.items() if theirs not in known and own in known},
+    }
     for own, theirs in columns.items():
         if theirs not in known:
             raise EnvError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from agilerl.arguments import Count, Tokenizer, Whole, checked
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.checks import one_row
+from agilerl.envs.adapters import as_text_env
 from agilerl.envs.episode_task import Episode, EpisodeTask
 from agilerl.envs.prompts import (
     ChatFormat,
@@ -229,19 +230,23 @@ class SyncMultiTurnVecEnv:
     @checked
     def __init__(
         self,
-        env_factory: Callable[..., TokenObservationWrapper],
+        env_factory: Callable[..., Any],
         batch_size: Count,
         group_size: Count,
         env_config: Mapping[str, Any] | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Make ``batch_size * group_size`` wrapped environments.
 
+        Environments that come without a wrapper get one with this ``tokenizer``.
+
         Raises:
-            ConfigError: a size below 1, or a factory that does not return a TokenObservationWrapper.
+            ConfigError: a size below 1, or a factory that returns no TokenObservationWrapper if there is no tokenizer.
         """
         self.batch_size, self.group_size = batch_size, group_size
         try:
-            self.envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
+            made: list[Any] = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
         except AgileRLError:
             raise
         except Exception as error:  # a factory may raise anything; report its reason
@@ -249,10 +254,18 @@ class SyncMultiTurnVecEnv:
                 f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if not all(isinstance(env, TokenObservationWrapper) for env in self.envs):
+        bare = next((env for env in made if not isinstance(env, TokenObservationWrapper)), None)
+        if bare is not None and tokenizer is None:
             raise ConfigError(
-                f"expected env_factory to return a TokenObservationWrapper, found {type(self.envs[0]).__name__}"
+                f"expected env_factory to return a TokenObservationWrapper, found {type(bare).__name__}; pass "
+                "tokenizer= to have it wrapped"
             )
+        self.envs = [
+            env
+            if isinstance(env, TokenObservationWrapper)
+            else TokenObservationWrapper(env, tokenizer, as_text_env(env).max_turns)
+            for env in made
+        ]
         self._prompts: list[Prompt] = []
         self._drawn = 0
 

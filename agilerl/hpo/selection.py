@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import fmean
 from typing import Any, Protocol, TypeVar
 
 from agilerl.arguments import Seed, Whole, checked
@@ -239,8 +240,8 @@ def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int 
 
 
 @checked
-def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
-    """Return the last recorded fitness of each agent, in slot order.
+def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fitness]:
+    """Return the mean of each agent's last recorded ``exams``, in slot order.
 
     Raises ConfigError for an empty population, a repeated index, or an agent that has not been evaluated yet.
     """
@@ -251,7 +252,7 @@ def latest_fitness(agents: Sequence[Evolvable]) -> dict[int, Fitness]:
             raise ConfigError(
                 f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) before selection."
             )
-    fitness = {agent.index: Fitness(float(agent.fitness[-1])) for agent in agents}
+    fitness = {agent.index: Fitness(fmean(map(float, agent.fitness[-exams:]))) for agent in agents}
     if len(fitness) != len(agents):
         raise ConfigError(f"Agents must have different indices, found {[agent.index for agent in agents]}.")
     return fitness

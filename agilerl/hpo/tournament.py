@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from agilerl.arguments import Number, Seed, Whole, checked
+from agilerl.arguments import Count, Number, Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.selection import (
@@ -33,6 +33,8 @@ class TournamentSelection:
     fitness is not finite enters no tournament; if no agent has a finite one, the population stays as it is.
     With a ``gate``, in [0.5, 1), an agent that never won stays nevertheless, unless the winner that would replace it is
     better with at least this probability by the paired exam (``probability_better``).
+    ``select`` compares the mean of each agent's last ``eval_loop`` exams; ``plan`` is told the fitness.
+    ``language_model`` is accepted and has no effect.
     Raises ConfigError if the tournament is larger than the population or either is below one, and for another gate.
     """
 
@@ -42,19 +44,23 @@ class TournamentSelection:
         tournament_size: int,
         elitism: bool,
         population_size: int,
+        eval_loop: Count = 1,
+        language_model: bool = True,
         *,
         gate: Number | None = None,
         seed: Seed = 0,
     ) -> None:
         if population_size < 1:
             raise ConfigError(f"A population needs at least one agent, found population_size={population_size}.")
+        if population_size == 1 and tournament_size >= 1:
+            tournament_size = 1  # there is nobody to compete with
         if not 1 <= tournament_size <= population_size:
             raise ConfigError(
                 f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}."
             )
         if gate is not None and not 0.5 <= gate < 1:
             raise ConfigError(f"gate must be in [0.5, 1), found {gate}.")
-        self.tournament_size = tournament_size
+        self.tournament_size, self.eval_loop = tournament_size, eval_loop
         self.gate = gate
         self.elitism = elitism
         self.population_size = population_size
@@ -95,9 +101,9 @@ class TournamentSelection:
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], None]:
         """Return the elite, the next population in slot order, and None: as documented, all but the elite may mutate.
 
-        Uses the last entry of each agent's ``fitness``. Raises ConfigError when an agent has not been evaluated.
+        Uses the last ``eval_loop`` entries of each agent's ``fitness``. Raises ConfigError when an agent has none.
         """
-        fitness = latest_fitness(pop)
+        fitness = latest_fitness(pop, self.eval_loop)
         plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
         elite, population = apply_plan(plan, pop)
         return elite, population, None

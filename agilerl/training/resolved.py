@@ -89,6 +89,24 @@ class Resolved:
         training.model_fields_set.discard("evo_steps")  # the user did not give it
         return replace(self, config=self.config.replaced(training=training))
 
+    def with_epochs(self, rows: int | None) -> "Resolved":
+        """Return the settings with the ``max_steps`` that ``num_epochs`` passes over so many training rows take.
+
+        Raises ConfigError for a task without rows.
+        """
+        training = self.config.training
+        if training.num_epochs is None:
+            return self
+        if not rows:
+            raise ConfigError(
+                f"training.num_epochs={training.num_epochs} counts passes over rows, of which this environment has no "
+                "fixed number; set training.max_steps"
+            )
+        samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
+        training = training.model_copy(update={"max_steps": samples})
+        training.model_fields_set.discard("max_steps")  # the user did not give it
+        return replace(self, config=self.config.replaced(training=training))
+
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
         here = local_share(self.config, topology)
@@ -228,6 +246,8 @@ def _document(
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     if config.training.replay is None:
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
+    if config.training.num_epochs is None:
+        del resolved["training"]["num_epochs"]  # the same
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
 
 

@@ -188,7 +188,9 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         population.next_index = saved.next_index
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     try_prompts(population)
+    resolved = resolved.with_epochs(loaded.task.train_size if isinstance(loaded.task, Task) else None)
     if config.training.evo_steps is None:
+        config = config.replaced(training=resolved.config.training)
         resolved = resolved.with_evo_steps(_evo_steps(config, population))
     check_memory(estimate(config, population), t.device)
     start_sampling(config, population)

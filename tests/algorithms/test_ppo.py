@@ -45,7 +45,6 @@ def test_documented_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": 1e-3}, "lr_actor and lr_critic, found lr=0.001"),
         ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
         ({"gamma": 1.5}, r"gamma: .* 1, found 1.5"),
         ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "which turn_level_clip=False"),

@@ -101,8 +101,8 @@ class NoLimit(Counting):
     max_turns = None
 
 
-class NoSeed(Counting):
-    def reset(self):
+class NeedsMore(Counting):
+    def reset(self, more):
         return "", {}
 
 
@@ -115,7 +115,7 @@ class NoAction(Counting):
     ("given", "words"),
     [
         (NoLimit(), r"expected max_turns.* of NoLimit .*found None; .*as_text_env\(..., max_turns=...\)"),
-        (NoSeed(), r"expected NoSeed.reset\(seed=...\), .* 'seed'"),
+        (NeedsMore(), r"expected NeedsMore.reset\(seed=...\), .* 'more'"),
         (NoAction(), r"expected NoAction.step\(action\)"),
         (Counting, r"the class Counting itself"),
         (3, r"int has no reset; .*not an object of int"),

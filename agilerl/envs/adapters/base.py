@@ -1,8 +1,10 @@
 """Environments that are not TextEnvs: turn counting, consecutive seeds, spaces that hold any text."""
 
 import inspect
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -176,6 +178,51 @@ class PlainEnv(Adapter):
         """Return what ``inner.step`` returns."""
         result: StepResult = self.inner.step(action)
         return result
+
+
+class UnseededEnv(SealedAdapter):
+    """A plain environment whose ``reset`` takes no seed.
+
+    It finds the global generators of Python and numpy seeded, so episodes that draw from these are functions of
+    the seed; with a generator of its own, equal seeds give different episodes.
+    """
+
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        super().__init__(inner, max_turns)
+        _say_unseeded(type(inner).__name__)
+
+    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return what ``inner.reset`` returns."""
+        begun: tuple[Any, dict[str, Any]] = self.inner.reset()
+        return begun
+
+    def act(self, action: str) -> StepResult:
+        """Return what ``inner.step`` returns."""
+        result: StepResult = self.inner.step(action)
+        return result
+
+
+@cache  # once a process for each class
+def _say_unseeded(name: str) -> None:
+    warnings.warn(
+        f"{name}.reset() takes no seed: Python's and numpy's global generators are seeded for it instead; if it draws "
+        "from one of its own, give reset a seed=None parameter, or the episodes of a group are different problems",
+        stacklevel=4,
+    )
+
+
+def takes_no_seed(env: Any) -> bool:
+    """Return whether ``reset`` can be called without arguments, and not with a seed."""
+    try:
+        signature = inspect.signature(env.reset)
+        signature.bind()
+    except (AttributeError, TypeError, ValueError):
+        return False
+    try:
+        signature.bind(seed=0)
+    except TypeError:
+        return callable(getattr(env, "step", None)) and not isinstance(env, type)
+    return False
 
 
 def _described(thing: Any) -> str:

@@ -8,7 +8,15 @@ import gymnasium
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import load_code, names_code
-from agilerl.envs.adapters.base import AnyText, GymnasiumText, PlainEnv, SealedAdapter, without_checks
+from agilerl.envs.adapters.base import (
+    AnyText,
+    GymnasiumText,
+    PlainEnv,
+    SealedAdapter,
+    UnseededEnv,
+    takes_no_seed,
+    without_checks,
+)
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
@@ -167,7 +175,7 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
 
     Kinds: gymnasium environments with ``Text`` spaces, also wrapped by ``gymnasium.make``; GEM environments;
     single-player textarena games; openenv environments and clients; and any object with ``max_turns``,
-    ``reset(seed=...)`` and ``step(action)``. ``max_turns`` overrides the environment's own limit.
+    ``reset(seed=...)`` (or ``reset()``) and ``step(action)``. ``max_turns`` overrides the environment's own limit.
 
     Raises:
         ConfigError: it is none of these, its spaces are not text, or no ``max_turns`` is known.
@@ -181,7 +189,7 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
     for package, adapter in _FOREIGN.items():
         if package in packages:
             return adapter(env, max_turns)
-    return PlainEnv(env, max_turns)
+    return UnseededEnv(env, max_turns) if takes_no_seed(env) else PlainEnv(env, max_turns)
 
 
 @checked
