@@ -221,6 +221,7 @@ class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr_actor: float
     lr_critic: float
     vf_coef: float
+    critic_warmup_steps: int
     vf_clip_coef: float | None
     gamma: float
     gae_lambda: float

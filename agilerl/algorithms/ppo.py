@@ -49,6 +49,8 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     """Completions sampled for each prompt; the critic is the baseline, so one suffices."""
     vf_coef: Annotated[float, Field(gt=0)] = 0.5
     """Weight of the value loss. It shares no weight with the policy: what it moves is the critic's gradient norm."""
+    critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates at the start in which only the critic learns; the policy waits until its values mean something."""
     vf_clip_coef: Annotated[float | None, Field(gt=0), Evolve(0.05, 1.0)] = 0.2
     """How far a value may move in an update before its gradient stops; None: any distance."""
     gamma: Annotated[float, Field(ge=0, le=1), Evolve(0.9, 1.0, scale="linear")] = 1.0
@@ -242,7 +244,8 @@ class PPO(LLMAlgorithm):
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
         """Return the settings of the next optimizer step of the actor and of the critic; each is clipped by itself."""
         critic = self.config.lr_critic * self.lr_factor
-        return {self.slot: self.adamw(self.current_lr), self.critic_slot: self.adamw(critic)}
+        policy = 0.0 if self.updates < self.config.critic_warmup_steps else self.current_lr
+        return {self.slot: self.adamw(policy), self.critic_slot: self.adamw(critic)}
 
     def get_lr_names(self) -> list[str]:
         """Return the names of the learning rates."""

@@ -174,8 +174,9 @@ ALGORITHMS = {
             *("use_kl_advantage_shaping", "kl_clamp_value", "kl_target", "kl_horizon"),
             *("use_separate_reference_adapter", "vllm_importance_sampling_correction"),
             *("vllm_importance_sampling_cap", "vllm_importance_sampling_mode", "lr_actor", "lr_critic"),
-            *("vf_coef", "vf_clip_coef", "gamma", "gae_lambda", "turn_level_clip", "turn_ratio_pooling"),
-            *("advantage_granularity", "turn_value_reduction", "whiten_advantages"),
+            *("vf_coef", "critic_warmup_steps", "vf_clip_coef", "gamma", "gae_lambda"),
+            *("turn_level_clip", "turn_ratio_pooling", "advantage_granularity", "turn_value_reduction"),
+            *("whiten_advantages",),
         ),
         (
             *("batch_size", "update_epochs", "max_grad_norm", "weight_decay", "group_size"),

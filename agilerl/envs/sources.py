@@ -508,14 +508,19 @@ def _check_files(builder: Any, name: str) -> None:
                 )
 
 
+_READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "rejected", "target")
+"""Columns that something here reads."""
+
+
+def _read_as_meant(own: str, theirs: str, known: Sequence[str]) -> tuple[str, str]:
+    """Return a new name and that in the source; AgileRL's manifests have them the other way round."""
+    return (theirs, own) if theirs not in known and own in known and theirs in _READ else (own, theirs)
+
+
 def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
     """Rename columns; raises EnvError for missing and duplicate columns."""
     known = part.columns
-    # AgileRL's manifests have the two sides the other way round; which one is meant shows in the data.
-    columns = {
-        **{own: theirs for own, theirs in columns.items() if theirs in known or own not in known},
-        **{theirs: own for own, theirs in columns.items() if theirs not in known and own in known},
-    }
+    columns = dict(_read_as_meant(own, theirs, known) for own, theirs in columns.items())
     for own, theirs in columns.items():
         if theirs not in known:
             raise EnvError(

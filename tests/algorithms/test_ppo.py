@@ -35,7 +35,7 @@ def test_documented_names_and_defaults() -> None:
     expected = {
         "lr_critic": 5e-5, "vf_coef": 0.5, "gamma": 1.0, "gae_lambda": 1.0, "turn_level_clip": True,
         "advantage_granularity": "auto", "turn_ratio_pooling": "sum", "turn_value_reduction": "final_value",
-        "whiten_advantages": True, "group_size": 1, "lr_actor": 1e-5,
+        "whiten_advantages": True, "group_size": 1, "lr_actor": 1e-5, "critic_warmup_steps": 0,
     }  # fmt: skip
     assert {n: found[n] for n in expected} == expected
     assert not {"lr", "adv_norm", "filter_zero_adv"} & set(found)

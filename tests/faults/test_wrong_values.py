@@ -63,9 +63,11 @@ from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
 from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.llm_envs import (
+    DatasetEnv,
     FormatRewardWrapper,
     PreferenceGym,
     ReasoningGym,
+    RolloutHarness,
     SearchTool,
     SFTGym,
     SyncMultiTurnVecEnv,
@@ -208,6 +210,14 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
         },
     ),
     "SearchTool": lambda w: (SearchTool, {}),
+    "DatasetEnv": lambda w: (
+        DatasetEnv,
+        {"train_dataset": PAIRS, "test_dataset": PAIRS, "tokenizer": w.tokenizer, "objective": "preference"},
+    ),
+    "RolloutHarness": lambda w: (
+        RolloutHarness,
+        {"env": GridNavigation(), "tokenizer": w.tokenizer, "max_turns": 3},
+    ),
     "SyncMultiTurnVecEnv": lambda w: (
         SyncMultiTurnVecEnv,
         {"env_factory": w.wrapped, "batch_size": 1, "group_size": 1},
@@ -310,7 +320,7 @@ GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows"
 
 SEEN_ELSEWHERE = {
     "ALGORITHMS", "GRADER_CHECKS", "LIBRARY",  # tables
-    "LLMPPO", "LLMREINFORCE",  # other names
+    "LLMPPO", "LLMREINFORCE", "RolloutEnv",  # other names
     "HAS_ARENA_DEPENDENCIES", "HAS_DEEPSPEED", "HAS_LIGER_KERNEL", "HAS_LLM_DEPENDENCIES", "HAS_VLLM",  # flags
     "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader", "WaitingGrader",  # to subclass
     "ToolCallParser",  # also

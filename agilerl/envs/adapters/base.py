@@ -166,12 +166,17 @@ class PlainEnv(Adapter):
             except TypeError as error:
                 raise ConfigError(f"expected {type(inner).__name__}.{shown}, but {error}") from error
         super().__init__(inner, max_turns)
+        size = getattr(inner, "dataset_size", 0)
+        # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
+        served = "row_index" in inspect.signature(inner.reset).parameters
+        self._rows: int | None = int(size) if served and isinstance(size, int) and size > 0 else None
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
 
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """Return what ``inner.reset`` returns."""
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
+        row = {} if self._rows is None else {"row_index": seed % self._rows}
+        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed, **row)
         return begun
 
     def act(self, action: str) -> StepResult:
