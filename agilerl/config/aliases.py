@@ -32,7 +32,6 @@ _IMPLIED = {
     "algorithm.calc_position_embeddings": (True,),
     "network.lora_config.task_type": ("CAUSAL_LM",),
     "network.lora_config.bias": ("none",),
-    "network.lora_config.lora_dropout": (0, 0.0),
 }
 """Keys that say how it works anyway, with the value that does."""
 _PREFIXES = ("gem:", "textarena:", "openenv:", "agilerl/")
@@ -46,7 +45,7 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     if "INIT_HP" in manifest:
         raise ConfigError(
             "INIT_HP and MUTATION_PARAMS are settings of a Python program, found them as sections of a manifest; pass "
-            "them to create_population (docs/agilerl.md), or write the sections algorithm, training, mutation"
+            "them to create_population (docs/coming_from_agilerl.md), or write the sections algorithm, training, mutation"
         )
     values: dict[str, Any] = {}
     for name, section in manifest.items():

@@ -21,7 +21,7 @@ NETWORK: dict[str, Any] = {
     "pretrained_model_name_or_path": "embedded",
     "max_context_length": 96,
     "lora_config": {
-        "lora_r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0,
+        "lora_r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.05,
         "task_type": "CAUSAL_LM",
     },
 }  # fmt: skip
@@ -101,6 +101,7 @@ def test_a_reasoning_manifest_is_ready_to_run(place: Path) -> None:
     session = build(config, allow_code=True)
     (agent, _) = session.population.agents
     assert (agent.rank, agent.context_length, agent.algo) == (8, 96, "GRPO")
+    assert agent.lora_config.lora_dropout == 0.05
     assert session.resolved.options.fused_logprobs_chunk_rows == 128
     assert session.resolved.options.quantization_config is None
     place_ = session.population.places("exam")[0]
@@ -187,7 +188,7 @@ def test_a_manifest_may_turn_the_search_off(place: Path) -> None:
 @pytest.mark.parametrize(
     ("manifest", "match"),
     [
-        ({"network": {"lora_config": {"lora_dropout": 0.05}}}, "lora_dropout"),
+        ({"network": {"lora_config": {"lora_dropout": 1.5}}}, "lora_dropout"),
         ({"network": {"lora_config": {"task_type": "SEQ_CLS"}}}, "task_type"),
         ({"network": {"lora_config": {"lora_r": 4, "r": 8}}}, "lora_r"),
         ({"algorithm": {"name": "GRPO", "calc_position_embeddings": False}}, "calc_position_embeddings"),
