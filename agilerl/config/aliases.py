@@ -45,7 +45,7 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     if "INIT_HP" in manifest:
         raise ConfigError(
             "INIT_HP and MUTATION_PARAMS are settings of a Python program, found them as sections of a manifest; pass "
-            "them to create_population (docs/coming_from_agilerl.md), or write the sections algorithm, training, mutation"
+            "them to create_population, or write the sections algorithm, training and mutation"
         )
     values: dict[str, Any] = {}
     for name, section in manifest.items():
