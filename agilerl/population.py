@@ -14,19 +14,20 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked, nearest, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, examples_at
 from agilerl.envs.graded import all_weights, check_evolving_weights
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
+from agilerl.hpo.strategies import OBJECTIVES
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
@@ -113,6 +114,7 @@ class Population:
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
     ``second``, which neither selection nor the test uses, for a choice among candidates.
+    ``objectives`` is what an exam measures: ``reward`` alone, or with ``kl`` and ``length`` (see :meth:`evaluate`).
     ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation,
     set it after each selection.
     """
@@ -128,10 +130,12 @@ class Population:
         eval_max_new_tokens: Count | None = None,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
+        objectives: Sequence[str] = ("reward",),
         sharing: Sharing = ALONE,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
+        check_objectives(objectives)
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         number_apart(agents)
@@ -149,6 +153,7 @@ class Population:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
         self.test_prompts = test_prompts
+        self.objectives = tuple(objectives)
         if sharing:
             check_sharing(agents, task, sharing)
         self.sharing = sharing
@@ -368,6 +373,12 @@ class Population:
         completion that could not be computed or graded scores NaN, which gives its agent a fitness that ranks last. The
         mean of an exam is appended to ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
 
+        With further ``objectives``, exams and tests of agents have them as ``Fitness.costs``, a score for each prompt:
+        ``length`` in tokens that the agent said, and ``kl`` in nats a token: the mean over these tokens of
+        KL(agent || reference) of the next token, summed over the vocabulary at temperature 1. The reference is the
+        agent's: the base model, or the adapter that it started from. The two forward passes over prompts and
+        completions count as tokens evaluated. If memory does not hold one row of them, ``kl`` is NaN.
+
         Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
         examined, which may have caused it. Raises ConfigError for no agents, or agents of another runtime.
         """
@@ -378,8 +389,8 @@ class Population:
                 f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
-        scores = self._examine(split, [(a.slot, a) for a in chosen], all_agents=agents is None)
-        results = {agent.index: Fitness.from_scores(s) for agent, s in zip(chosen, scores)}
+        found = self._examine(split, [(a.slot, a) for a in chosen], all_agents=agents is None)
+        results = {agent.index: fitness for agent, fitness in zip(chosen, found)}
         if split == "exam":
             for agent in chosen:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
@@ -393,11 +404,11 @@ class Population:
     @checked
     def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model itself, adapters off."""
-        return Fitness.from_scores(self._examine(split, [(None, None)], all_agents=True)[0])
+        return self._examine(split, [(None, None)], all_agents=True)[0]
 
     def _examine(
         self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, all_agents: bool
-    ) -> list[list[float]]:
+    ) -> list[Fitness]:
         panel, limit, reserve = self.places(split), self.context_length, self.eval_max_new_tokens or 1
         size = len(panel)
         of_task, first, _ = self._rows_of(split)
@@ -408,18 +419,50 @@ class Population:
         ]
         groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
         lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
-        scores = []
+        results = []
         for k, (_, agent) in enumerate(who):
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
             failed = any(t.finish_reason == "error" for group in own for t in group)
             # An episode may have several rows, each with the whole return.
-            scores.append([float("nan") if failed or not group else group[0].episode_return for group in own])
+            scores = [float("nan") if failed or not group else group[0].episode_return for group in own]
+            results.append(Fitness.from_scores(scores))
             if agent is not None and split == "exam":
                 sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
                 self.ungraded[agent.index] = sum(math.isnan(group[0].episode_return) for group in sound)
             if agent is not None and split != "test":
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
-        return scores
+            if agent is not None and split != "second" and len(self.objectives) > 1:
+                results[k] = replace(results[k], costs=self._costs(agent, own, counted=split == "exam"))
+        return results
+
+    def _costs(
+        self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
+    ) -> dict[str, Fitness]:
+        """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
+        said = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
+        found = {}
+        if "kl" in self.objectives:
+            rows = [(place, t) for place, group in enumerate(groups) for t in group if any(t.action_mask)]
+            sums = [0.0] * len(groups)
+            for (place, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
+                sums[place] += total
+            found["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, said)])
+        if "length" in self.objectives:
+            found["length"] = Fitness.from_scores(said)
+        return found
+
+    def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
+        """Return KL(agent || its reference) in nats, summed over the action tokens of each row."""
+        if not rows:
+            return []
+        batch = collate(rows, agent.pad_token_id)
+        try:
+            kl = self.runtime.fixed_kl(agent.slot, agent.reference_slot, batch, agent.micro_batch)
+        except MemoryExhaustedError:
+            return [math.nan] * len(rows)
+        if counted:
+            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())
+        return kl.double().sum(dim=1).tolist()
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         """Return the places of an exam that count for no agent; raises if it failed for all agents."""
@@ -605,6 +648,16 @@ def sick_members(
         if index not in sick
     }
     return sick | collapsed(vitals, elite)
+
+
+def check_objectives(objectives: Sequence[str]) -> None:
+    """Raise ConfigError unless these are different objectives of exams, the reward among them."""
+    unknown = [name for name in objectives if name not in OBJECTIVES]
+    if unknown or "reward" not in objectives or len(set(objectives)) < len(objectives):
+        raise ConfigError(
+            f"objectives: expected reward and, as wanted, kl and length, each once, found {shown(list(objectives))}"
+            + (f"; {nearest(unknown[0], OBJECTIVES)}" if unknown else "")
+        )
 
 
 def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: Sharing) -> None:

@@ -3,7 +3,7 @@
 import copy
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -341,15 +341,46 @@ class Runtime:
 
         If memory runs out, the rows of a forward are halved; raises MemoryExhaustedError if not even one row fits.
         """
-        return self._without_gradient(AgentRows(slot, batch, temperature), most)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._logprobs)
 
     def fixed_values(self, slot: int, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most)
+        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most, self._values)
 
     def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, temperature), most, entropy=True)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._entropy)
+
+    def fixed_kl(self, slot: int | None, reference: int | None, batch: RolloutBatch, most: MicroBatch) -> Tensor:
+        """Return KL(slot || reference) ``[B, T-1]`` in nats at each action token, without gradient.
+
+        It compares the whole distributions of the token at temperature 1, after the tokens before it in the batch;
+        None is the base model with adapters off.
+        """
+        return self._without_gradient(AgentRows(slot, batch, 1.0), most, partial(self._kl, reference))
+
+    def _logprobs(self, rows: AgentRows) -> Tensor:
+        found = self.forward([rows])[0].logp
+        assert found is not None
+        return found
+
+    def _values(self, rows: AgentRows) -> Tensor:
+        found = self.forward([rows])[0].values
+        assert found is not None
+        return found
+
+    def _entropy(self, rows: AgentRows) -> Tensor:
+        found = self.forward([rows], entropy=True)[0].entropy
+        assert found is not None
+        return found
+
+    def _kl(self, reference: int | None, rows: AgentRows) -> Tensor:
+        mask, device = rows.batch.action_mask.cpu(), self.base.device
+        states = []
+        for slot in (rows.slot, reference):
+            hidden, (source,) = self._hidden([replace(rows, slot=slot)])
+            states.append(hidden.index_select(0, source[:, :-1][mask].to(device)))
+        return _scatter(mask.to(device), self.base.kl(*states))
 
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
@@ -404,17 +435,19 @@ class Runtime:
         return sum(counts[: self.processes.rank])
 
     @torch.no_grad()
-    def _without_gradient(self, rows: AgentRows, most: MicroBatch, *, entropy: bool = False) -> Tensor:
-        """Compute a batch in parts that ``most`` allows, of which each process takes some."""
+    def _without_gradient(
+        self, rows: AgentRows, most: MicroBatch, measure: Callable[[AgentRows], Tensor]
+    ) -> Tensor:
+        """Measure a batch in parts that ``most`` allows, of which each process takes some."""
         count, before = len(rows.batch), self.limits.train_tokens
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)
         if self.processes.size == 1:
-            self._fill(result, range(count), rows, most, entropy=entropy)
+            self._fill(result, range(count), rows, most, measure)
             return result
         own, *others = (range(s.start, s.stop) for s in (self.processes.share(count), *self.processes.shares(count)))
 
         def compute() -> bytes:
-            self._fill(result, own, rows, most, entropy=entropy)
+            self._fill(result, own, rows, most, measure)
             learned = self.limits.train_tokens or 0
             return learned.to_bytes(8) + result[own.start : own.stop].cpu().numpy().tobytes()
 
@@ -430,8 +463,15 @@ class Runtime:
         self.limits.train_tokens = min((n for part in received if (n := int.from_bytes(part[:8]))), default=None)
         return result
 
-    def _fill(self, result: Tensor, places: range, rows: AgentRows, most: MicroBatch, *, entropy: bool) -> None:
-        """Compute some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
+    def _fill(
+        self,
+        result: Tensor,
+        places: range,
+        rows: AgentRows,
+        most: MicroBatch,
+        measure: Callable[[AgentRows], Tensor],
+    ) -> None:
+        """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
         before, waiting = self.limits.train_tokens, [torch.arange(places.start, places.stop)]
         flat, alone = self.base.flattens, most._replace(unit=1)
         while waiting:
@@ -441,8 +481,8 @@ class Runtime:
             own, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
             waiting += others[::-1]
             part = replace(rows, batch=rows.batch.select(own))
-            outputs = attempt(partial(self.forward, [part], entropy=entropy))
-            if outputs is None:
+            found = attempt(partial(measure, part))
+            if found is None:
                 if len(own) == 1:
                     self.limits.train_tokens = before
                     raise MemoryExhaustedError(
@@ -451,8 +491,6 @@ class Runtime:
                 waiting.append(own)
                 self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
-            found = outputs[0].values if rows.values else outputs[0].entropy if entropy else outputs[0].logp
-            assert found is not None
             result[own, : found.shape[1]] = found.float()
 
 

@@ -16,7 +16,7 @@ from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
-from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, SETTINGS, SHRINKING, LRSchedule
+from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
@@ -26,6 +26,7 @@ Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 
 EVO_STEPS = 8
 """Iterations between selections if a manifest gives none; knockout and pulses go by the budget instead."""
+_FRONT = 2
 DEFAULT = "knockout"
 """The strategy if a manifest names none."""
 ANNEALING = LRSchedule("linear", decay=0.4)
@@ -270,6 +271,10 @@ class SelectionConfig(Section):
     """Knockout and pulses: later rounds."""
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
+    objectives: Annotated[list[Literal["reward", "kl", "length"]], Field(min_length=1)] | None = None
+    """What the exam measures and selection compares, by Pareto dominance: ``reward``, to be raised, with ``kl`` (to the
+    reference, nats a token) and ``length`` (tokens a completion), to be lowered. For knockout and halving, which then
+    keep two agents unless ``floor`` says more, tournament, truncation, none and custom code. None: the reward."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
     """Best exams whose agents sit a second panel at the end, as large as the exam, with the best agent of the last one.
     That one is the elite, unless the panel shows one of them to be better with a probability of 0.8. 1: the elite is
@@ -298,7 +303,19 @@ class SelectionConfig(Section):
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         if self.pulses is not None and "pulses" in given:
             given["pulses"] = self.pulses.model_dump(exclude_unset=True)
+        if "floor" in names:
+            given["floor"] = self.least
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether the exam has other objectives than the reward."""
+        return len(self.objectives or ()) > 1
+
+    @property
+    def least(self) -> int | None:
+        """Agents that knockout and halving leave: those of a front if there are several objectives."""
+        return _FRONT if self.floor is None and self.has_costs else self.floor
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
@@ -310,6 +327,7 @@ class SelectionConfig(Section):
             self.model_fields_set
             - own
             - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
+            - {"objectives"}
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
@@ -318,6 +336,25 @@ class SelectionConfig(Section):
                     f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
                     "it, or name another strategy"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_front(self) -> Self:
+        given = self.objectives or ["reward"]
+        if "reward" not in given or len(set(given)) < len(given):
+            raise ValueError(f"objectives: expected reward and others, each once, found {shown(given)}")
+        if not self.has_costs:
+            return self
+        if not names_code(self.strategy) and self.strategy not in OBJECTIVE_STRATEGIES:
+            raise ValueError(
+                f"objectives={shown(given)}: selection_strategy.name={self.strategy} compares agents by one number; "
+                f"name one of {', '.join(OBJECTIVE_STRATEGIES)}, or leave objectives out"
+            )
+        if self.floor == 1:
+            raise ValueError(
+                f"objectives={shown(given)}: selection_strategy.floor=1 leaves one agent, which is no front; set floor "
+                "to 2 or more, or name a strategy that keeps all agents (tournament, truncation)"
+            )
         return self
 
 
@@ -425,7 +462,7 @@ class RunConfig(Section):
     def smallest_population(self) -> int:
         """Agents that selection may leave."""
         section, size = self.selection_strategy, self.training.pop_size
-        return min(section.floor or 1, size) if section.strategy in SHRINKING else size
+        return min(section.least or 1, size) if section.strategy in SHRINKING else size
 
     @property
     def candidates(self) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,10 @@ from agilerl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """Result of one agent on the exam; a mean that is not finite counts as minus infinity."""
+    """Result of one agent on the exam; a mean that is not finite counts as minus infinity.
+
+    With ``costs`` it is a vector, and agents are compared by Pareto dominance (``ranking``, ``evidence``).
+    """
 
     mean: float
     """Mean score over the panel (for several turns: mean episode return)."""
@@ -24,6 +27,8 @@ class Fitness:
     """Number of prompts."""
     scores: tuple[float, ...] = field(default=(), repr=False)
     """Score of each prompt, in panel order, the same panel for every agent; empty when only the mean is known."""
+    costs: Mapping[str, "Fitness"] = field(default_factory=dict)
+    """Further objectives by name, of the same prompts, each the better the lower (``kl``, ``length``)."""
 
     @classmethod
     @checked
@@ -40,8 +45,13 @@ class Fitness:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the agent may be ranked among the others and may be a parent."""
-        return math.isfinite(self.mean)
+        """Whether the agent may be ranked among the others and may be a parent: every objective is finite."""
+        return math.isfinite(self.mean) and all(math.isfinite(cost.mean) for cost in self.costs.values())
+
+    @property
+    def vector(self) -> tuple[float, ...]:
+        """The objectives, each to be maximised: the mean, and the negative costs in the order of their names."""
+        return (self.mean, *(-self.costs[name].mean for name in sorted(self.costs)))
 
     @property
     def value(self) -> float:
@@ -50,31 +60,60 @@ class Fitness:
 
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data, numbers that are not finite included."""
-        return {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
+        values = {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
+        costs = {name: cost.state() for name, cost in self.costs.items()}
+        return {**values, "costs": costs} if costs else values
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
         """Return the fitness that :meth:`state` gave."""
-        return cls(values["mean"], values["stderr"], values["n"], tuple(values["scores"]))
+        costs = {name: cls.from_state(cost) for name, cost in values.get("costs", {}).items()}
+        return cls(values["mean"], values["stderr"], values["n"], tuple(values["scores"]), costs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return mean, stderr and n for a JSON line; numbers that are not finite become None."""
-        return {
-            "mean": self.mean if self.is_finite else None,
+        """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""
+        values = {
+            "mean": self.mean if math.isfinite(self.mean) else None,
             "stderr": self.stderr if math.isfinite(self.stderr) else None,
             "n": self.n,
         }
+        costs = {name: cost.to_dict() for name, cost in self.costs.items()}
+        return {**values, "costs": costs} if costs else values
 
 
 @checked
 def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
-    """Return the agent indices from best to worst; ties are broken by age (lower index first)."""
-    return sorted(fitness, key=lambda index: (-fitness[index].value, index))
+    """Return the agent indices from best to worst; ties are broken by age (lower index first).
+
+    Vectors are ranked as NSGA-II does (Deb et al. 2002): by non-dominated front, within a front by crowding distance.
+    Ends of a front, which are infinitely far from others, and ties are ordered by the mean: so the first agent is the
+    member of the first front with the best mean. Agents whose fitness is not finite come last, by age.
+    Raises ConfigError if agents have different objectives.
+    """
+    vectors = _vectors(fitness)
+    if not vectors:
+        return sorted(fitness, key=lambda index: (-fitness[index].value, index))
+    ranked: list[int] = []
+    for front in non_dominated_fronts(vectors):
+        distance = crowding_distance({index: vectors[index] for index in front})
+        ranked += sorted(front, key=lambda index: (-distance[index], -vectors[index][0], index))
+    return [*ranked, *sorted(set(fitness) - set(ranked))]
+
+
+@checked
+def pareto_front(fitness: Mapping[int, Fitness]) -> list[int]:
+    """Return the agents that no other one dominates, best mean first; those whose fitness is not finite are left out.
+
+    With one objective these are the agents of the best mean.
+    """
+    finite = {index: one.vector for index, one in fitness.items() if one.is_finite}
+    fronts = non_dominated_fronts(finite)
+    return sorted(fronts[0], key=lambda index: (-finite[index][0], index)) if fronts else []
 
 
 @checked
 def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
-    """Return the probability that agent ``a`` is truly better than agent ``b``, from the exam that both took.
+    """Return the probability that agent ``a`` has truly the better mean than ``b``, from the exam that both took.
 
     Paired t over the prompts: d_i = a_i - b_i, P = T_df(sqrt(trust) * mean(d) / (s / sqrt(N))). Two imaginary prompts,
     one won and one lost by the largest |d_i|, are added first (N = n + 2, df = n + 1): as with a Beta(1, 1) prior, a
@@ -105,6 +144,67 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     return float(stdtr(count - 1, math.sqrt(trust) * statistic))
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What an exam says about one agent being better than another."""
+
+    probability: float
+    """The largest probability, over the objectives, of being better."""
+    needed: float
+    """What that must reach."""
+    about: str = ""
+    """The objective of that probability; empty if there is only one."""
+    against: str = ""
+    """An objective in which the agent is worse with enough certainty; empty if there is none."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the agent may take the other's place; a tie never is."""
+        return self.probability >= self.needed and self.probability > 0.5 and not self.against
+
+    def __str__(self) -> str:
+        sign = ">=" if self.probability >= self.needed and self.probability > 0.5 else "<"
+        said = f"P = {self.probability:.3f} {sign} "
+        against = f", but worse in {self.against}" if self.against else ""
+        return f"{said}{self.needed:.3g} in {self.about}{against}" if self.about else f"{said}{self.needed:g}"
+
+
+@checked
+def evidence(a: Fitness, b: Fitness, confidence: Share, among: Sequence[Fitness] | None = None) -> Evidence:
+    """Return the evidence that agent ``a`` is better than ``b``; enough has a probability of ``confidence``.
+
+    With one objective that is ``probability_better``. With K objectives, by the same paired test of each:
+    ``a`` must be better in one of them with 1 - (1 - confidence) / K, since one of K may look better by chance
+    (Bonferroni), and must not be worse in any with ``confidence``. That is dominance as far as the exam can tell: a
+    trade-off, such as a better reward for more KL, is no evidence. ``among``: the exams of all agents, whose
+    ``reliability`` in each objective then shrinks its differences.
+    """
+    if not (a.costs and b.costs and a.is_finite and b.is_finite):
+        trust = 1.0 if among is None else reliability(among)
+        return Evidence(probability_better(a, b, trust), confidence)
+    chances = {}
+    for name in ("reward", *sorted(a.costs)):
+        one, other = (_objective(fitness, name) for fitness in (a, b))
+        trust = 1.0 if among is None else reliability([_objective(f, name) for f in among if f.is_finite])
+        chances[name] = probability_better(one, other, trust)
+    best, worst = max(chances, key=chances.__getitem__), min(chances, key=chances.__getitem__)
+    is_worse = 1 - chances[worst] >= confidence and chances[worst] < 0.5
+    return Evidence(
+        chances[best],
+        1 - (1 - confidence) / len(chances),
+        best,
+        f"{worst} with P = {1 - chances[worst]:.3f}" if is_worse else "",
+    )
+
+
+def _objective(fitness: Fitness, name: str) -> Fitness:
+    """Return one objective alone, to be maximised."""
+    if name == "reward":
+        return replace(fitness, costs={})
+    cost = fitness.costs[name]
+    return Fitness(-cost.mean, cost.stderr, cost.n, tuple(-score for score in cost.scores))
+
+
 @checked
 def reliability(fitness: Sequence[Fitness]) -> float:
     """Return the share of the observed variance between agents that is not exam noise, in [0, 1].
@@ -132,15 +232,16 @@ def reliability(fitness: Sequence[Fitness]) -> float:
     return max(0.0, 1.0 - noise / between) if math.isfinite(noise) else 0.0
 
 
+# -- several objectives: dominance, and how far apart the members of a front are --------------------------------------
+
+
 def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list[int]]:
     """Return the agents in fronts, best first: no agent is dominated by another in its front or in a later one.
 
     ``objectives`` maps an agent to its vector, every entry to be maximised (reward, -KL, -length). A vector dominates
     another if no entry is lower and at least one is higher. Entries that are not finite count as minus infinity.
     """
-    points = {index: np.where(np.isfinite(vector), vector, -np.inf) for index, vector in sorted(objectives.items())}
-    if len({point.shape for point in points.values()}) > 1:
-        raise ConfigError("Multi-objective fitness needs vectors of one length for all agents.")
+    points = _points(objectives)
     left = set(points)
     fronts: list[list[int]] = []
     while left:
@@ -148,6 +249,47 @@ def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list
         fronts.append(front)
         left.difference_update(front)
     return fronts
+
+
+def crowding_distance(objectives: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Return how far each member of a front is from its neighbours: the crowding distance of NSGA-II.
+
+    The sum over the objectives of the distance between the next lower and the next higher member, as a share of the
+    front's range; infinite for the members at both ends of an objective, of equal ones the oldest (lowest index). An
+    objective in which all are equal adds nothing. Source: Deb et al., IEEE Trans. Evol. Comput. 6 (2002) 182-197.
+    """
+    points = _points(objectives)
+    distance = dict.fromkeys(points, 0.0)
+    for place in range(len(next(iter(points.values()), ()))):
+        value = {index: float(point[place]) for index, point in points.items()}
+        order = sorted(points, key=lambda index: (value[index], index))
+        low, high = value[order[0]], value[order[-1]]
+        if not 0 < high - low < math.inf:
+            continue
+        for before, index, after in zip([order[0], *order], order, [*order[1:], order[-1]]):
+            distance[index] += (value[after] - value[before]) / (high - low)
+        for end in (order[0], min(index for index in order if value[index] == high)):
+            distance[end] = math.inf
+    return distance
+
+
+def _points(objectives: Mapping[int, Sequence[float]]) -> dict[int, np.ndarray]:
+    points = {index: np.where(np.isfinite(vector), vector, -np.inf) for index, vector in sorted(objectives.items())}
+    if len({point.shape for point in points.values()}) > 1:
+        raise ConfigError("Multi-objective fitness needs vectors of one length for all agents.")
+    return points
+
+
+def _vectors(fitness: Mapping[int, Fitness]) -> dict[int, tuple[float, ...]]:
+    """Return the vectors of the agents whose fitness is finite; none if there is one objective."""
+    finite = {index: one for index, one in fitness.items() if one.is_finite}
+    names = {tuple(sorted(one.costs)) for one in finite.values()}
+    if len(names) > 1:
+        raise ConfigError(
+            f"Agents are compared by the same objectives, found the costs {', '.join(map(str, sorted(names)))}; give "
+            "the fitness of each agent the same costs."
+        )
+    return {index: one.vector for index, one in finite.items()} if names - {()} else {}
 
 
 def _dominates(a: np.ndarray, b: np.ndarray) -> bool:

@@ -4,8 +4,17 @@ from collections.abc import Mapping, Sequence
 
 from agilerl.arguments import Count, Number, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, probability_better, ranking
-from agilerl.hpo.selection import AT_THE_START, Birth, Plan, SelectionStrategy, Standing, check_population, keep_all
+from agilerl.hpo.fitness import Fitness, evidence, probability_better, ranking
+from agilerl.hpo.selection import (
+    AT_THE_START,
+    Birth,
+    Plan,
+    SelectionStrategy,
+    Standing,
+    check_one_objective,
+    check_population,
+    keep_all,
+)
 
 
 class PulseSelection:
@@ -61,6 +70,7 @@ class PulseSelection:
     ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy)."""
         check_population(fitness, next_index)
+        check_one_objective(fitness, "pulses")
         ranked, verdicts = ranking(fitness), dict[int, str]()
         winner = self._winner(fitness, ranked, verdicts)
         losers = tuple(index for index in fitness if index != winner)
@@ -126,7 +136,7 @@ class KnockoutSelection:
 
     Agent 0 has the user's configuration and is seeded: if it would leave, it stays in place of the last agent that
     would stay, unless that one is better with probability at least ``confidence`` by the paired exam
-    (``probability_better``); a tie is not evidence. An agent whose fitness is not finite leaves at once. The agents
+    (``evidence``); a tie is not evidence. An agent whose fitness is not finite leaves at once. The agents
     that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose indices are
     0 to population_size - 1.
 
@@ -191,13 +201,13 @@ class KnockoutSelection:
         kept, seeded = list(ranked[:count]), 0
         if seeded in fitness and seeded not in kept and fitness[seeded].is_finite:
             rival = kept[-1]
-            sure = probability_better(fitness[rival], fitness[seeded])
-            if sure < self.confidence or sure <= 0.5:
-                verdicts[seeded] = f"kept: P = {sure:.3f} < {self.confidence:g} that agent {rival} is better"
-                verdicts[rival] = f"left: better than agent {seeded} with P = {sure:.3f} < {self.confidence:g} only"
-                kept[-1] = seeded
+            found = evidence(fitness[rival], fitness[seeded], self.confidence)
+            if found.is_enough:
+                verdicts[seeded] = f"left: agent {rival} is better with {found}"
             else:
-                verdicts[seeded] = f"left: agent {rival} is better with P = {sure:.3f} >= {self.confidence:g}"
+                verdicts[seeded] = f"kept: {found} that agent {rival} is better"
+                verdicts[rival] = f"left: better than agent {seeded} with {found} only"
+                kept[-1] = seeded
         for place, index in enumerate(ranked, start=1):
             if index not in kept:
                 verdicts.setdefault(index, f"left: place {place} of {len(ranked)}, {fitness[index].value:.3f}")

@@ -14,6 +14,7 @@ from agilerl.hpo.selection import (
     Plan,
     Standing,
     apply_plan,
+    check_one_objective,
     check_population,
     latest_fitness,
     next_generation,
@@ -85,6 +86,7 @@ class MultiFrequencySelection:
     ) -> Plan:
         """Return the plan of this generation (see SelectionStrategy); the order of ``fitness`` decides the parts."""
         check_population(fitness, next_index, self.population_size)
+        check_one_objective(fitness, "multi_frequency")
         elite = ranking(fitness)[0]
         if not fitness[elite].is_finite:
             return Plan(generation, elite, tuple(fitness), reason="no agent has a finite fitness")

@@ -7,8 +7,9 @@ from typing import Any, Protocol, TypeVar
 
 from agilerl.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
+from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
+from agilerl.hpo.strategies import OBJECTIVE_STRATEGIES
 from agilerl.streams import stream
 
 AgentT = TypeVar("AgentT", bound=Evolvable)
@@ -239,6 +240,16 @@ def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int 
         raise ConfigError(f"next_index must be above every agent index, found {next_index} and agent {max(fitness)}.")
 
 
+def check_one_objective(fitness: Mapping[int, Fitness], name: str) -> None:
+    """Raise ConfigError if agents have several objectives, which this strategy does not compare."""
+    costs = sorted({cost for one in fitness.values() for cost in one.costs})
+    if costs:
+        raise ConfigError(
+            f"The strategy {name} compares agents by one number, found the costs {', '.join(costs)} too; use one of "
+            f"{', '.join(OBJECTIVE_STRATEGIES)}, or leave the costs out."
+        )
+
+
 @checked
 def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fitness]:
     """Return the mean of each agent's last recorded ``exams``, in slot order.
@@ -270,7 +281,7 @@ class TruncationSelection:
     """Each of the worst ``fraction`` of agents copies a random one of the best ``fraction`` (PBT, arXiv 1711.09846).
 
     Gate: an agent is replaced only if the donor is better with probability at least ``confidence``, from the paired
-    exam, shrunk by how much of the spread between agents is real (``probability_better``, ``reliability``); ties keep.
+    exam, shrunk by how much of the spread between agents is real (``evidence``, ``reliability``); ties keep.
     Agents whose fitness is not finite are always replaced. Only the new clones are open to mutation.
     Raises ConfigError for a fraction outside (0, 0.5] or a confidence outside [0.5, 1).
     """
@@ -302,13 +313,11 @@ class TruncationSelection:
         count = max(1, int(self.fraction * len(ranked)))
         donors = finite[:count]
         candidates = {*ranked[-count:], *ranked[len(finite) :]} - set(donors)
-        trust = reliability(list(fitness.values()))
+        everyone = list(fitness.values())
         births: dict[int, Birth] = {}
         for index in sorted(candidates):
             donor = donors[int(stream(seed, "selection", generation, index).integers(len(donors)))]
-            better = probability_better(fitness[donor], fitness[index], trust)
-            # With confidence=0.5 a tie would pass as well, but a tie must not replace an agent.
-            if better >= self.confidence and better > 0.5:
+            if evidence(fitness[donor], fitness[index], self.confidence, everyone).is_enough:
                 births[index] = Birth(next_index + len(births), donor)
         return Plan(
             generation,

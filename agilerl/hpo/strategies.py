@@ -34,6 +34,11 @@ COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
 SHRINKING = ("knockout", "pulses", "halving")
 """Strategies that leave fewer agents than began."""
 
+OBJECTIVES = ("reward", "kl", "length")
+"""What an exam can measure: the reward, to be raised, and costs, to be lowered."""
+OBJECTIVE_STRATEGIES = ("knockout", "tournament", "truncation", "halving", "none")
+"""Strategies that compare agents with several objectives."""
+
 
 def strategy_class(name: str) -> Any:
     """Return the class of a strategy."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from agilerl.arguments import Count, Number, Seed, Whole, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, probability_better, ranking
+from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.selection import (
     AT_THE_START,
     AgentT,
@@ -32,7 +32,7 @@ class TournamentSelection:
     mutation: mutating the kept agents too costs up to 6 points in the surrogate worlds of the tests. An agent whose
     fitness is not finite enters no tournament; if no agent has a finite one, the population stays as it is.
     With a ``gate``, in [0.5, 1), an agent that never won stays nevertheless, unless the winner that would replace it is
-    better with at least this probability by the paired exam (``probability_better``).
+    better with at least this probability by the paired exam (``evidence``).
     ``select`` compares the mean of each agent's last ``eval_loop`` exams; ``plan`` is told the fitness.
     ``language_model`` is accepted and has no effect.
     Raises ConfigError if the tournament is larger than the population or either is below one, and for another gate.
@@ -112,8 +112,7 @@ class TournamentSelection:
         """Say whether an agent may be replaced: without a gate always, and never by a tie with one."""
         if self.gate is None:
             return True
-        sure = probability_better(fitness[parent], fitness[dead])
-        return sure >= self.gate and sure > 0.5
+        return evidence(fitness[parent], fitness[dead], float(self.gate)).is_enough
 
     def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
         """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""

@@ -17,7 +17,7 @@ from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
 from agilerl.errors import AgileRLError, ConfigError, EngineError
-from agilerl.functional import linear_logprobs
+from agilerl.functional import linear_kl, linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
 from agilerl.models.layers import (
     EXPERTS,
@@ -264,6 +264,19 @@ class BaseModel:
             scale=self._scale,
             chunk_rows=self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
             entropy=entropy,
+            wide=self.options.cast_logprobs_to_fp32,
+        )
+
+    def kl(self, hidden: Tensor, reference: Tensor) -> Tensor:
+        """Return KL ``[M]`` in nats of the next tokens foretold by hidden ``[M, H]`` from those by ``reference``."""
+        return linear_kl(
+            hidden,
+            reference,
+            self._head.weight,
+            bias=getattr(self._head, "bias", None),
+            softcap=self._softcap,
+            scale=self._scale,
+            chunk_rows=self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
             wide=self.options.cast_logprobs_to_fp32,
         )
 

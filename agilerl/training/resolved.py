@@ -262,6 +262,8 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
         if "pulses" in own:
             own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
     own = {name: value for name, value in own.items() if name not in values}
+    # Only if given, so that the files of runs without it keep their bytes.
+    values |= {} if s.objectives is None else {"objectives": s.objectives}
     values |= {"candidates": config.candidates, "soup": s.soup, "equal_tokens": config.equal_tokens}
     return {**values, "collapse_guard": s.collapse_guard, **own}
 

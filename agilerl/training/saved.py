@@ -177,6 +177,7 @@ class _Fitness(SavedValues):
     stderr: float
     n: Count
     scores: list[float]
+    costs: Annotated[dict[str, "_Fitness"], Field(max_length=8)] = Field(default_factory=dict)
 
 
 class _Median(SavedValues):

@@ -182,6 +182,7 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
+        objectives=config.selection_strategy.objectives or ("reward",),
         sharing=Sharing(**config.sharing.model_dump()),
     )
     if saved is not None:
@@ -267,7 +268,9 @@ def _evo_steps(config: RunConfig, population: Population) -> int:
     iterations = t.max_steps / rows
     if t.max_tokens is not None:
         iterations = min(iterations, t.max_tokens / (rows * row))
-    exam = len(lengths.prompts) * completion / (rows * row)
+    # The KL takes two forward passes over prompts and completions.
+    examined = completion + (2 * (prompt + completion) if "kl" in population.objectives else 0)
+    exam = len(lengths.prompts) * examined / (rows * row)
     return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
 
 
