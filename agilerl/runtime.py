@@ -435,9 +435,7 @@ class Runtime:
         return sum(counts[: self.processes.rank])
 
     @torch.no_grad()
-    def _without_gradient(
-        self, rows: AgentRows, most: MicroBatch, measure: Callable[[AgentRows], Tensor]
-    ) -> Tensor:
+    def _without_gradient(self, rows: AgentRows, most: MicroBatch, measure: Callable[[AgentRows], Tensor]) -> Tensor:
         """Measure a batch in parts that ``most`` allows, of which each process takes some."""
         count, before = len(rows.batch), self.limits.train_tokens
         result = torch.zeros(rows.batch.action_mask.shape, dtype=torch.float32, device=self.base.device)

@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.envs.core import Split
+from agilerl.envs.graded import exam_grader
 from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import peak
 from agilerl.training.events import (
     Event,
@@ -63,6 +65,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
+        "objectives": list(population.objectives),
+        "exam_grader": exam_grader(session.task),
         "rows": dict(session.task.counts),
         "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
@@ -110,6 +114,12 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )
     table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
+    if plan["exam_grader"] != session.task.grader:
+        evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
+        fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
+        table.add_row("fitness", f"exams and tests of all agents are graded by {plan['exam_grader']}{fixed}")
+    if len(plan["objectives"]) > 1:
+        table.add_row("objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates")
     if plan["rows"]:
         counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
         table.add_row("rows", ", ".join(counts))
@@ -391,6 +401,29 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> No
         line = " -> ".join(f"{a['agent']} ({genes_text(a['hyperparameters'])})" for a in summary["lineage"])
         console.print(f"\nWinning lineage  {line}")
         console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
+    _print_front(summary.get("front", ()), out, console)
     console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
     tokens, generations = sum(summary["tokens"].values()), summary["generations"]
     console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")
+
+
+def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console) -> None:
+    """Print the front of the last exam, if it has several objectives."""
+    if not front:
+        return
+    costs = list(front[0]["costs"])
+    results = {"reward": front, **{name: [one["costs"][name] for one in front] for name in costs}}
+    said = {
+        name: [f"{_cell(r['mean'], '{:.3g}')} ± {_cell(r['stderr'], '{:.1g}')}" for r in found]
+        for name, found in results.items()
+    }
+    columns = [
+        _Column("agent", [str(one["agent"]) for one in front], "right"),
+        *(_Column(name, cells, "right") for name, cells in said.items()),
+        _Column("genes", [genes_text(one["hyperparameters"]) or "-" for one in front], "left"),
+    ]
+    units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)
+    console.print(f"\nFront of the last exam, dominated by no agent ({units})")
+    console.print(_fitted(columns, console.width))
+    where = out / Path(front[0]["adapter"]).parent.parent
+    console.print(f"Their adapters   {where}/agent_N/actor", soft_wrap=True)

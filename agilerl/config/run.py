@@ -411,6 +411,12 @@ class RunConfig(Section):
                 f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
                 "first, or raise the second"
             )
+        least = self.selection_strategy.least or 1
+        if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:
+            raise ValueError(
+                f"selection_strategy.objectives keeps a front of {least} agents, found training.pop_size={size}; raise "
+                "pop_size, or leave objectives out"
+            )
         if self.training.replay is not None and (size != 1 or self.selection_strategy.strategy != "none"):
             raise ValueError(
                 f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "

@@ -113,6 +113,12 @@ def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str,
     return {**weights, **own}
 
 
+def exam_grader(task: Task | EpisodeTask) -> str:
+    """Return the name of what grades exams and tests, whatever weights agents have in training."""
+    fixed = task.fitness_grader if isinstance(task, GradedTask) else None
+    return task.grader if fixed is None else grader_name(fixed)
+
+
 def check_evolving_weights(task: Task | EpisodeTask, genes: Iterable[str]) -> None:
     """Raise ConfigError if reward weights evolve and selection uses that same reward."""
     evolving = [name for name in genes if name.startswith("reward_weights.")]

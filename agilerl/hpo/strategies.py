@@ -36,6 +36,8 @@ SHRINKING = ("knockout", "pulses", "halving")
 
 OBJECTIVES = ("reward", "kl", "length")
 """What an exam can measure: the reward, to be raised, and costs, to be lowered."""
+UNITS = {"kl": "nats a token", "length": "tokens"}
+"""Units of the costs."""
 OBJECTIVE_STRATEGIES = ("knockout", "tournament", "truncation", "halving", "none")
 """Strategies that compare agents with several objectives."""
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from agilerl.report.load import AgentRecord, Family, RunRecord, hyperparameter_at, number, number_or
+from agilerl.hpo.strategies import UNITS
+from agilerl.report.load import AgentRecord, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
 
 Figure = dict[str, Any]
 
@@ -112,6 +113,51 @@ def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, floa
     if y_range is not None:
         figure_layout["yaxis"]["range"] = list(y_range)
     return {"data": [*bands, _marker_pen(path), _inheritance(inherited), *lines], "layout": figure_layout}
+
+
+def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
+    """Draw each agent's exams, reward against a cost, and mark the front; None if no exam has both."""
+    data: list[dict[str, Any]] = []
+    for index, agent in run.agents.items():
+        exams = [e for e in agent.exams if cost in e.costs]
+        exams = [e for e in exams if math.isfinite(e.costs[cost].mean) and math.isfinite(e.score.mean)]
+        if not exams:
+            continue
+        colour = row_colour(family.rows[index], 0.45)
+        data.append(
+            {
+                **_trace(agent, family, [_rounded(e.costs[cost].mean) for e in exams], [e.score.mean for e in exams]),
+                "mode": "lines+markers",
+                "line": {"color": row_colour(family.rows[index], 0.25), "width": 1},
+                # The last exam is full, the earlier ones are pale.
+                "marker": {
+                    "size": [6] * (len(exams) - 1) + [10],
+                    "color": [colour] * (len(exams) - 1) + [row_colour(family.rows[index])],
+                },
+                "customdata": [[e.generation, *_errors(e.score.stderr, e.costs[cost].stderr)] for e in exams],
+                "hovertemplate": f"agent {index}, generation %{{customdata[0]}}<br>reward %{{y:.4f}} ± "
+                f"%{{customdata[1]:.4f}}<br>{plain(cost)} %{{x:.4g}} ± %{{customdata[2]:.2g}}<extra></extra>",
+            }
+        )
+    if not data:
+        return None
+    front = {i: exam for i, exam in front_exams(run).items() if cost in exam.costs}
+    ring = {
+        "type": "scatter",
+        "name": "front",
+        "mode": "markers+text",
+        "x": [_rounded(exam.costs[cost].mean) for exam in front.values()],
+        "y": [_rounded(exam.score.mean) for exam in front.values()],
+        "text": [str(index) for index in front],
+        "textposition": "top center",
+        "marker": {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}},
+        "hoverinfo": "skip",
+    }
+    return {"data": [*data, ring], "layout": layout(f"{cost} ({UNITS.get(cost, '')})", "reward", height=340)}
+
+
+def _errors(*errors: float) -> list[float]:
+    return [number_or(error, 0.0) for error in errors]
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:

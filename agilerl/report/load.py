@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agilerl.hpo.fitness import Fitness, pareto_front
+from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.strict_json import read_json
 
@@ -38,6 +40,8 @@ class Exam:
     generation: int
     step: int
     score: Score
+    costs: dict[str, Score] = field(default_factory=dict)
+    """The other objectives, each the better the lower."""
 
 
 @dataclass
@@ -186,7 +190,16 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             elites[generation] = index
         elif event == "fitness":
             agent.exams = [exam for exam in agent.exams if exam.generation != generation]
-            agent.exams.append(Exam(generation, int(number_or(line.get("step"), generation)), _score(line)))
+            found = line.get("costs")
+            costs = found if isinstance(found, dict) else {}
+            agent.exams.append(
+                Exam(
+                    generation,
+                    int(number_or(line.get("step"), generation)),
+                    _score(line),
+                    {name: _score(cost) for name, cost in costs.items() if isinstance(cost, dict)},
+                )
+            )
             agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
         agent.exams.sort(key=lambda exam: exam.step)
@@ -224,7 +237,13 @@ def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -
             continue
         agent = _agent(agents, line["agent"])
         if all(exam.generation != line["generation"] for exam in agent.exams):
-            agent.exams.append(Exam(line["generation"], line["step"], _score(line, "eval/", "reward_mean")))
+            costs = {
+                name: _score({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
+                for name in UNITS
+                if (key := f"eval/{name}") in line
+            }
+            score = _score(line, "eval/", "reward_mean")
+            agent.exams.append(Exam(line["generation"], line["step"], score, costs))
             agent.exams.sort(key=lambda exam: exam.step)
 
 
@@ -321,6 +340,29 @@ def trace_family(run: RunRecord) -> Family:
         line.insert(0, agent)
         agent = run.agents[agent].parent
     return Family(winner, line, spans, _rows(run.agents, spans, line))
+
+
+def cost_names(run: RunRecord) -> list[str]:
+    """Return the objectives of the exams besides the reward."""
+    return list(dict.fromkeys(name for agent in run.agents.values() for exam in agent.exams for name in exam.costs))
+
+
+def front_exams(run: RunRecord) -> dict[int, Exam]:
+    """Return the exams on the front of the last generation, best reward first, by agent; empty with one objective."""
+    names = cost_names(run)
+    exams = {i: exam for i, agent in run.agents.items() for exam in agent.exams if set(exam.costs) == set(names)}
+    if not names or not exams:
+        return {}
+    last = max(exam.generation for exam in exams.values())
+    present = {i: exam for i, exam in exams.items() if exam.generation == last}
+    fitness = {
+        i: Fitness(exam.score.mean, costs={name: Fitness(cost.mean) for name, cost in exam.costs.items()})
+        for i, exam in present.items()
+    }
+    # A finished run says itself, since it knows which agents were sick.
+    said = run.summary.get("front")
+    named = [one.get("agent") for one in said if isinstance(one, dict)] if isinstance(said, list) else None
+    return {i: present[i] for i in (pareto_front(fitness) if named is None else named) if i in present}
 
 
 def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRecord) -> Any:

@@ -22,7 +22,19 @@ from agilerl.arguments import Location, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures
 from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
-from agilerl.report.load import AgentRecord, Family, RunRecord, Score, load_run, number, number_or, trace_family
+from agilerl.report.load import (
+    AgentRecord,
+    Family,
+    RunRecord,
+    Score,
+    cost_names,
+    front_exams,
+    hyperparameter_at,
+    load_run,
+    number,
+    number_or,
+    trace_family,
+)
 from agilerl.runs import RunLayout
 from agilerl.runs.atomic import write_text
 
@@ -113,12 +125,15 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "throughput": figures.throughput_figure(run),
         "time": figures.time_figure(run),
     }
+    costs = {name: figures.objective_figure(run, family, name) for name in cost_names(run)}
     curves = {title: figures.curve_figure(run, family, metric) for metric, title in figures.CURVES.items()}
     hyper = {name: figures.hyperparameter_figure(run, family, name) for name in moving}
     charts = {f"{key}-{position}": figure for key, figure in drawn.items() if figure is not None}
     curve_ids: dict[str, str] = {}
     hyper_ids: dict[str, str] = {}
-    for ids, group, prefix in ((curve_ids, curves, "curve"), (hyper_ids, hyper, "hyper")):
+    cost_ids: dict[str, str] = {}
+    groups = ((curve_ids, curves, "curve"), (hyper_ids, hyper, "hyper"), (cost_ids, costs, "objective"))
+    for ids, group, prefix in groups:
         for place, (title, figure) in enumerate(group.items()):
             if figure is not None:
                 ids[title] = f"{prefix}{place}-{position}"
@@ -132,6 +147,8 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "facts": facts(run),
         "charts": charts,
         "curves": curve_ids,
+        "objectives": cost_ids,
+        "front": front_table(run, family),
         "hyperparameters": hyper_ids,
         "constant": constant,
         "rows": _rows(family),
@@ -384,6 +401,32 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
         }
         for index, agent in run.agents.items()
     ]
+
+
+def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
+    """Return one row per agent on the front of the last generation, best reward first."""
+    said = {one.get("agent"): one for one in run.summary.get("front") or () if isinstance(one, dict)}
+    return [
+        {
+            "agent": index,
+            "colour": row_colour(family.rows[index]),
+            "winning": index == family.winner,
+            "reward": _plus(exam.score),
+            "costs": [_short_plus(exam.costs[name]) for name in cost_names(run)],
+            "hyperparameters": ", ".join(
+                f"{name} {short_value(hyperparameter_at(run.agents[index], name, exam.generation - 1, run))}"
+                for name in sorted(run.agents[index].hyperparameters)
+            ),
+            "adapter": str(said.get(index, {}).get("adapter", "")),
+        }
+        for index, exam in front_exams(run).items()
+    ]
+
+
+def _short_plus(score: Score) -> str:
+    """Return a cost with its error: of any size, so in significant digits."""
+    error = f" ± {score.stderr:.2g}" if math.isfinite(score.stderr) else ""
+    return f"{score.mean:.4g}{error}" if math.isfinite(score.mean) else "not finite"
 
 
 def _parents(agent: AgentRecord) -> str:

@@ -14,13 +14,14 @@ import torch
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import AgentState, soup
 from agilerl.errors import ConfigError, RewardError
-from agilerl.hpo.fitness import Fitness, probability_better, ranking
+from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, Standing
 from agilerl.population import Evolution, Known
 from agilerl.rollouts.engine import Rollout
+from agilerl.runs.checkpoints import agent_files
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
@@ -193,10 +194,11 @@ def _run(
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
     yield PhaseStarted("test")
+    front = _front(session, progress)
     tested = _test_elite(session, writer, progress)
     if tested is not None:
         yield HeldOutTest("elite", tested.index, tested.result)
-    summary = session.topology.peers.first(lambda: _finish(session, writer, progress, tested))
+    summary = session.topology.peers.first(lambda: _finish(session, writer, progress, tested, front))
     yield RunFinished(root, {"status": "finished", **summary})
 
 
@@ -550,6 +552,29 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
     return revived(progress.elite), result
 
 
+def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
+    """Return the members of the last exam's front, best reward first; none if the exam has one objective.
+
+    They are the agents of the last checkpoint, which holds their adapters.
+    """
+    population = session.population
+    if len(population.objectives) < 2:
+        return []
+    everyone = {agent.index: agent for agent in population.everyone}
+    fitness = {index: exam for index, exam in progress.fitness.items() if index in everyone}
+    sick = population.sick(fitness, collapse_guard=False) if fitness else {}
+    checkpoint = Path("checkpoints") / f"{progress.iteration:06d}"
+    return [
+        {
+            "agent": index,
+            "adapter": str(agent_files(checkpoint, index).actor),
+            **fitness[index].to_dict(),
+            "hyperparameters": dict(everyone[index].hyperparameters),
+        }
+        for index in pareto_front(quarantined(fitness, sick))
+    ]
+
+
 def _last(session: Session, progress: Progress) -> Kept:
     """Return the agent that was best in the last exam, as it is now."""
     present = {agent.index for agent in session.population.everyone}
@@ -557,7 +582,13 @@ def _last(session: Session, progress: Progress) -> Kept:
     return Kept(best, progress.iteration, progress.fitness[best], session.population.state_of(best))
 
 
-def _finish(session: Session, writer: RunWriter | None, progress: Progress, tested: Tested | None) -> dict[str, Any]:
+def _finish(
+    session: Session,
+    writer: RunWriter | None,
+    progress: Progress,
+    tested: Tested | None,
+    front: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
     """Write the summary and the report, and return the summary."""
     base, median = progress.base, progress.median
     assert base is not None
@@ -570,6 +601,8 @@ def _finish(session: Session, writer: RunWriter | None, progress: Progress, test
         "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},
         "elite": None,
     }
+    if front:
+        summary["front"] = front
     if median is not None:
         summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
     if tested is not None:
