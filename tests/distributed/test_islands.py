@@ -38,7 +38,7 @@ def picky(completion):
 '''
 
 PICKY = "a grader that fails"
-FEW = ("PPO", "truncation", "episodes", PICKY)
+FEW = ("PPO", "truncation", "objectives", "episodes", PICKY)
 OTHERS = tuple(name for name in KINDS if name not in (*FEW, "knockout", "halving"))
 """Those that shrink the population to one agent need one island."""
 

@@ -18,16 +18,21 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 def table(run: Path) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text())
+    del summary["front"]
+    for fitness in (*summary["fitness"].values(), summary["test"]["elite"], summary["test"]["median_first_generation"]):
+        # Processes that share an agent add up its gradients in another order, which a KL near 0 shows.
+        kl = fitness["costs"].pop("kl")
+        assert 0 < kl["mean"] < 1
+        fitness["kl"] = pytest.approx(kl["mean"], rel=1e-3, abs=1e-7)
     return {name: summary[name] for name in ("fitness", "test", "tokens", "elite", "iterations")}
 
 
 @pytest.mark.processes
 def test_two_processes_come_to_the_same_table_as_one(tmp_path: Path) -> None:
     whole, divided = tmp_path / "whole", tmp_path / "divided"
-    settings = (*QUICK, "selection_strategy.objectives=[reward, kl, length]")
+    settings = (*QUICK, "algorithm.lr=1e-3", "selection_strategy.objectives=[reward, kl, length]")
     run_jobs(2, Job(whole, (*settings, *SHARED)), Job(divided, (*settings, *DIVIDED)), processes_per_island=2)
     alone = table(run_here(tmp_path / "alone", *settings))
-    assert all(fitness["costs"]["kl"]["mean"] > 0 for fitness in alone["fitness"].values())
     assert table(whole) == alone
     assert table(divided) == alone
 

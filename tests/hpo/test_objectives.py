@@ -303,4 +303,5 @@ def test_other_trainers_tell_vectors() -> None:
     again = Evolution({"appetite": 0.5, "waste": 0.5}, GENES, size=4, strategy=NoSelection(), seed=1)
     again.load_state(json.loads(json.dumps(evolution.state())))
     assert again.best == evolution.best
-    assert again.best is not None and again.best.fitness.costs.keys() == {"kl"}
+    assert again.best is not None
+    assert again.best.fitness.costs.keys() == {"kl"}
