@@ -377,7 +377,10 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _score(fitness: Fitness) -> str:
-    return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}" if fitness.is_finite else "not finite"
+    if not fitness.is_finite:
+        return "not finite"
+    costs = "".join(f", {name} {cost.mean:.3g}" for name, cost in fitness.costs.items())
+    return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}{costs}"
 
 
 def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> None:

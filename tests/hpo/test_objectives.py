@@ -1,4 +1,4 @@
-"""Fitness of several objectives: fronts, crowding, evidence, what strategies make of them, and that a front is found."""
+"""Fitness of several objectives: fronts, crowding, evidence, what strategies make of them, and a front to be found."""
 
 import itertools
 import json
