@@ -113,8 +113,8 @@ class Evolution:
     def tell(self, exams: Mapping[int, Fitness | Sequence[float]], spent: Share) -> Told:
         """Decide by the exams of all members: a Fitness, or the scores on the same questions in the same order.
 
-        A Fitness with ``costs`` has several objectives. ``spent`` is the share of the budget that is spent, exams included. Raises ConfigError if the exams are not
-        those of the members that ``ask`` named.
+        A Fitness with ``costs`` has several objectives. ``spent`` is the share of the budget that is spent, exams
+        included. Raises ConfigError if the exams are not those of the members that ``ask`` named.
         """
         indices = [member.index for member in self._members]
         if set(exams) != set(indices):
