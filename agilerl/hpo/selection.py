@@ -244,8 +244,8 @@ def check_one_objective(fitness: Mapping[int, Fitness], name: str) -> None:
     costs = sorted({cost for one in fitness.values() for cost in one.costs})
     if costs:
         raise ConfigError(
-            f"The strategy {name} compares agents by one number, found the costs {', '.join(costs)} too; use tournament, "
-            "truncation, halving or a knockout with a floor of 2, or leave the costs out."
+            f"The strategy {name} compares agents by one number, found the costs {', '.join(costs)} too; use "
+            "tournament, truncation, halving or a knockout with a floor of 2, or leave the costs out."
         )
 
 

@@ -153,7 +153,7 @@ def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None
         "marker": {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}},
         "hoverinfo": "skip",
     }
-    return {"data": [*data, ring], "layout": layout(f"{cost} ({UNITS.get(cost, '')})", "reward", height=340)}
+    return {"data": [*data, ring], "layout": layout(f"{plain(cost)} ({UNITS.get(cost, '')})", "reward", height=340)}
 
 
 def _errors(*errors: float) -> list[float]:

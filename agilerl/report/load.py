@@ -360,9 +360,15 @@ def front_exams(run: RunRecord) -> dict[int, Exam]:
         for i, exam in present.items()
     }
     # A finished run says itself, since it knows which agents were sick.
+    members = said_front(run) or pareto_front(fitness)
+    return {index: present[index] for index in members if index in present}
+
+
+def said_front(run: RunRecord) -> dict[int, dict[str, Any]]:
+    """Return the members of the front by agent, as the summary has them."""
     said = run.summary.get("front")
-    named = [one.get("agent") for one in said if isinstance(one, dict)] if isinstance(said, list) else None
-    return {i: present[i] for i in (pareto_front(fitness) if named is None else named) if i in present}
+    found = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
+    return {one["agent"]: one for one in found if _whole(one.get("agent"))}
 
 
 def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRecord) -> Any:

@@ -33,6 +33,7 @@ from agilerl.report.load import (
     load_run,
     number,
     number_or,
+    said_front,
     trace_family,
 )
 from agilerl.runs import RunLayout
@@ -405,7 +406,7 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
 
 def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return one row per agent on the front of the last generation, best reward first."""
-    said = {one.get("agent"): one for one in run.summary.get("front") or () if isinstance(one, dict)}
+    said = said_front(run)
     return [
         {
             "agent": index,
