@@ -56,7 +56,7 @@ from agilerl.envs.tools import (
     tool_schema,
 )
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliability
+from agilerl.hpo.fitness import Fitness, evidence, pareto_front, probability_better, ranking, reliability
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, _say_that_all_move
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
@@ -173,6 +173,8 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
         initial_hyperparameters,
         {"genes": w.agent.genes, "base_values": w.agent.hyperparameters, "size": 2, "seed": 0},
     ),
+    "evidence": lambda w: (evidence, {"a": VECTOR, "b": VECTOR, "confidence": 0.8}),
+    "pareto_front": lambda w: (pareto_front, {"fitness": {0: VECTOR}}),
     "probability_better": lambda w: (probability_better, {"a": Fitness(1.0), "b": Fitness(0.0)}),
     "ranking": lambda w: (ranking, {"fitness": {0: Fitness(1.0)}}),
     "reliability": lambda w: (reliability, {"fitness": [Fitness(1.0), Fitness(0.0)]}),
@@ -314,6 +316,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "mutations.mutation": lambda w: (mutations().mutation, {"population": [w.spare]}),
     "Fitness.from_scores": lambda w: (Fitness.from_scores, {"scores": [1.0]}),
 }
+VECTOR = Fitness(1.0, costs={"kl": Fitness(0.5)})
 CHANCES = ("no_mutation", "architecture", "new_layer_prob", "parameters", "activation", "rl_hp")
 PAIRS = [{"prompt": f"{n}+{n}?", "chosen": str(2 * n), "rejected": "no"} for n in range(4)]
 GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows": [{"answer": "4"}]}
