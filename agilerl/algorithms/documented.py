@@ -272,6 +272,10 @@ class DocumentedSurface:
                     )
         return rest, validated(SharedOptions, options)
 
+    def load_weights(self, path: Location) -> None:
+        """Load the adapter of a checkpoint folder: ``load_checkpoint`` by another name."""
+        self.load_checkpoint(path)  # type: ignore[attr-defined]
+
     def get_lr_names(self) -> list[str]:
         """Return the names of the learning rates."""
         return ["lr"]

@@ -27,6 +27,7 @@ from agilerl.arguments import (
     nearest,
 )
 from agilerl.config.base_model import SharedOptions
+from agilerl.envs.core import Task
 from agilerl.envs.gyms import DataGym, ReasoningGym
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
@@ -232,13 +233,11 @@ EvalSample = tuple[str, str | None, str | None]
 
 
 @checked
-def sample_eval_prompts(
-    env: Annotated[Any, Having("an environment", ("eval_mode",))], n: Count = 5, seed: Seed = 0
-) -> list[EvalSample]:
+def sample_eval_prompts(env: Any, n: Count = 5, seed: Seed = 0) -> list[EvalSample]:
     """Return ``n`` different (prompt, chosen, rejected) of an environment's test set; None for what its rows lack."""
-    if not isinstance(env, ReasoningGym | DataGym):
-        raise ConfigError(f"expected a ReasoningGym, SFTGym or PreferenceGym as env, found {described(env)}")
-    task = env.task
+    task = env.task if isinstance(env, ReasoningGym | DataGym) else env
+    if not isinstance(task, Task):
+        raise ConfigError(f"expected a ReasoningGym, SFTGym, PreferenceGym or task as env, found {described(env)}")
     places = stream(seed, "eval prompts").permutation(task.exam_prompts)[:n]
     rows = [task.row("exam", int(place)) for place in places]
     return [(str(row["question"]), task.demonstration(row), task.counterexample(row)) for row in rows]

@@ -260,7 +260,29 @@ def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgor
         loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
-    return list(agents)
+    return _on_one_base(agents)
+
+
+def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
+    """Return the agents, those on another copy of the first one's base moved to it, which is said."""
+    runtime = agents[0].runtime
+    apart = [agent for agent in agents if agent.runtime is not runtime]
+    if not apart or any(agent.runtime.base.source != runtime.base.source for agent in apart):
+        return list(agents)  # different models have an error of their own
+    warnings.warn(
+        f"{len(apart)} of {len(agents)} agents have a copy of the base model of their own: they are moved to that of "
+        "the first; make them with population(), or pass runtime=pop[0].runtime, to load it once",
+        stacklevel=5,
+    )
+    found = []
+    for agent in agents:
+        if agent in apart:
+            moved = type(agent).from_state(agent.state(), runtime, agent.loss)
+            moved.hp_config = agent.hp_config
+            agent.clean_up()
+            agent = moved
+        found.append(agent)
+    return found
 
 
 def _gym(kind: Any, env: Any, env_fn: Any) -> Any:

@@ -1,5 +1,6 @@
 """LocalTrainer: a run from Python, by AgileRL's name for it."""
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,8 @@ class LocalTrainer:
     ``algorithm`` is a name or a section, ``environment`` a task (``reasoning_gym:gcd``), an environment's id or a
     section; the others are sections of :doc:`docs/manifest.md`. The search is off unless ``hpo=True`` or a section
     ``mutation`` or ``selection_strategy`` asks for it. ``resume_from_checkpoint`` is the directory of an unfinished
-    run, which is then resumed with its own settings. Raises ConfigError for every wrong setting.
+    run, which is then resumed with its own settings; every agent starts from the adapter of the checkpoint
+    ``load_weights_from``, which is also its reference. Raises ConfigError for every wrong setting.
     """
 
     @checked
@@ -39,11 +41,14 @@ class LocalTrainer:
         network: Mapping[str, Any] | None = None,
         hpo: bool = False,
         resume_from_checkpoint: Location | None = None,
+        load_weights_from: Location | None = None,
         device: Name = "cpu",
         accelerator: Any = None,
     ) -> None:
         own = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
         base = dict(network or {}) | {name: own.pop(name) for name in _OF_NETWORK if name in own}
+        if load_weights_from is not None:
+            base["adapter"] = _adapter(load_weights_from)
         sections = {
             "algorithm": own,
             "environment": _environment(environment) if isinstance(environment, str) else environment,
@@ -67,17 +72,21 @@ class LocalTrainer:
         manifest: Location | Mapping[str, Any],
         *,
         resume_from_checkpoint: Location | None = None,
+        load_weights_from: Location | None = None,
         device: Name | None = None,
         accelerator: Any = None,
     ) -> Self:
         """Make a trainer from a manifest: a YAML file, or what one holds."""
-        overrides = [] if device is None else [f"training.device={device}"]
+        adapter = None if load_weights_from is None else _adapter(load_weights_from)
+        given = {"training": {"device": device}, "network": {"adapter": adapter}}
+        own = {name: {k: v for k, v in section.items() if v is not None} for name, section in given.items()}
         made = cls.__new__(cls)
         if isinstance(manifest, Mapping):
-            device_of = {} if device is None else {"device": device}
-            values = {**manifest, "training": {**(manifest.get("training") or {}), **device_of}}
-            config = config_of(values)
+            read = {name: manifest.get(name) or {} for name in own}
+            kept = {name: {**read[name], **own[name]} for name in own if isinstance(read[name], Mapping) and own[name]}
+            config = config_of({**manifest, **kept})
         else:
+            overrides = [f"{name}.{k}={json.dumps(v)}" for name, section in own.items() for k, v in section.items()]
             config = load_manifest(Path(manifest), overrides)
         made._begin(config, resume_from_checkpoint, accelerator)
         return made
@@ -96,6 +105,21 @@ class LocalTrainer:
         """The run directory, once ``train`` was called."""
         self.session: Session | None = None
         """The objects of the run, once ``train`` was called: ``session.population``, ``session.task``."""
+
+    @property
+    def env(self) -> Any:
+        """The task (or environment) of the run; ``sample_eval_prompts`` takes it."""
+        return self._started().task
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the run."""
+        return self._started().population.tokenizer
+
+    def _started(self) -> "Session":
+        if self.session is None:
+            raise ConfigError("the task and the tokenizer are loaded by train(); call it first")
+        return self.session
 
     def train(
         self,
@@ -163,6 +187,12 @@ class LocalTrainer:
         agent = type(agents[0]).load(elite, runtime=agents[0].runtime)
         save_llm_checkpoint(agent, path, overwrite=True)
         agent.clean_up()
+
+
+def _adapter(path: Location) -> str:
+    """Return the adapter's folder of a checkpoint, or of a run's elite."""
+    inside = Path(path) / "actor"
+    return str(inside if inside.is_dir() else path)
 
 
 def _environment(name: str) -> dict[str, Any]:

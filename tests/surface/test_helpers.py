@@ -262,6 +262,18 @@ def test_a_trainer_runs_resumes_and_hands_over_the_elite(tmp_path: Path, capsys:
     assert (tmp_path / "run" / "summary.json").exists()
     assert again.session is not None
     assert GRPO.load(tmp_path / "elite", runtime=pop[0].runtime).updates in (1, 2)
+    samples = sample_eval_prompts(again.env, n=2)
+    assert len(compare_responses(pop[0], again.tokenizer, samples, max_new_tokens=2)) == 2
+    fresh = GRPO(runtime=pop[0].runtime)
+    fresh.load_weights(tmp_path / "elite")
+    saved = GRPO.load(tmp_path / "elite", runtime=pop[0].runtime)
+    for (a, b), (c, d) in zip(fresh.runtime.store.adapter(fresh.slot), fresh.runtime.store.adapter(saved.slot)):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+    capsys.readouterr()
+    warm = LocalTrainer.from_manifest(SMALL, load_weights_from=tmp_path / "elite")
+    assert warm.config.network.adapter == str(tmp_path / "elite" / "actor")
+    assert LocalTrainer(**SMALL, load_weights_from=tmp_path / "elite").config.network == warm.config.network
     assert capsys.readouterr().out.count("exam") == 0
 
 

@@ -314,6 +314,23 @@ def test_agents_with_equal_indices_are_numbered(runtime: Runtime, rows: Any) -> 
     assert [agent.index for agent in pop] == [0, 1]
 
 
+def test_agents_on_copies_of_a_model_are_moved_to_one(rows: Any) -> None:
+    pop = [SFT(model_name="embedded", index=index, seed=index) for index in range(2)]
+    adapter = pop[1].runtime.store.adapter(pop[1].slot)
+    gym = SFTGym(*rows, pop[0].runtime.tokenizer, response_column="answer", data_batch_size_per_gpu=BATCH)
+    alone = pop[1].clone()
+    with pytest.warns(UserWarning, match="copy of the base"):
+        found, _ = finetune_llm_sft(pop, env_fn=lambda: gym, max_steps=1, **QUIET)
+    assert found[0] is pop[0]
+    assert found[0].runtime is found[1].runtime
+    alone.learn(gym.reset(reset_dataloaders=True))
+    for own, other, before in zip(
+        alone.runtime.store.adapter(alone.slot), found[1].runtime.store.adapter(found[1].slot), adapter
+    ):
+        assert bool((own[0] == other[0]).all() and (own[1] == other[1]).all())
+        assert not bool((own[1] == before[1]).all())
+
+
 LOOP = {
     "init_hp": None, "save_elite": None, "elite_path": None, "wb": False, "tensorboard": False,
     "tensorboard_log_dir": None, "evo_steps": None, "checkpoint_steps": None, "checkpoint_path": None,
