@@ -18,7 +18,16 @@ LONGEST = (
     *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
     *("test_isolated", "test_command_line", "test_templates", "test_what_scorers_evaluate", "test_user_types"),
-    *("test_surrogate_worlds", "test_resume", "test_one_agent_runs", "test_output", "test_custom_code"),
+    *(
+        "test_loops",
+        "test_helpers",
+        "test_manifests",
+        "test_surrogate_worlds",
+        "test_resume",
+        "test_one_agent_runs",
+        "test_output",
+        "test_custom_code",
+    ),
 )
 """Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""
 
