@@ -35,6 +35,8 @@ NAMES: dict[str, dict[str, str]] = {
         "epsilon": CLIP,
         "epsilon_high": BOUNDS,
         "scale_rewards": "algorithm.adv_norm",
+        "cpo_alpha": "algorithm.nll_alpha",
+        "rpo_alpha": "algorithm.nll_alpha",
         "mask_truncated_completions": "algorithm.mask_truncated",
         "num_train_epochs": STEPS,
         "eval_steps": EXAMS,

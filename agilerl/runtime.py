@@ -73,6 +73,8 @@ class AgentRows:
     """Share of the adapter's inputs that is left out while gradients are computed; needs ``draws``."""
     draws: Tensor | None = None
     """[B] int32 number of each row, which decides what is left out."""
+    collision: bool = False
+    """Ask for the collision entropies too, which cost the head a second time."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class TokenOutputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     """Value of the state before each action token, for parts that asked for values."""
+    collision: Tensor | None = None
+    """Collision entropy ``-log sum_v p(v)^2``, for parts that asked for it."""
 
 
 class Runtime:
@@ -287,7 +291,11 @@ class Runtime:
                 outputs.append(TokenOutputs(values=spread(values)))
             else:
                 logp, own = by_part[i]
-                outputs.append(TokenOutputs(spread(logp), None if own is None else spread(own)))
+                collision = None
+                if part.collision:
+                    temperatures = torch.full((len(places[i]),), part.temperature)
+                    collision = spread(self.base.collision_entropy(hidden.index_select(0, places[i]), temperatures))
+                outputs.append(TokenOutputs(spread(logp), None if own is None else spread(own), collision=collision))
         return outputs
 
     def _said(

@@ -37,11 +37,19 @@ LossType = Literal[
     "aot",
     "aot_pair",
     "discopop",
+    "simpo",
+    "cpo",
+    "orpo",
     "sft",
 ]
-_SMOOTHED = {"sigmoid", "cdpo", "robust", "exo_pair", "aot", "aot_pair"}
+_SMOOTHED = {"sigmoid", "cdpo", "robust", "exo_pair", "aot", "aot_pair", "simpo", "cpo"}
 _OVER_PAIRS = {"bco_pair", "aot", "aot_pair"}
 """Losses in which the pairs of an optimizer step depend on each other, so that a step is never split."""
+_PER_TOKEN = {"simpo", "orpo"}
+"""Losses of log-probs per token."""
+_WITHOUT_REFERENCE = {"simpo", "cpo", "orpo", "sft"}
+_WITH_NLL = {"cpo", "orpo"}
+"""Losses whose papers add the cross-entropy of the chosen completions."""
 
 
 class DPOConfig(DataConfig):
@@ -64,11 +72,22 @@ class DPOConfig(DataConfig):
     loss_weights: tuple[float, ...] | None = None
     """Weight of each of several losses; None: 1 each."""
     nll_alpha: Annotated[float, Field(ge=0), Evolve(0.01, 2.0)] = 0.0
-    """Weight of the chosen completions' cross-entropy per token, added to the loss (arXiv 2404.19733)."""
+    """Weight of the chosen completions' cross-entropy per token, added to the loss (arXiv 2404.19733). If it is not
+    set, ``cpo`` and ``orpo`` take 1, as in their papers."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a label is wrong, for the losses that take it into account."""
     discopop_tau: Annotated[float, Field(gt=0)] = 0.05
     """Temperature of the modulation of the loss ``discopop``."""
+    simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
+    """Margin of the loss ``simpo`` (arXiv 2405.14734), whose ``beta`` is 2 to 10 in its paper: it multiplies log-probs
+    per token."""
+    reference_free: bool = False
+    """Leave the reference out of the losses, as if it gave every completion the same probability. ``simpo``, ``cpo``
+    and ``orpo`` never have one."""
+    ld_alpha: Annotated[float | None, Field(ge=0, le=1)] = None
+    """LD-DPO (arXiv 2409.06411): weight of log-probs beyond the length of the pair's shorter completion; None: 1."""
+    use_weighting: bool = False
+    """WPO (arXiv 2406.11827): weight pairs by how likely the policy is to say them."""
     use_separate_reference_adapter: bool = True
     """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
 
@@ -101,6 +120,14 @@ class DPOConfig(DataConfig):
                 f"loss_type={self.loss_type!r} compares the pairs of an optimizer step with each other, so it cannot "
                 f"be split; found micro_batch_size_per_gpu={self.micro_batch_size_per_gpu}, leave it out"
             )
+        if self.use_weighting and {"aot", "aot_pair"} & set(names):
+            raise ValueError(
+                f"use_weighting weighs pairs, but loss_type={self.loss_type!r} sorts completions; drop one of them"
+            )
+        if self.ld_alpha is not None and _PER_TOKEN & set(names):
+            raise ValueError(
+                f"ld_alpha={self.ld_alpha} weighs sums of log-probs, loss_type={self.loss_type!r} has means; drop it"
+            )
         return self
 
     @property
@@ -108,7 +135,24 @@ class DPOConfig(DataConfig):
         """The weighted losses, by name."""
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         weights: dict[str, float] = dict(zip(names, self.loss_weights or [1.0] * len(names)))
-        return weights | ({"sft": self.nll_alpha} if self.nll_alpha > 0 else {})
+        return weights | ({"sft": self.nll_weight} if self.nll_weight > 0 else {})
+
+    @property
+    def nll_weight(self) -> float:
+        """Weight of the chosen completions' cross-entropy besides the losses that are named."""
+        named = {self.loss_type} if isinstance(self.loss_type, str) else set(self.loss_type)
+        prescribed = "nll_alpha" not in self.model_fields_set and "sft" not in named and bool(_WITH_NLL & named)
+        return 1.0 if prescribed else self.nll_alpha
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a loss compares the policy with the reference."""
+        return not self.reference_free and not set(self.losses) <= _WITHOUT_REFERENCE
+
+    @property
+    def per_token(self) -> bool:
+        """Whether implicit rewards are log-probs per token, not sums."""
+        return set(self.losses) <= _PER_TOKEN | {"sft"}
 
 
 class PairCount(float):
@@ -127,7 +171,7 @@ class DPO(DataAlgorithm):
     """``-log sigmoid(beta ((pi_c - ref_c) - (pi_r - ref_r)))`` and its relatives, log-probs summed over completions.
 
     Rows come in pairs, the chosen completion first. The reference is fixed: the base model, or the agent's reference
-    adapter if one was set.
+    adapter if one was set. Losses without a reference (SimPO, CPO, ORPO, ``reference_free``) do not compute it.
     """
 
     algorithm = Algorithm("DPO", DPOConfig)
@@ -140,9 +184,10 @@ class DPO(DataAlgorithm):
         def __init__(self, *given: Any, **keywords: Unpack[DPOKeywords]) -> None: ...
 
     def prepare(self, batch: RolloutBatch) -> Experience:
-        """Return the batch with the reference's log-probs; raises ConfigError unless its rows are pairs."""
+        """Return the batch with the reference's log-probs, if needed; raises ConfigError unless its rows are pairs."""
         self._check_pairs(batch)
-        return Experience(batch, torch.zeros(batch.action_mask.shape), ref_logp=self.reference_logprobs(batch))
+        reference = self.reference_logprobs(batch) if self.config.needs_reference else None
+        return Experience(batch, torch.zeros(batch.action_mask.shape), ref_logp=reference)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Sum of the pairs' losses / pairs of the optimizer step."""
@@ -152,16 +197,16 @@ class DPO(DataAlgorithm):
                 f"the cross-entropy of chosen completions is per token, but the denominator {count!r} counts pairs "
                 "only; give denominator=agent.window_denominator(mask) of the whole optimizer step"
             )
-        scores = _pair_scores(inputs)
+        scores = _pair_scores(inputs, c)
         total = preference_loss(
             scores,
             c.losses,
             c.beta,
             pairs=count,
             chosen_tokens=count.chosen_tokens if isinstance(count, PairCount) else None,
-            options=PreferenceOptions(label_smoothing=c.label_smoothing, discopop_tau=c.discopop_tau),
+            options=PreferenceOptions(c.label_smoothing, c.discopop_tau, c.simpo_gamma),
         )
-        for name, values in preference_metrics(scores, c.beta).items():
+        for name, values in preference_metrics(scores, c.beta, per_token=c.per_token).items():
             metrics.add(name, values)
         if inputs.entropy is not None:
             metrics.add("entropy", inputs.entropy.detach(), inputs.mask)
@@ -173,10 +218,16 @@ class DPO(DataAlgorithm):
         return PairCount(len(mask) / 2, float(mask[0::2].sum()))
 
     def score(self, batch: RolloutBatch) -> Tensor:
-        """Return 1 for each pair ``[B / 2]`` whose chosen completion gained more on the reference than the other."""
+        """Return 1 for each pair ``[B / 2]`` whose chosen completion gained more on the reference than the other.
+
+        Without a reference, whose log-prob is higher; per token if the losses are.
+        """
         self._check_pairs(batch)
         mask, own = batch.action_mask.cpu(), self.logprobs(batch).cpu()
-        gain = torch.where(mask, own - self.reference_logprobs(batch), 0.0).double().sum(-1)
+        reference = self.reference_logprobs(batch) if self.config.needs_reference else 0.0
+        gain = torch.where(mask, own - reference, 0.0).double().sum(-1)
+        if self.config.per_token:
+            gain = gain / mask.sum(-1)
         return (gain[0::2] > gain[1::2]).double()
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -204,15 +255,20 @@ class DPO(DataAlgorithm):
                 "not pairs; use the batches of a PreferenceGym"
             )
         if not bool(batch.action_mask.any(dim=1).all()):
-            alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
+            weight = self.config.nll_weight
+            alpha = f"; nll_alpha={weight} learns the chosen one" if weight > 0 else ""
             raise ConfigError(
                 "every pair needs a chosen and a rejected completion, found one without a token"
                 f"{alpha}; leave such pairs out"
             )
 
 
-def _pair_scores(inputs: LossInputs) -> PreferenceScores:
-    assert inputs.ref_logp is not None
-    policy, reference, mask = inputs.logp, inputs.ref_logp, inputs.mask
-    pairs = [(x[0::2], x[1::2]) for x in (policy, reference, mask)]
-    return preference_scores(*pairs)
+def _pair_scores(inputs: LossInputs, c: DPOConfig) -> PreferenceScores:
+    reference = inputs.ref_logp if c.needs_reference else torch.zeros_like(inputs.logp)
+    assert reference is not None
+    policy, ref, mask = ((x[0::2], x[1::2]) for x in (inputs.logp, reference, inputs.mask))
+    collision = None
+    if c.use_weighting:
+        assert inputs.collision is not None
+        collision = inputs.collision[0::2], inputs.collision[1::2]
+    return preference_scores(policy, ref, mask, ld_alpha=c.ld_alpha, collision=collision)

@@ -242,6 +242,10 @@ class DPOKeywords(DataKeywords, total=False):
     nll_alpha: float
     label_smoothing: float
     discopop_tau: float
+    simpo_gamma: float
+    reference_free: bool
+    ld_alpha: float | None
+    use_weighting: bool
     use_separate_reference_adapter: bool
 
 

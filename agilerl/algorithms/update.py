@@ -104,7 +104,8 @@ class _Piece:
         agent = self.share.agent
         dropout = float(agent.lora_config.lora_dropout or 0.0)
         draws = self.share.draws[self.rows] if dropout else None
-        return AgentRows(slot, self.batch, temperature, values=values, dropout=dropout, draws=draws)
+        collision = bool(getattr(agent.config, "use_weighting", False)) and not values
+        return AgentRows(slot, self.batch, temperature, values, dropout, draws, collision)
 
     @cached_property
     def tokens(self) -> int:
@@ -306,6 +307,7 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
         values=values,
         old_values=rows(e.old_values),
         returns=rows(e.returns),
+        collision=output.collision,
     )
 
 

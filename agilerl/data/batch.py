@@ -341,6 +341,9 @@ class LossInputs:
     """[b, L] the critic's values before the update."""
     returns: Tensor | None = None
     """[b, L] the targets of the critic."""
+    collision: Tensor | None = None
+    """[b, L] collision entropy ``-log sum_v p(v)^2`` of the policy's next-token distribution, in nats, detached; None
+    unless ``use_weighting`` asks for it."""
 
 
 # -- micro-batches: what one agent puts into one forward pass ---------------------------------------------------------

@@ -100,6 +100,32 @@ def linear_kl(
     return found
 
 
+@torch.no_grad()
+def linear_collision_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    chunk_rows: int | None = None,
+    wide: bool = True,
+) -> Tensor:
+    """Return ``-log sum_v p(v)^2`` ``[M]`` in nats, without gradient: the Renyi entropy of order 2 of each position.
+
+    p is the distribution of :func:`linear_logprobs` with the same settings, ``temperature`` is ``[M]``, and what is
+    said there about a row's bits holds here.
+    """
+    temperature = temperature.to(hidden.device, _wide(weight.dtype) if wide else weight.dtype)
+    rows = max(chunk_rows or TILE_BYTES // (4 * weight.shape[0]), CPU_ROWS)
+    head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
+    found = torch.empty_like(temperature)
+    for part in _tiles(len(hidden), rows):
+        found[part] = -torch.logsumexp(2 * _tile(hidden, temperature, part, head)[0], dim=-1)
+    return found
+
+
 class _Head(NamedTuple):
     weight: Tensor
     bias: Tensor | None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agilerl.functional.masks import masked_sum
+from agilerl.functional.masks import masked_mean, masked_sum
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class PreferenceScores:
     """[P] completion tokens."""
     rejected_tokens: Tensor
     """[P] completion tokens."""
+    chosen_sum: Tensor | None = None
+    """[P] ``policy_chosen`` before ``ld_alpha`` weighted it; None: the same."""
+    weights: Tensor | None = None
+    """[P] factor of each pair's loss, without gradient; None: 1."""
 
     @property
     def chosen(self) -> Tensor:
@@ -42,15 +46,23 @@ class PreferenceScores:
         """[P] ``Delta = c - r``."""
         return self.chosen - self.rejected
 
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """[P] each, log-prob per token of the chosen and of the rejected completion, without a reference."""
+        chosen = self.policy_chosen / self.chosen_tokens.clamp(min=1)
+        return chosen, self.policy_rejected / self.rejected_tokens.clamp(min=1)
+
 
 @dataclass(frozen=True)
 class PreferenceOptions:
     """Settings that only some of the losses read."""
 
     label_smoothing: float = 0.0
-    """Probability that a label is wrong, in [0, 0.5): sigmoid, cdpo, robust, exo_pair, aot, aot_pair."""
+    """Probability that a label is wrong, in [0, 0.5): sigmoid, cdpo, robust, exo_pair, aot, aot_pair, simpo, cpo."""
     discopop_tau: float = 0.05
     """Temperature of discopop's modulation."""
+    simpo_gamma: float = 0.5
+    """Margin of simpo, in units of ``beta`` times a log-prob per token."""
     reward_baseline: float | None = None
     """bco_pair: mean of ``beta c`` and ``beta r``, usually a running mean. None: the mean of these pairs, which makes
     the loss depend on the micro-batch."""
@@ -66,10 +78,29 @@ PreferenceLoss = Callable[[PreferenceScores, float, PreferenceOptions], Tensor]
 
 
 def preference_scores(
-    policy: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], masks: tuple[Tensor, Tensor]
+    policy: tuple[Tensor, Tensor],
+    reference: tuple[Tensor, Tensor],
+    masks: tuple[Tensor, Tensor],
+    *,
+    ld_alpha: float | None = None,
+    collision: tuple[Tensor, Tensor] | None = None,
 ) -> PreferenceScores:
-    """Sum token log-probs ``[P, L]``, each pair of arguments being (chosen, rejected), over their masks ``[P, L]``."""
+    """Sum token log-probs ``[P, L]``, each pair of arguments being (chosen, rejected), over their masks ``[P, L]``.
+
+    With ``ld_alpha`` the tokens beyond the length of the pair's shorter completion count that much, in [0, 1]
+    (LD-DPO, arXiv 2409.06411). With ``collision``, the policy's collision entropies, pairs are weighted by how likely
+    the policy is to say both completions (WPO, arXiv 2406.11827, with its "sampled alignment"): by the product of
+    ``exp(mean_t(log pi_t - log sum_v pi_t(v)^2))`` of the two.
+    """
     (pc, pr), (rc, rr), (mc, mr) = policy, reference, masks
+    whole = weights = None
+    if collision is not None:
+        aligned = [masked_mean(p.detach() + h.detach(), m, -1) for p, h, m in zip(policy, collision, masks)]
+        weights = torch.exp(aligned[0] + aligned[1])
+    if ld_alpha is not None:
+        whole, common = masked_sum(pc, mc, -1), torch.minimum(mc.sum(-1), mr.sum(-1))[..., None]
+        by_token = [torch.where(m.cumsum(-1) > common, ld_alpha, 1.0).to(pc.dtype) for m in masks]
+        (pc, pr), (rc, rr) = ([x * w for x, w in zip(pair, by_token)] for pair in (policy, reference))
     return PreferenceScores(
         policy_chosen=masked_sum(pc, mc, -1),
         policy_rejected=masked_sum(pr, mr, -1),
@@ -77,6 +108,8 @@ def preference_scores(
         ref_rejected=masked_sum(rr.detach(), mr, -1),
         chosen_tokens=mc.sum(-1),
         rejected_tokens=mr.sum(-1),
+        chosen_sum=whole,
+        weights=weights,
     )
 
 
@@ -103,18 +136,27 @@ def preference_loss(
         if name == "sft":
             if chosen_tokens is None:
                 raise ValueError("the sft term needs chosen_tokens, the number of chosen tokens in the whole window")
-            term = -scores.policy_chosen.sum() / max(chosen_tokens, 1.0)
+            whole = scores.policy_chosen if scores.chosen_sum is None else scores.chosen_sum
+            term = -whole.sum() / max(chosen_tokens, 1.0)
         elif name in PREFERENCE_LOSSES:
-            term = PREFERENCE_LOSSES[name](scores, beta, options or PreferenceOptions()).sum() / max(pairs, 1.0)
+            by_pair = PREFERENCE_LOSSES[name](scores, beta, options or PreferenceOptions())
+            if scores.weights is not None:
+                by_pair = by_pair * scores.weights
+            term = by_pair.sum() / max(pairs, 1.0)
         else:
             raise ValueError(f"unknown preference loss {name!r}; expected one of {', '.join(PREFERENCE_LOSSES)} or sft")
         total = total + weight * term
     return total
 
 
-def preference_metrics(scores: PreferenceScores, beta: float) -> dict[str, Tensor]:
-    """Return per-pair values ``[P]``, for a reducer: implicit rewards, their margin and accuracy, and log-probs."""
-    chosen, rejected = beta * scores.chosen.detach(), beta * scores.rejected.detach()
+def preference_metrics(scores: PreferenceScores, beta: float, *, per_token: bool = False) -> dict[str, Tensor]:
+    """Return per-pair values ``[P]``, for a reducer: implicit rewards, their margin and accuracy, and log-probs.
+
+    Rewards are ``beta c`` and ``beta r``; with ``per_token`` beta times the policy's log-prob per token, as simpo and
+    orpo see it.
+    """
+    gains = scores.means if per_token else (scores.chosen, scores.rejected)
+    chosen, rejected = (beta * gain.detach() for gain in gains)
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
@@ -221,6 +263,32 @@ def discopop(scores: PreferenceScores, beta: float, options: PreferenceOptions) 
     return -F.logsigmoid(z) * (1 - modulation) + torch.exp(-z) * modulation
 
 
+def simpo(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """SimPO, ``-log s(beta (mc - mr) - gamma)`` with mc, mr the log-probs per token; no reference. arXiv 2405.14734."""
+    chosen, rejected = scores.means
+    return _smoothed(beta * (chosen - rejected) - options.simpo_gamma, options.label_smoothing)
+
+
+def cpo(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:
+    """CPO's preference term, ``-log s(beta (log pi_c - log pi_r))``; no reference. Source: arXiv 2401.08417, eq. 3."""
+    return _smoothed(beta * (scores.policy_chosen - scores.policy_rejected), options.label_smoothing)
+
+
+def orpo(scores: PreferenceScores, beta: float, _: PreferenceOptions) -> Tensor:
+    """ORPO's odds-ratio term, ``-beta log s(o(mc) - o(mr))`` with ``o(m) = m - log(1 - e^m)``; no reference.
+
+    mc and mr are the log-probs per token. Source: arXiv 2403.07691, eq. 4 to 7; beta is the paper's lambda.
+    """
+    chosen, rejected = (_log_odds(mean) for mean in scores.means)
+    return -beta * F.logsigmoid(chosen - rejected)
+
+
+def _log_odds(logp: Tensor) -> Tensor:
+    """Return ``log(p / (1 - p))``; p just below 1 at most, where it would be infinite."""
+    below = logp.clamp(max=-torch.finfo(logp.dtype).eps)
+    return logp - torch.log(-torch.expm1(below))
+
+
 def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
 
@@ -240,5 +308,8 @@ PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {
     "aot": aot,
     "aot_pair": aot_pair,
     "discopop": discopop,
+    "simpo": simpo,
+    "cpo": cpo,
+    "orpo": orpo,
 }
 """Every loss by name: ``f(scores, beta, options) -> [P]``."""

@@ -17,7 +17,7 @@ from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
 from agilerl.errors import AgileRLError, ConfigError, EngineError
-from agilerl.functional import linear_kl, linear_logprobs
+from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
 from agilerl.models.layers import (
     EXPERTS,
@@ -255,30 +255,26 @@ class BaseModel:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs ``[M]`` of targets (and the entropy) from hidden ``[M, H]`` without storing ``[M, V]``."""
         return linear_logprobs(
-            hidden,
-            self._head.weight,
-            targets,
-            bias=getattr(self._head, "bias", None),
-            temperature=temperature,
-            softcap=self._softcap,
-            scale=self._scale,
-            chunk_rows=self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
-            entropy=entropy,
-            wide=self.options.cast_logprobs_to_fp32,
+            hidden, self._head.weight, targets, temperature=temperature, entropy=entropy, **self._head_settings
         )
 
     def kl(self, hidden: Tensor, reference: Tensor) -> Tensor:
         """Return KL ``[M]`` in nats of the next tokens foretold by hidden ``[M, H]`` from those by ``reference``."""
-        return linear_kl(
-            hidden,
-            reference,
-            self._head.weight,
-            bias=getattr(self._head, "bias", None),
-            softcap=self._softcap,
-            scale=self._scale,
-            chunk_rows=self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
-            wide=self.options.cast_logprobs_to_fp32,
-        )
+        return linear_kl(hidden, reference, self._head.weight, **self._head_settings)
+
+    def collision_entropy(self, hidden: Tensor, temperature: Tensor) -> Tensor:
+        """Return ``-log sum_v p(v)^2`` ``[M]`` in nats from hidden ``[M, H]`` and temperatures ``[M]``; no gradient."""
+        return linear_collision_entropy(hidden, self._head.weight, temperature, **self._head_settings)
+
+    @property
+    def _head_settings(self) -> dict[str, Any]:
+        return {
+            "bias": getattr(self._head, "bias", None),
+            "softcap": self._softcap,
+            "scale": self._scale,
+            "chunk_rows": self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
+            "wide": self.options.cast_logprobs_to_fp32,
+        }
 
     def check_head(self) -> None:
         """Compare body + head with the model's own logits on a few tokens.

@@ -20,6 +20,7 @@ from agilerl.functional import PREFERENCE_LOSSES, MetricReducer
 from agilerl.hpo.mutation import Change, Mutation
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
 from agilerl.llm_envs import PreferenceGym
+from agilerl.models.slots import Route
 from agilerl.population import Population
 from tests.algorithms.conftest import equal, lora, weights
 from tests.algorithms.data_agents import agents_of, embedded_runtime, examples, moment, new_runtime
@@ -30,6 +31,11 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 1e-3, "batch_size": 4, "beta": 0.1},
     {"lr": 3e-2, "batch_size": 3, "beta": 0.5, "loss_type": "ipo"},
     {"lr": 1e-4, "batch_size": 9, "loss_type": ("sigmoid", "sft"), "loss_weights": (1.0, 0.3), "update_epochs": 2},
+)
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"lr": 3e-3, "batch_size": 4, "loss_type": "orpo"},
+    {"lr": 3e-3, "batch_size": 3, "use_weighting": True, "ld_alpha": 0.5, "update_epochs": 2},
+    {"lr": 3e-3, "batch_size": 9, "loss_type": ("simpo", "cpo"), "reference_free": True},
 )
 OVER_PAIRS = ("bco_pair", "aot", "aot_pair")
 
@@ -203,17 +209,50 @@ def test_old_rows_are_forgotten_beyond_the_limit() -> None:
     assert torch.equal(known.logprobs(batch.select(slice(14, 16)), None, b"base", MicroBatch(2))[0], full[14])
 
 
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "simpo"}, {"loss_type": "cpo"}, {"loss_type": "orpo"}, {"reference_free": True}]
+)
+def test_losses_without_a_reference_do_not_compute_it(settings: dict[str, Any]) -> None:
+    agent, batch = make(lr=1e-2, **settings), pairs(6)
+    before, per_token = agent.logprobs(batch).double(), settings.get("loss_type") in ("simpo", "orpo")
+    metrics = agent.learn(batch)
+    assert ReferenceLogprobs.of(agent.runtime).rows_computed == 0
+    sums = before.sum(-1) / (batch.action_mask.sum(-1) if per_token else 1)
+    assert metrics["rewards/chosen"] == pytest.approx(0.1 * float(sums[0::2].mean()), rel=1e-4)
+    assert metrics["rewards/margins"] == pytest.approx(0.1 * float((sums[0::2] - sums[1::2]).mean()), rel=1e-3)
+    after = agent.logprobs(batch).double().sum(-1) / (batch.action_mask.sum(-1) if per_token else 1)
+    assert agent.score(batch).tolist() == (after[0::2] > after[1::2]).double().tolist()
+
+
+def test_pairs_are_weighted_by_the_current_policy() -> None:
+    """The weights are those of the policy at each step: they come from the head's own distributions."""
+    agent, batch = make(lr=1e-2, use_weighting=True), pairs(6, longest=20)
+    agent.learn(pairs(6, seed=3))
+    base, mask = agent.runtime.base, batch.action_mask
+    with agent.runtime.store.routed(Route((agent.slot,), (len(batch),))), torch.no_grad():
+        logits = base.logits(base.hidden(batch.ids))[:, :-1].double()
+    spread = -torch.logsumexp(2 * logits.log_softmax(-1), -1)
+    said = agent.logprobs(batch).double()
+    aligned = torch.where(mask, said + spread, 0.0).sum(-1) / mask.sum(-1)
+    weights_by_hand = (aligned[0::2] + aligned[1::2]).exp()
+    gain = torch.where(mask, said - agent.reference_logprobs(batch), 0.0).sum(-1)
+    by_pair = -torch.nn.functional.logsigmoid(0.1 * (gain[0::2] - gain[1::2]))
+    assert weights_by_hand.std() > 1e-3
+    assert agent.learn(batch)["loss"] == pytest.approx(float((weights_by_hand * by_pair).mean()), rel=1e-4)
+
+
 # -- exactness and copies --------------------------------------------------------------------------------------------
 
 
-def test_batched_equals_one_at_a_time_bit_for_bit() -> None:
+@pytest.mark.parametrize("settings", [SETTINGS, OTHERS])
+def test_batched_equals_one_at_a_time_bit_for_bit(settings: tuple[dict[str, Any], ...]) -> None:
     batches = [[pairs(9, seed=10 * step + (i > 0), longest=30) for i in range(3)] for step in range(3)]
-    together = agents_of(DPO, SETTINGS)
+    together = agents_of(DPO, settings)
     start = [weights(a) for a in together]
     for step in batches:
         learn_together(together, step)
     for own in range(3):
-        agents = agents_of(DPO, SETTINGS)
+        agents = agents_of(DPO, settings)
         for step in batches:
             agents[own].learn(step[own])
         assert equal(weights(agents[own]), weights(together[own]))
@@ -303,7 +342,11 @@ def test_defaults_and_names() -> None:
     config = DPO.Config()
     assert (config.beta, config.nll_alpha, config.loss_type, config.lr) == (0.1, 0.0, "sigmoid", 5e-6)
     for name in PREFERENCE_LOSSES:
-        assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).config.losses == {name: 1.0}
+        nll = {"sft": 1.0} if name in ("cpo", "orpo") else {}
+        assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).config.losses == {name: 1.0} | nll
+    assert make(loss_type="orpo", nll_alpha=0.0).config.losses == {"orpo": 1.0}
+    assert make(loss_type=("cpo", "sft"), loss_weights=(1.0, 0.3)).config.losses == {"cpo": 1.0, "sft": 0.3}
+    assert make(loss_type="cpo").clone().config.losses == {"cpo": 1.0, "sft": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -320,6 +363,9 @@ def test_defaults_and_names() -> None:
         ({"loss_type": "cdpo"}, r"loss_type='cdpo' .*label_smoothing"),
         ({"label_smoothing": 0.5}, r"label_smoothing: .* 0.5"),
         ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "split; found micro_batch_size_per_gpu=2"),
+        ({"loss_type": "aot", "use_weighting": True}, "use_weighting weighs"),
+        ({"loss_type": "orpo", "ld_alpha": 0.5}, "ld_alpha=0.5 weighs"),
+        ({"ld_alpha": 1.5}, "ld_alpha: .* 1"),
         ({"group_size": 4}, r"DPO .* 'group_size'"),
     ],
 )

@@ -43,6 +43,13 @@ BY_HAND = {
     "aot_pair": -L,
     "discopop": -L * (1 - M) + math.exp(-0.5) * M,
 }
+# Without a reference: log-probs of -1.4 in 4 tokens and -2.4 in 2, so -0.35 and -1.2 a token.
+ODDS = -0.35 - math.log(1 - math.exp(-0.35)) + 1.2 + math.log(1 - math.exp(-1.2))
+FREE = {
+    "simpo": -math.log(sigma(0.5 * 0.85 - 0.5)),  # gamma 0.5
+    "cpo": -math.log(sigma(0.5)),
+    "orpo": -0.5 * math.log(sigma(ODDS)),
+}
 SMOOTHED = {"cdpo", "robust", "exo_pair"}
 
 
@@ -51,7 +58,46 @@ def options(name):
 
 
 def test_no_loss_is_left_untested():
-    assert set(BY_HAND) == set(fn.PREFERENCE_LOSSES)
+    assert {*BY_HAND, *FREE} == set(fn.PREFERENCE_LOSSES)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_losses_without_a_reference_by_hand(name):
+    found = fn.PREFERENCE_LOSSES[name](scores([0.6], [-0.4], ref=-2.0), BETA, fn.PreferenceOptions())
+    assert found.tolist() == pytest.approx([FREE[name]])
+
+
+def test_certain_completions_have_finite_odds():
+    s = scores([0.0], [-0.4])
+    fn.preference_loss(s, {"orpo": 1.0}, BETA, pairs=1).backward()
+    assert s.policy_chosen.grad.isfinite().all()
+    assert s.policy_rejected.grad.isfinite().all()
+
+
+def test_tokens_beyond_the_common_length_count_less():
+    logp = torch.tensor([[-1.0, -2.0, -4.0, -8.0]], dtype=torch.double, requires_grad=True)
+    other = torch.tensor([[-3.0, -5.0, 9.0, 9.0]], dtype=torch.double, requires_grad=True)
+    ref = torch.full_like(logp, -1.0).detach()
+    masks = (torch.ones(1, 4, dtype=torch.bool), torch.tensor([[True, True, False, False]]))
+    s = fn.preference_scores((logp, other), (ref, ref), masks, ld_alpha=0.25)
+    assert (s.policy_chosen.item(), s.ref_chosen.item()) == (-1 - 2 - 0.25 * 12, -2 - 0.25 * 2)
+    assert (s.policy_rejected.item(), s.ref_rejected.item()) == (-8, -2)
+    fn.preference_loss(s, {"sft": 1.0}, BETA, pairs=1, chosen_tokens=4).backward()
+    assert logp.grad.tolist() == [[-0.25] * 4]  # the likelihood is that of all tokens
+
+
+def test_pairs_that_the_policy_would_say_weigh_more():
+    logp = torch.tensor([[-1.0, -2.0], [-3.0, float("nan")]], requires_grad=True)
+    collision = torch.tensor([[0.5, 1.5], [2.0, float("nan")]])
+    masks = torch.tensor([[True, True], [True, False]])
+    (pc, pr), (hc, hr), (mc, mr) = (x[:, None] for x in (logp, collision, masks))
+    s = fn.preference_scores((pc, pr), (torch.zeros_like(pc), torch.zeros_like(pr)), (mc, mr), collision=(hc, hr))
+    weight = math.exp((-0.5 - 0.5) / 2) * math.exp(-1.0)
+    assert s.weights.tolist() == pytest.approx([weight])
+    assert not s.weights.requires_grad
+    plain = fn.preference_scores((pc, pr), (torch.zeros_like(pc), torch.zeros_like(pr)), (mc, mr))
+    loss, other = (fn.preference_loss(x, {"hinge": 1.0}, BETA, pairs=1).item() for x in (s, plain))
+    assert loss == pytest.approx(weight * other)
 
 
 @pytest.mark.parametrize("ref", [0.0, -7.0])
@@ -62,9 +108,9 @@ def test_by_hand(name, ref):
     assert found.item() == pytest.approx(BY_HAND[name])
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", [*BY_HAND, *FREE])
 def test_a_step_separates_the_pair(name):
-    s = scores([0.6], [-0.4])
+    s = scores([0.6], [-0.4], ref=-2.0)
     fn.preference_loss(s, {name: 1.0}, BETA, pairs=1, options=options(name)).backward()
     # Down the gradient, the chosen log-prob gains on the rejected one.
     assert s.policy_rejected.grad.item() - s.policy_chosen.grad.item() > 0
@@ -78,7 +124,7 @@ def test_discopop_rises_where_training_starts():
     assert s.policy_chosen.grad.item() == pytest.approx(BETA * slope)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", [*BY_HAND, *FREE])
 def test_gradients_by_finite_differences(name):
     s = scores([0.6, -0.3], [-0.4, 0.9], ref=-2.0)
 

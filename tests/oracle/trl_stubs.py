@@ -75,7 +75,7 @@ def completions(mask: Tensor, **tensors: Tensor) -> dict[str, Tensor]:
     }
 
 
-def language_model(logp: Tensor, entropy: Tensor, mask: Tensor) -> Any:
+def language_model(logp: Tensor, entropy: Tensor, mask: Tensor, collision: Tensor | None = None) -> Any:
     """A model with a fused head that gives these values, 0 off the mask."""
     outputs = SimpleNamespace(
         log_probs=torch.where(mask, logp, 0.0),
@@ -83,5 +83,6 @@ def language_model(logp: Tensor, entropy: Tensor, mask: Tensor) -> Any:
         mean_logits=torch.zeros(mask.shape),
         is_top1=torch.zeros(mask.shape, dtype=torch.bool),
         label_mask=mask,
+        log_sum_sq_probs=None if collision is None else -collision,
     )
     return lambda *_, **__: outputs
