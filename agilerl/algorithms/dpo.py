@@ -91,6 +91,16 @@ class DPOConfig(DataConfig):
     use_separate_reference_adapter: bool = True
     """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_nll(cls, values: Any) -> Any:
+        """Set ``nll_alpha`` where the loss prescribes it, so that it is written down with the other settings."""
+        names = values.get("loss_type") if isinstance(values, dict) and "nll_alpha" not in values else ()
+        listed = (names,) if isinstance(names, str) else names
+        if isinstance(listed, list | tuple) and "sft" not in listed and any(name in listed for name in _WITH_NLL):
+            return {**values, "nll_alpha": 1.0}
+        return values
+
     @model_validator(mode="after")
     def _losses_agree(self) -> Self:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
@@ -135,14 +145,7 @@ class DPOConfig(DataConfig):
         """The weighted losses, by name."""
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         weights: dict[str, float] = dict(zip(names, self.loss_weights or [1.0] * len(names)))
-        return weights | ({"sft": self.nll_weight} if self.nll_weight > 0 else {})
-
-    @property
-    def nll_weight(self) -> float:
-        """Weight of the chosen completions' cross-entropy besides the losses that are named."""
-        named = {self.loss_type} if isinstance(self.loss_type, str) else set(self.loss_type)
-        prescribed = "nll_alpha" not in self.model_fields_set and "sft" not in named and bool(_WITH_NLL & named)
-        return 1.0 if prescribed else self.nll_alpha
+        return weights | ({"sft": self.nll_alpha} if self.nll_alpha > 0 else {})
 
     @property
     def needs_reference(self) -> bool:
@@ -255,8 +258,7 @@ class DPO(DataAlgorithm):
                 "not pairs; use the batches of a PreferenceGym"
             )
         if not bool(batch.action_mask.any(dim=1).all()):
-            weight = self.config.nll_weight
-            alpha = f"; nll_alpha={weight} learns the chosen one" if weight > 0 else ""
+            alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
             raise ConfigError(
                 "every pair needs a chosen and a rejected completion, found one without a token"
                 f"{alpha}; leave such pairs out"

@@ -344,6 +344,7 @@ def test_defaults_and_names() -> None:
     for name in PREFERENCE_LOSSES:
         nll = {"sft": 1.0} if name in ("cpo", "orpo") else {}
         assert make(loss_type=name, label_smoothing=0.1 if name == "cdpo" else 0.0).config.losses == {name: 1.0} | nll
+    assert make(loss_type="orpo").config.nll_alpha == 1.0  # so that it is in run.json, and a gene starts from it
     assert make(loss_type="orpo", nll_alpha=0.0).config.losses == {"orpo": 1.0}
     assert make(loss_type=("cpo", "sft"), loss_weights=(1.0, 0.3)).config.losses == {"cpo": 1.0, "sft": 0.3}
     assert make(loss_type="cpo").clone().config.losses == {"cpo": 1.0, "sft": 1.0}
