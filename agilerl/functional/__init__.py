@@ -24,7 +24,13 @@ from agilerl.functional.advantages import (
     turn_advantages,
     zero_variance_groups,
 )
-from agilerl.functional.logprobs import linear_collision_entropy, linear_kl, linear_logprobs, token_entropy, token_logprobs
+from agilerl.functional.logprobs import (
+    linear_collision_entropy,
+    linear_kl,
+    linear_logprobs,
+    token_entropy,
+    token_logprobs,
+)
 from agilerl.functional.masks import fill_masked, masked_mean, masked_sum, masked_whiten, top_entropy_mask
 from agilerl.functional.objectives import (
     LOSS_NORM_ALIASES,
