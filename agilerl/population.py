@@ -28,6 +28,7 @@ from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
 from agilerl.hpo.strategies import OBJECTIVES
+from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
@@ -257,9 +258,16 @@ class Population:
                 key=(agent.index, agent.rollouts, number),
                 reserve=getattr(agent.config, "max_output_tokens", None) or 1,
                 weights=weights,
+                state=self._state(agent),
             )
             for number in range(first, first + count)
         ]
+
+    def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
+        rows = self.task.train_size if isinstance(self.task, Task) else None
+        if agent is None:
+            return TrainerState(0, 0.0 if rows else None)
+        return TrainerState(agent.rollouts, agent.position / rows if rows else None)
 
     @property
     def learns_from_data(self) -> bool:
@@ -413,8 +421,19 @@ class Population:
         size = len(panel)
         of_task, first, _ = self._rows_of(split)
         asks = [
-            Ask(slot, place, 1, self._exam_sampling, limit, number, of_task, (first + number,), reserve)
-            for slot, _ in who
+            Ask(
+                slot,
+                place,
+                1,
+                self._exam_sampling,
+                limit,
+                number,
+                of_task,
+                (first + number,),
+                reserve,
+                state=self._state(agent),
+            )
+            for slot, agent in who
             for number, place in enumerate(panel)
         ]
         groups, report = self.runtime.collect(self.task, self.tokenizer, asks)

@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import checked, described, nearest, shown
+from agilerl.arguments import Count, checked, described, nearest, shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.named_files import names_a_file
 from agilerl.envs.core import Row
@@ -179,7 +180,7 @@ def without_decoding(dataset: Any) -> Any:
 
     Decoding would open the path or URL that a row names. Raises EnvError for nested ones.
     """
-    for column, feature in dict(dataset.features).items():
+    for column, feature in dict(dataset.features or {}).items():
         if getattr(feature, "decode", None) is True:
             dataset = dataset.cast_column(column, replace(feature, decode=False))
         elif "decode=True" in repr(feature):
@@ -369,18 +370,22 @@ def read_dataset(
     split: str = "train",
     config: str | None = None,
     name: str = "the dataset",
+    limit: Count | None = None,
 ) -> Rows:
     """Read rows from any source; all columns stay, and reach the graders.
 
     Args:
         source: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), the name of a dataset on the hub, a
-            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, a torch ``Dataset`` of dicts, or ``Rows``.
-            The values of a CSV file stay text.
+            Hugging Face ``Dataset`` or ``DatasetDict``, a pandas ``DataFrame``, a torch ``Dataset``, a sequence of
+            dicts or of tuples (``(chosen, rejected)`` or ``(prompt, chosen, rejected)``), ``Rows``, or anything that
+            yields such rows: a streamed ``IterableDataset``, one of torch, a generator. The values of a CSV file stay text.
         columns: new column names, mapped to those in the source: ``{"question": "problem"}``; the other way round if
             only that fits the source.
         split: which split of a dataset of the hub, or of a ``DatasetDict``.
         config: which configuration of a dataset of the hub, if it has several.
         name: the name in messages of rows in memory.
+        limit: read only so many rows, the first ones. Rows are held in memory: a source that only yields them is read
+            once, up to ``MOST_STREAMED`` rows, and a dataset of the hub is streamed if there is a limit.
 
     Raises:
         EnvError: nothing there, an unknown format, a damaged or empty file, text that is not UTF-8, a missing or
@@ -389,11 +394,12 @@ def read_dataset(
     if isinstance(source, Rows):
         parts = source.parts
     else:
-        label, table = _table(source, split, config, name)
+        label, table = _table(source, split, config, name, limit)
         if len(table.rows) == 0:
             raise EnvError(f"expected at least one row in {label}, found none")
         parts = (Part(label, table, {}),)
-    return Rows([_with_columns(part, columns or {}) for part in parts])
+    rows = Rows([_with_columns(part, columns or {}) for part in parts])
+    return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 
 @checked
@@ -421,12 +427,18 @@ def mix(sources: Sequence[Any]) -> Rows:
     return Rows(parts)
 
 
-def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str, Table]:
+MOST_STREAMED = 100_000
+"""Rows that are read of a source without a length, unless ``limit`` says how many."""
+
+
+def _table(source: Any, split: str, config: str | None, name: str, limit: int | None = None) -> tuple[str, Table]:
     if isinstance(source, str | Path):
         if isinstance(source, Path) or names_a_file(source):
             path = Path(source).expanduser()
             return path.name, read_file(path)
-        return f"{source} ({split})", _of_datasets(_load_from_hub(source, split, config))
+        found = _load_from_hub(source, split, config, stream=limit is not None)
+        label = f"{source} ({split})"
+        return label, (_of_datasets(found) if limit is None else _listed(_streamed(found, label, limit), label))
     if isinstance(source, Mapping):
         if split not in source:
             raise EnvError(f"expected the split {split} in {name}, found {sorted(map(str, source))}; pass one of them")
@@ -434,15 +446,15 @@ def _table(source: Any, split: str, config: str | None, name: str) -> tuple[str,
     try:
         len(source)
     except TypeError as error:
+        if isinstance(source, Iterable):
+            return name, _listed(_streamed(source, name, limit), name)
         raise EnvError(
-            f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found "
-            f"{described(source)}; load streamed datasets without streaming, since they have no length"
+            f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found {described(source)}"
         ) from error
+    if hasattr(source, "iterrows") and hasattr(source, "to_dict"):  # pandas
+        return name, _listed(_of_pandas(source), name)
     if isinstance(source, Sequence):
-        for number, row in enumerate(source):
-            if not isinstance(row, Mapping):
-                raise EnvError(f"expected dicts as rows of {name}, found {described(row)} in row {number}")
-        return name, Table(source, list(dict.fromkeys(str(column) for row in source for column in row)))
+        return name, _listed(source, name)
     if not hasattr(source, "column_names") and hasattr(source, "__getitem__"):
         return name, _of_items(source, name)
     return name, _of_datasets(source)
@@ -454,7 +466,51 @@ def _of_items(dataset: Any, name: str) -> Table:
         rows = [dataset[number] for number in range(len(dataset))]
     except Exception as error:  # someone else's code may raise anything; report its reason
         raise EnvError(f"{name}: an item cannot be read: {type(error).__name__}: {error}") from error
-    return _table(rows, "", None, name)[1]
+    return _listed(rows, name)
+
+
+def _streamed(source: Iterable[Any], name: str, limit: int | None) -> list[Any]:
+    """Read the first rows of what only yields them; warns if there are more than are read without a limit."""
+    rows = []
+    try:
+        for row in islice(source, (limit or MOST_STREAMED) + (limit is None)):
+            rows.append(row)
+    except Exception as error:  # someone else's code or a download may raise anything; report its reason
+        raise EnvError(f"row {len(rows)} of {name} cannot be read: {type(error).__name__}: {error}") from error
+    if limit is None and len(rows) > MOST_STREAMED:
+        warnings.warn(
+            f"{name} has no length, and only its first {MOST_STREAMED:,} rows are read: panels need rows in memory; "
+            "set limit (in a manifest: rows)",
+            stacklevel=5,
+        )
+        del rows[MOST_STREAMED:]
+    return rows
+
+
+def _listed(rows: Sequence[Any], name: str) -> Table:
+    """Return rows in memory; tuples are pairs of answers, with or without their prompt."""
+    if any(isinstance(row, tuple) and len(row) in _PAIRS for row in rows):
+        rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise EnvError(
+                f"expected dicts (or tuples of chosen and rejected) as rows of {name}, found {described(row)} in row "
+                f"{number}"
+            )
+    return Table(rows, list(dict.fromkeys(str(column) for row in rows for column in row)))
+
+
+_PAIRS = {2: ("chosen", "rejected"), 3: ("prompt", "chosen", "rejected")}
+
+
+def _of_pandas(frame: Any) -> list[dict[str, Any]]:
+    """Return the rows of a DataFrame as plain values; what pandas calls missing is None."""
+    found = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(column): _plain(value) for column, value in row.items()} for row in found]
+
+
+def _plain(value: Any) -> Any:
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _of_datasets(dataset: Any) -> Table:
@@ -464,7 +520,7 @@ def _of_datasets(dataset: Any) -> Table:
     return Table(dataset, [str(column) for column in columns])
 
 
-def _load_from_hub(name: str, split: str, config: str | None) -> Any:
+def _load_from_hub(name: str, split: str, config: str | None, *, stream: bool = False) -> Any:
     import datasets
 
     # Without this the client would retry for half a minute before it looks into its cache.
@@ -473,6 +529,8 @@ def _load_from_hub(name: str, split: str, config: str | None) -> Any:
     try:
         builder = datasets.load_dataset_builder(name, config)
         _check_files(builder, name)
+        if stream:
+            return without_decoding(builder.as_streaming_dataset(split=split))
         builder.download_and_prepare()
         small = (builder.info.dataset_size or 0) < datasets.config.IN_MEMORY_MAX_SIZE
         return without_decoding(builder.as_dataset(split=split, in_memory=small))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, SupportsFloat, runtime_checkable
 
@@ -25,11 +26,29 @@ ScoreOrError = float | RewardError | None
 """A score, None (not applicable), or the error if the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
+OF_A_BATCH = frozenset({"completions", "prompts", "completions_ids"})
+"""Parameters of a function that gets everything at once."""
 NAMED_KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
     inspect.Parameter.KEYWORD_ONLY,
 )
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the training of a completion's agent is; graders ask for it by the parameter ``trainer_state``."""
+
+    global_step: int
+    """Rollouts that the agent has learned from."""
+    epoch: float | None = None
+    """Passes over the training rows; None if the task makes its questions."""
+
+
+class GradedRow(dict[str, Any]):
+    """A row as graders get it."""
+
+    state: TrainerState | None = None
 
 
 @checked
@@ -41,11 +60,15 @@ def call_grader(
 ) -> list[float | None]:
     """Score ``completions`` with ``grader``; ``None`` means that the grader does not apply to that completion.
 
-    Arguments are resolved by name. A function with a parameter ``completions`` gets everything at once: ``prompts``,
-    ``completions`` and each column of the rows as a list, as far as it takes them. Any other function gets one
-    completion per call: ``completion``, ``prompt`` and the columns of its row (``answer``, ``question``, ...). If these
-    names do not fit but exactly three parameters are required, they are ``(completion, answer, question)`` by position.
-    ``prompts`` defaults to the question of each row. Coroutine functions are awaited, all of them at once.
+    Arguments are resolved by name. A function with a parameter ``completions`` or ``prompts`` gets everything at once:
+    ``prompts``, ``completions`` and each column of the rows as a list, as far as it takes them. Any other function gets
+    one completion per call: ``completion``, ``prompt`` and the columns of its row (``answer``, ``question``, ...). If
+    these names do not fit but exactly three parameters are required, they are ``(completion, answer, question)`` by
+    position. ``prompts`` defaults to the question of each row. Coroutine functions are awaited, all of them at once.
+
+    As in TRL, a function for a batch gets the prompts and completions of rows whose column ``prompt`` is a conversation
+    as messages: ``completions[i][0]["content"]`` is a text. Functions of ``trl`` always do; a ``BaseGrader`` never.
+    ``trainer_state`` (see ``TrainerState``) is there in training and exams, for functions that name it.
 
     Raises:
         RewardError: the grader raised, asks for something the rows do not have, or returned anything but one finite
@@ -81,9 +104,20 @@ def attempt_grader(
         return []
     name = grader_name(grader)
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
-    if "completions" in _named_parameters(grader):
+    parameters, of_trl = _named_parameters(grader), _is_of_trl(grader)
+    if of_trl or OF_A_BATCH & set(parameters):
+        states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
+        if any(state != states[0] for state in states):  # one call for each, because a call has one state
+            return _by_state(grader, completions, rows, prompts, states)
         columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
-        arguments = _select(name, grader, {**columns, "prompts": list(prompts), "completions": list(completions)})
+        as_messages = [of_trl or (not isinstance(grader, BaseGrader) and _is_conversation(row)) for row in rows]
+        given: dict[str, list[Any]] = {
+            "prompts": [_prompt_messages(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
+            "completions": [_said(text) if m else text for m, text in zip(as_messages, completions)],
+        }
+        if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
+            given["completions_ids"] = columns["completion_ids"]
+        arguments = _select(name, grader, {**columns, **given, **_state_of(states[0])})
         (scores,) = _run([lambda: grader(**arguments)])
         if not isinstance(scores, Exception):
             return [score_or_error(score, name) for score in _check_list(scores, len(completions), name)]
@@ -152,6 +186,46 @@ def _check_list(scores: object, count: int, name: str) -> list[object]:
     return found
 
 
+def _by_state(
+    grader: Grader,
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[str],
+    states: Sequence[TrainerState | None],
+) -> list[ScoreOrError]:
+    outcomes: dict[int, ScoreOrError] = {}
+    for state in dict.fromkeys(states):
+        own = [place for place, other in enumerate(states) if other == state]
+        parts = [completions[k] for k in own], [rows[k] for k in own], [prompts[k] for k in own]
+        outcomes |= dict(zip(own, attempt_grader(grader, *parts)))
+    return [outcomes[place] for place in range(len(states))]
+
+
+def _state_of(state: TrainerState | None) -> dict[str, TrainerState]:
+    return {} if state is None else {"trainer_state": state}
+
+
+def _is_of_trl(grader: Any) -> bool:
+    """Return whether a function is TRL's own; these read completions as messages, whatever the prompts are."""
+    while isinstance(grader, partial):
+        grader = grader.func
+    return str(getattr(grader, "__module__", "")).partition(".")[0] == "trl"
+
+
+def _is_conversation(row: Mapping[str, Any]) -> bool:
+    prompt = row.get("prompt")
+    first = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else None
+    return isinstance(first, Mapping) and {"role", "content"} <= set(first)
+
+
+def _prompt_messages(row: Mapping[str, Any], prompt: str) -> list[Any]:
+    return list(row["prompt"]) if _is_conversation(row) else [{"role": "user", "content": prompt}]
+
+
+def _said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
 def _named_parameters(grader: Grader) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(grader).parameters
@@ -172,11 +246,12 @@ def _select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, 
     if missing:
         raise RewardError(f"{name} asks for {', '.join(missing)}, found only {', '.join(sorted(offered))}")
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(grader).parameters.values())
-    return {key: value for key, value in offered.items() if takes_all or key in parameters}
+    # The state is no column: who takes columns by ``**`` may read all of them as lists.
+    return {key: value for key, value in offered.items() if key in parameters or (takes_all and key != "trainer_state")}
 
 
 def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], prompt: str) -> Callable[[], Any]:
-    offered = {**row, "completion": text, "prompt": prompt}
+    offered = {**row, "completion": text, "prompt": prompt, **_state_of(getattr(row, "state", None))}
     parameters = _named_parameters(grader)
     required = _required(parameters)
     positional = [key for key in required if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY]

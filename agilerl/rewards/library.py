@@ -21,6 +21,7 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
+from agilerl.rewards.trl_rewards import trl_rewards
 
 _LONGEST = 60.0
 """The longest timeout that a pattern may have, in seconds."""
@@ -216,8 +217,9 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "repetition": Repetition,
     "reward_model": RewardModelGrader,
     "sandbox": SandboxGrader,
+    **trl_rewards(),
 }
-"""The constructors of the package's graders, by the name that manifests use."""
+"""The constructors of the package's graders, and of TRL's, by the name that manifests use."""
 
 
 @checked

@@ -18,7 +18,7 @@ from agilerl.functional import MetricReducer
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
 from agilerl.rewards.combine import weighted
-from agilerl.rewards.grader import AllGradesFailedError, Grade, Grades
+from agilerl.rewards.grader import AllGradesFailedError, Grade, GradedRow, Grades
 from agilerl.rewards.waiting import EarlyGrading
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine, failure_of
 from agilerl.rollouts.episodes import collect_episodes
@@ -146,7 +146,9 @@ _IDS = "completion_ids"
 
 def _graded_row(ask: Ask, completion: Completion) -> Row:
     """Return the row that graders get."""
-    return {**ask.place.row, _IDS: completion.token_ids}
+    row = GradedRow({**ask.place.row, _IDS: completion.token_ids})
+    row.state = ask.state
+    return row
 
 
 def _is_exam(asks: Sequence[Ask]) -> bool:

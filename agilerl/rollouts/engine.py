@@ -10,6 +10,7 @@ from agilerl.data import Completion, Trajectory
 from agilerl.envs.core import Place, Split
 from agilerl.errors import ConfigError, EnvError, RewardError, RewardTimeoutError
 from agilerl.functional import zero_variance_groups
+from agilerl.rewards.grader import TrainerState
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Ask:
     """Tokens that later prompts of an episode must leave for the completion; if they cannot, the episode is cut."""
     weights: Mapping[str, float] | None = None
     """The agent's own weights of all parts of the reward; None: the grader's."""
+    state: TrainerState | None = None
+    """What graders may ask for as ``trainer_state``."""
 
     @property
     def purpose(self) -> str:

@@ -247,7 +247,11 @@ def _document(
     if config.training.replay is None:
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     if config.training.num_epochs is None:
-        del resolved["training"]["num_epochs"]  # the same
+        del resolved["training"]["num_epochs"]
+    for name in ("dataset", "dataset_exam", "dataset_test"):
+        for part in resolved["environment"][name] or ():
+            if part["rows"] is None:
+                del part["rows"]  # the same
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
 
 

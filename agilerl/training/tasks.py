@@ -145,7 +145,10 @@ def _ungraded(completion: str) -> None:
 
 def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
     read = [
-        (read_dataset(d.path, columns=d.columns or config.columns, split=d.split, config=d.name), d.weight)
+        (
+            read_dataset(d.path, columns=d.columns or config.columns, split=d.split, config=d.name, limit=d.rows),
+            d.weight,
+        )
         for d in dataset
     ]
     return mix(read)

@@ -23,6 +23,7 @@ from agilerl.rewards import (
     exact_match,
     library_grader,
 )
+from agilerl.rewards.trl_rewards import WITH_ALGEBRA, TrlMathematics
 from tests.contracts.grader_contract import GraderContract
 from tests.rewards.chat_server import chat, serve
 from tests.rewards.hostile import hostile
@@ -49,6 +50,11 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "overlong": lambda: library_grader("overlong", {"max_tokens": 8, "cache_tokens": 4}),
     "regex": lambda: library_grader("regex", {"pattern": r"\d"}),
     "repetition": lambda: library_grader("repetition", {"n": 2}),
+    "trl.think_format_reward": lambda: library_grader("trl.think_format_reward"),
+    "trl.get_repetition_penalty_reward": lambda: library_grader("trl.get_repetition_penalty_reward"),
+    "trl.get_soft_overlong_punishment": lambda: library_grader(
+        "trl.get_soft_overlong_punishment", {"max_completion_len": 8, "soft_punish_cache": 4}
+    ),
     "combined": lambda: CombinedGrader([exact_match, (library_grader("repetition"), 0.5)]),
 }
 
@@ -64,6 +70,15 @@ class TestAccuracy(GraderContract):
     @pytest.fixture
     def case(self) -> Iterator[GraderCase]:
         with Accuracy(timeout=20) as grader:
+            yield case_of(grader)
+
+
+class TestTRLMathematics(GraderContract):
+    """All three are called in the same way, and the others are in ``test_trl_convention``."""
+
+    @pytest.fixture
+    def case(self) -> Iterator[GraderCase]:
+        with TrlMathematics("get_cosine_scaled_reward", timeout=20, max_len=8) as grader:
             yield case_of(grader)
 
 
@@ -102,7 +117,9 @@ class TestRewardModel(GraderContract):
 
 
 def test_every_grader_of_the_library_is_here() -> None:
-    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "reward_model", "sandbox"}
+    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "reward_model", "sandbox"} | {
+        f"trl.{name}" for name in WITH_ALGEBRA
+    }
 
 
 # -- the contract catches ---------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_a_torch_dataset_is_a_dataset() -> None:
     rows = read_dataset(Items([{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "more": 1}]))
     assert (len(rows), rows[1]["answer"], rows.columns) == (2, "d", ["question", "answer", "more"])
     with pytest.raises(EnvError, match="dicts"):
-        read_dataset(Items([("a", "b")]))
+        read_dataset(Items([["a", "b"]]))
     with pytest.raises(EnvError, match="at least one"):
         read_dataset(Items([]))
 
