@@ -92,8 +92,8 @@ def locate_within(environment: Any, folder: Path) -> None:
             inside(leads_to(text, root), text, key)
 
 
-def locate_strategy(section: Any, folder: Path | None = None) -> None:
-    """Make the path of a selection strategy's code absolute, in place.
+def locate_code(values: dict[str, Any], folder: Path | None = None) -> None:
+    """Make the paths of a selection strategy's and of trackers' code absolute, in a manifest's sections.
 
     Raises ConfigError for code that a manifest in ``folder`` names outside of it.
     """
@@ -102,13 +102,22 @@ def locate_strategy(section: Any, folder: Path | None = None) -> None:
         target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
         if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
-                f"selection_strategy.{key}: the code {shown(path)} is not in the folder of the manifest; move it "
-                "there, or name it on the command line"
+                f"{key}: the code {shown(path)} is not in the folder of the manifest; move it there, or name it on the "
+                "command line"
             )
         return str(target.absolute())
 
-    if isinstance(section, dict):
-        _replace_code_at(section, "name", "name", found)
+    strategy, training = values.get("selection_strategy"), values.get("training")
+    if isinstance(strategy, dict):
+        _replace_code_at(strategy, "name", "selection_strategy.name", found)
+    if isinstance(training, dict):
+        key, trackers = "training.trackers", training.get("trackers")
+        if isinstance(trackers, str):
+            _replace_code_at(training, "trackers", key, found)
+        elif isinstance(trackers, list):
+            training["trackers"] = [_located(name, key, found) for name in trackers]
+        elif isinstance(trackers, dict):
+            training["trackers"] = {_located(name, key, found): settings for name, settings in trackers.items()}
 
 
 def locate(environment: Any) -> None:
@@ -190,9 +199,16 @@ def _replace_code(environment: Any, found: Callable[[str, str], str]) -> None:
 
 
 def _replace_code_at(owner: dict[str, Any], name: str, key: str, found: Callable[[str, str], str]) -> None:
-    path, colon, attribute = str(owner.get(name)).rpartition(":")
+    if name in owner:
+        owner[name] = _located(owner[name], key, found)
+
+
+def _located(value: Any, key: str, found: Callable[[str, str], str]) -> Any:
+    """Return ``path.py:name`` with the path that was found; other values as they are."""
+    path, colon, attribute = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if colon and path.endswith(".py") and path.isprintable():
-        owner[name] = f"{found(path, key)}:{attribute}"
+        return f"{found(path, key)}:{attribute}"
+    return value
 
 
 def _replaced(entry: Any, key: str, found: Callable[[str, str], str]) -> Any:
@@ -250,8 +266,11 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
                 yield "data", Path(dataset.path).expanduser().absolute()
     for path in _files_of_params(environment):
         yield "data", path
-    strategy = config.selection_strategy.strategy
-    for name in (environment.env_id or "", *(grader.name for grader in environment.graders or ()), strategy):
+    graders = [grader.name for grader in environment.graders or ()]
+    for name in (
+        *(environment.env_id or "", *graders),
+        *(config.selection_strategy.strategy, *config.training.trackers),
+    ):
         code = file_of(name) if names_code(name) else None
         if code is not None:
             yield "code", code

@@ -7,13 +7,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
-from agilerl.config.environment import EnvironmentConfig
+from agilerl.config.environment import EnvironmentConfig, Params
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
@@ -40,6 +40,45 @@ def _strategy(name: str | None) -> str | None:
         f"expected one of the strategies {', '.join(SETTINGS)}, or custom code (strategy.py:MySelection), found "
         f"{shown(name)}; {nearest(name, SETTINGS)}"
     )
+
+
+TRACKERS: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("project", "entity", "name", "group", "job_type", "tags", "notes", "mode"),
+    "tensorboard": (),
+    "trackio": ("project", "name", "group"),
+    "mlflow": ("project", "name", "tags", "description"),
+}
+"""The trackers with the settings that a manifest may give. None of them is an address, a file or a key: a manifest of a
+stranger must not choose where the user's key is sent."""
+
+
+def _by_name(trackers: Any) -> Any:
+    """Return trackers with their settings from a name, a list of names, or a mapping in which settings may be empty."""
+    if isinstance(trackers, str):
+        return {trackers: {}}
+    if isinstance(trackers, list) and all(isinstance(name, str) for name in trackers):
+        if twice := [name for name in trackers if trackers.count(name) > 1]:
+            raise ValueError(f"expected each tracker once, found {shown(twice[0])} twice")
+        return {name: {} for name in trackers}
+    if isinstance(trackers, Mapping):
+        return {name: {} if settings is None else settings for name, settings in trackers.items()}
+    raise ValueError(f"expected names of trackers, such as [wandb, tensorboard], found {shown(trackers)}")
+
+
+def _trackers(trackers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for name, settings in trackers.items():
+        if names_code(name):
+            continue
+        if name not in TRACKERS:
+            raise ValueError(
+                f"expected one of the trackers {', '.join(TRACKERS)}, or custom code (tracker.py:MyTracker), found "
+                f"{shown(name)}; {nearest(name, TRACKERS)}"
+            )
+        for setting in settings:
+            if setting not in TRACKERS[name]:
+                known = ", ".join(TRACKERS[name]) or "none"
+                raise ValueError(f"{name} has no setting {shown(setting)} in a manifest; it has {known}")
+    return trackers
 
 
 def _device(name: str) -> str:
@@ -153,6 +192,11 @@ class TrainingConfig(Section):
     agents together, has no grade because the grader (or the environment) failed."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints to keep, besides the best."""
+    trackers: Annotated[dict[str, Params], BeforeValidator(_by_name), AfterValidator(_trackers)] = Field(
+        default_factory=dict
+    )
+    """Where metrics are sent as well: ``wandb``, ``tensorboard``, ``trackio``, ``mlflow``, or custom code,
+    ``tracker.py:MyTracker``. A list of names, or a mapping of names to settings."""
 
 
 class ProbabilityConfig(Section):

@@ -62,6 +62,8 @@ class RunLayout:
         self.elite = root / "elite"
         """PEFT adapter folder of the best agent, with the tokenizer."""
         self.report = root / "report.html"
+        self.trackers = root / "trackers.json"
+        """What trackers know the run by, and how much of it they have; only in runs that have trackers."""
 
     @property
     def is_finished(self) -> bool:

@@ -39,6 +39,7 @@ from agilerl.training.events import (
 from agilerl.training.records import RunWriter
 from agilerl.training.saved import Kept, Progress, SavedCheckpoint
 from agilerl.training.setup import Session
+from agilerl.training.trackers import Trackers, Wanted, check_trackers
 
 CANDIDATE = 0.8
 """Probability of being better, by the second panel, with which an earlier agent is handed over in place of the last."""
@@ -66,17 +67,26 @@ def planned_iterations(session: Session) -> int:
 
 
 def train(
-    session: Session, out: Path, *, command: list[str] | None = None, stop: StopRequest | None = None
+    session: Session,
+    out: Path,
+    *,
+    command: list[str] | None = None,
+    stop: StopRequest | None = None,
+    trackers: Wanted | None = None,
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
     Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
-    part and yield the same events. Raises CheckpointError, having written nothing, if the directory is in use or holds
-    a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any process.
+    part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
+    with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md).
+    Raises ConfigError for a tracker that is not installed or does not start; CheckpointError, having written nothing,
+    if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
+    process.
     """
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
         return
+    check_trackers(trackers or (), session.trackers)
     config = session.config
     run = RunDirectory.create(
         out,
@@ -88,16 +98,22 @@ def train(
         date=session.date,
     )
     with run:
-        yield from _work(session, out, run, None, stop or StopRequest())
+        yield from _work(session, out, run, None, stop or StopRequest(), trackers)
 
 
 def resume(
-    session: Session, run: RunDirectory | None, *, root: Path | None = None, stop: StopRequest | None = None
+    session: Session,
+    run: RunDirectory | None,
+    *,
+    root: Path | None = None,
+    stop: StopRequest | None = None,
+    trackers: Wanted | None = None,
 ) -> Generator[Event, None, None]:
     """Resume a run whose session was built from its checkpoint, or restart it if there was none.
 
     What the run wrote after that checkpoint is discarded and written again, the same to the bit on a CPU. Closes the
-    run directory. Non-writing processes pass no ``run``, and at most its ``root``. Raises Interrupted as :func:`train`
+    run directory. Non-writing processes pass no ``run``, and at most its ``root``. ``trackers`` are those of
+    :func:`train`, and go on where they ended. Raises Interrupted as :func:`train`
     does.
     """
     if run is None:
@@ -105,7 +121,8 @@ def resume(
         return
     with run:
         _check_date(session, run)
-        yield from _work(session, run.root, run, session.saved, stop or StopRequest())
+        check_trackers(trackers or (), session.trackers)
+        yield from _work(session, run.root, run, session.saved, stop or StopRequest(), trackers, resumes=True)
 
 
 def _check_date(session: Session, run: RunDirectory) -> None:
@@ -127,20 +144,36 @@ def _check_date(session: Session, run: RunDirectory) -> None:
 
 
 def _work(
-    session: Session, root: Path, run: RunDirectory | None, saved: SavedCheckpoint | None, stop: StopRequest
+    session: Session,
+    root: Path,
+    run: RunDirectory | None,
+    saved: SavedCheckpoint | None,
+    stop: StopRequest,
+    trackers: Wanted | None = None,
+    *,
+    resumes: bool = False,
 ) -> Iterator[Event]:
     writer = None if run is None else RunWriter(run, saved)
+    followed: Trackers | None = None
     progress = Progress() if saved is None else saved.progress
     checkpoints = _Checkpoints(session, writer, saved)
     try:
         if saved is not None:
             checkpoints.prune(progress)
+        wanted = session.config.training.trackers if trackers is None else trackers
+        if run is not None and wanted:
+            at = progress.iteration if resumes else None
+            followed = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
         with at_date(session.date):
             for event in _run(session, root, writer, checkpoints, progress, stop):
                 if writer is not None:
                     writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
+                if followed is not None:
+                    followed(event)
                 yield event
     finally:
+        if followed is not None:
+            followed.finish()
         if writer is not None:
             writer.close()
         session.task.close()

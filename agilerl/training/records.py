@@ -1,6 +1,7 @@
 """The writer of a run: metrics, lineage, journal, completions and checkpoints."""
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,59 +43,16 @@ class RunWriter:
 
     def write(self, event: Event) -> None:
         """Write an event; kinds not handled here are already in the files, or in the next checkpoint."""
-        match event:
-            case RunStarted():
-                for index, values in event.founders.items():
-                    self.lineage.write(lineage.birth_record(index, None, 0, 0, values))
-            case IterationDone():
-                self._iteration(event)
-            case ExamDone():
-                self._exam(event)
-            case Evolved():
-                self._evolution(event)
-            case HeldOutTest():
-                self.metrics.write({"kind": "test", "who": event.who, "agent": event.agent, **event.metrics})
-
-    def _iteration(self, event: IterationDone) -> None:
-        """Write one metrics line per agent, the samples, and what a replayed schedule changed."""
-        for mutation in event.changes:
-            self.lineage.write(lineage.mutation_record(mutation, event.generation))
-        for index, values in event.metrics.items():
-            place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
-            self.metrics.write({**values, **place, "outcome": event.outcomes[index]})
-        if event.completions:
+        if isinstance(event, Evolved):
+            plan, sick = event.plan.to_dict(), {str(index): reason for index, reason in sorted(event.sick.items())}
+            place = {"generation": event.generation, "step": event.iteration}
+            self.journal.append({"kind": "evolution", **place, "plan": plan, "sick": sick})
+        for line in lineage_lines(event):
+            self.lineage.write(line)
+        for line in metric_lines(event):
+            self.metrics.write(line)
+        if isinstance(event, IterationDone) and event.completions:
             write_completions(self.run.completions, event.iteration, event.completions)
-
-    def _exam(self, event: ExamDone) -> None:
-        """Write the result of each agent."""
-        g, step = event.generation, event.iteration
-        for index, values in event.metrics.items():
-            self.metrics.write({"kind": "eval", "generation": g, "step": step, "agent": index, **values})
-            self.lineage.write(lineage.fitness_record(index, g, step, event.fitness[index], event.tokens[index]))
-
-    def _evolution(self, event: Evolved) -> None:
-        """Write births, deaths, mutations and the elite of a generation change."""
-        plan, g, step = event.plan, event.generation, event.iteration
-        sick = {str(index): reason for index, reason in sorted(event.sick.items())}
-        self.journal.append({"kind": "evolution", "generation": g, "step": step, "plan": plan.to_dict(), "sick": sick})
-        if event.elite is not None:
-            self.lineage.write(lineage.elite_record(event.elite, g))
-        for birth in plan.births:
-            values = event.inherited[birth.child]
-            record = lineage.birth_record(
-                birth.child, birth.parent, g, step, values, from_best=birth.from_best, mate=birth.mate
-            )
-            self.lineage.write(record)
-        for index in plan.deaths:
-            reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "won no tournament"
-            self.lineage.write(lineage.death_record(index, g, reason))
-        for index, reason in plan.verdicts.items():
-            if index not in plan.deaths:
-                self.lineage.write(lineage.verdict_record(index, g, reason))
-        for mutation in event.changes:
-            if mutation.kind != "none":
-                self.lineage.write(lineage.mutation_record(mutation, g, event.mutations[mutation.agent]))
-        self.metrics.write({"kind": "evolution", "generation": g, "step": step, **event.metrics})
 
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
         """Commit the whole population after an iteration: every agent, and the shared state."""
@@ -151,3 +109,61 @@ class RunWriter:
         from agilerl.report import build_report
 
         build_report([self.run.root], self.run.report)
+
+
+# -- the lines of an event, for the files and for trackers -------------------------------------------------------------
+
+
+def metric_lines(event: Event) -> Iterator[dict[str, Any]]:
+    """Yield what ``metrics.jsonl`` says about an event: a line for each agent, for the population, or for a result."""
+    match event:
+        case IterationDone():
+            for index, values in event.metrics.items():
+                place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
+                yield {**values, **place, "outcome": event.outcomes[index]}
+        case ExamDone():
+            place = {"kind": "eval", "generation": event.generation, "step": event.iteration}
+            for index, values in event.metrics.items():
+                yield {**place, "agent": index, **values}
+        case Evolved():
+            yield {"kind": "evolution", "generation": event.generation, "step": event.iteration, **event.metrics}
+        case HeldOutTest():
+            yield {"kind": "test", "who": event.who, "agent": event.agent, **event.metrics}
+
+
+def lineage_lines(event: Event) -> Iterator[lineage.Record]:
+    """Yield what ``lineage.jsonl`` says about an event: who was born, examined, changed, kept, removed, the elite."""
+    match event:
+        case RunStarted():
+            for index, values in event.founders.items():
+                yield lineage.birth_record(index, None, 0, 0, values)
+        case IterationDone():  # what a replayed schedule changed
+            for mutation in event.changes:
+                yield lineage.mutation_record(mutation, event.generation)
+        case ExamDone():
+            g, step = event.generation, event.iteration
+            for index, fitness in event.fitness.items():
+                yield lineage.fitness_record(index, g, step, fitness, event.tokens[index])
+        case Evolved():
+            yield from _selection_lines(event)
+
+
+def _selection_lines(event: Evolved) -> Iterator[lineage.Record]:
+    """Yield the elite, births, deaths, verdicts and mutations of a generation change."""
+    plan, g = event.plan, event.generation
+    if event.elite is not None:
+        yield lineage.elite_record(event.elite, g)
+    for birth in plan.births:
+        values = event.inherited[birth.child]
+        yield lineage.birth_record(
+            birth.child, birth.parent, g, event.iteration, values, from_best=birth.from_best, mate=birth.mate
+        )
+    for index in plan.deaths:
+        reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "won no tournament"
+        yield lineage.death_record(index, g, reason)
+    for index, reason in plan.verdicts.items():
+        if index not in plan.deaths:
+            yield lineage.verdict_record(index, g, reason)
+    for mutation in event.changes:
+        if mutation.kind != "none":
+            yield lineage.mutation_record(mutation, g, event.mutations[mutation.agent])

@@ -252,6 +252,8 @@ def _document(
         for part in resolved["environment"][name] or ():
             if part["rows"] is None:
                 del part["rows"]  # the same
+    if not config.training.trackers:
+        del resolved["training"]["trackers"]
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
 
 

@@ -40,6 +40,7 @@ from agilerl.training.memory import adapter_bytes, check_memory, check_weights, 
 from agilerl.training.resolved import Resolved, resolve
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
+from agilerl.training.trackers import Tracker, check_trackers, load_trackers
 
 GENERATIONS = 32
 """Generations that one agent alone would have in the whole budget, in searches that go by the budget."""
@@ -63,6 +64,8 @@ class Session:
     """The processes of the run, seen from this one."""
     date: datetime = field(default_factory=datetime.now)
     """The date that chat templates use, local time."""
+    trackers: Mapping[str, Callable[..., Tracker]] = field(default_factory=dict)
+    """Classes of the user's own trackers, by their names in the configuration."""
 
     @property
     def config(self) -> RunConfig:
@@ -115,10 +118,13 @@ def build(
     topology.check(config.training.pop_size)
     _check_islands(config, topology)
     resolved = resolve(config)
+    trackers = load_trackers(config, allow_code=allow_code)
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
     with at_date(date):
-        return assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
+        session = assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
+    session.trackers = trackers
+    return session
 
 
 def _check_islands(config: RunConfig, topology: Topology) -> None:
@@ -147,6 +153,8 @@ def check(config: RunConfig) -> None:
 
 
 def _check_loadable(resolved: Resolved) -> None:
+    trackers = resolved.config.training.trackers
+    check_trackers(trackers, own=filter(names_code, trackers))
     check_sampling(resolved.config, resolved.options)
     check_device(resolved.config.training.device, "training.device")
 

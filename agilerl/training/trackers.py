@@ -1,0 +1,467 @@
+"""Trackers: metrics and lineage of a run in Weights & Biases, TensorBoard, Trackio, MLflow or a class of the user's.
+
+They follow the events of a run after its own writer and send what its files say, under the names of docs/trackers.md.
+The trackers of accelerate do the talking; a library is imported when a run that names it begins. A tracker never
+decides about a run: it changes no result, and one that fails is switched off.
+"""
+
+import json
+import math
+import os
+import uuid
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import fmean, pstdev
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import Field
+
+from agilerl.arguments import nearest, shown
+from agilerl.config.run import TRACKERS, RunConfig
+from agilerl.custom_code import contained, load_code, names_code
+from agilerl.errors import CheckpointError, ConfigError, how_to_install
+from agilerl.runs.atomic import write_json
+from agilerl.runs.directory import RunLayout
+from agilerl.runs.journal import read_lines
+from agilerl.runs.strict_json import Count, SavedValues, read_json
+from agilerl.training.events import Event
+from agilerl.training.records import lineage_lines, metric_lines
+
+PROJECT = "agilerl"
+"""The project, or experiment, of runs that name none."""
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A tracker of the user's own; accelerate's ``GeneralTracker`` is one as well.
+
+    ``start()``, ``store_init_configuration(values)`` and ``finish()`` are called if the class has them: once at the
+    beginning, then with the settings of the run by the names of the command line, and once at the end.
+    """
+
+    def log(self, values: dict[str, float | str], step: int) -> None:
+        """Take values by name at an iteration; iterations never decrease, and may come several times."""
+
+
+Wanted = Mapping[str, Mapping[str, Any]] | Sequence[str | Tracker]
+"""Trackers by name, each with the keywords of its library's start; or names, and trackers of the user's own."""
+
+
+# -- before a run -----------------------------------------------------------------------------------------------------
+
+
+def check_trackers(wanted: Wanted, own: Iterable[str] = ()) -> None:
+    """Raise ConfigError for an unknown tracker, and one whose library is missing; imports none of them.
+
+    ``own`` are the names of custom code among them.
+    """
+    names = {name for name, tracker in _named(wanted).items() if isinstance(tracker, Mapping)} - set(own)
+    if not names:
+        return
+    from accelerate.utils import imports
+
+    for name in sorted(names):
+        if name not in TRACKERS:
+            raise ConfigError(
+                f"expected one of the trackers {', '.join(TRACKERS)}, found {shown(name)}; {nearest(name, TRACKERS)}, "
+                "or pass an object with log(values, step)"
+            )
+        if not getattr(imports, f"is_{name}_available")():
+            raise ConfigError(f"the tracker {name} needs its library, which is not installed: {how_to_install(name)}")
+
+
+def load_trackers(config: RunConfig, *, allow_code: bool) -> dict[str, Callable[..., Tracker]]:
+    """Return the classes of the user's own trackers, by their names in ``training.trackers``, and check the others.
+
+    Raises ConfigError if code is not allowed or cannot be loaded, and if a library is missing.
+    """
+    names = config.training.trackers
+    own = [name for name in names if names_code(name)]
+    check_trackers(names, own)
+    return {name: load_code("training.trackers", name, allowed=allow_code) for name in own}
+
+
+# -- what is sent: the lines of the run's files, by stable names ------------------------------------------------------
+
+
+_PLACES = ("", "start", "base", "train", "eval", "median_first_generation", "evolution", "elite")
+"""The order of what is sent at one iteration."""
+_PLACE_OF_A_LINE = ("kind", "generation", "step", "agent", "outcome", "who")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is sent about one event."""
+
+    step: int
+    place: int
+    """Index into ``_PLACES``."""
+    values: dict[str, float | str]
+
+
+def point_of(event: Event, last: int = 0) -> Point | None:
+    """Return what trackers are sent about an event, None for nothing; ``last`` is the iteration of the one before."""
+    return _point(list(metric_lines(event)), list(lineage_lines(event)), last)
+
+
+def points_of(run: RunLayout) -> Iterator[Point]:
+    """Yield what trackers were sent, or would have been, about the events in a run's files."""
+    founders: list[Record] = []
+    by_generation: defaultdict[int, list[Record]] = defaultdict(list)
+    for line in read_lines(run.lineage):
+        founder = line["event"] == "birth" and line["parent"] is None
+        (founders if founder else by_generation[line["generation"]]).append(line)
+    points, last = [_point([], founders, 0)], 0
+    lines = read_lines(run.metrics)
+    for (kind, _, step), group in groupby(lines, lambda line: (line["kind"], line.get("who"), line.get("step"))):
+        last = last if step is None else step
+        metrics = list(group)
+        points.append(_point(metrics, by_generation[metrics[0]["generation"]] if kind == "evolution" else [], last))
+    yield from (point for point in points if point is not None)
+
+
+def _point(metrics: Sequence[Record], lineage: Sequence[Record], last: int) -> Point | None:
+    if not metrics:
+        values = {name: value for line in lineage for name, value in _genes(line).items()}
+        return Point(0, _PLACES.index("start"), values) if values else None
+    first = metrics[0]
+    kind, step = first["kind"], first.get("step", last)
+    found: dict[str, Any] = {}
+    if kind == "test":
+        found = {f"test/{first['who']}/{name.removeprefix('eval/')}": value for name, value in _metrics(first).items()}
+        kind = first["who"]
+    elif kind == "evolution":
+        found = _population(_metrics(first)) | _lineage(lineage)
+    else:
+        for line in metrics:
+            found |= {f"agent/{line['agent']}/{name}": value for name, value in _metrics(line).items()}
+        found |= _exam(metrics) if kind == "eval" else _training(metrics)
+    values = {name: value for name, value in found.items() if isinstance(value, str) or math.isfinite(value)}
+    return Point(step, _PLACES.index(kind), values)
+
+
+def _metrics(line: Record) -> dict[str, Any]:
+    return {n: v for n, v in line.items() if n not in _PLACE_OF_A_LINE and isinstance(v, int | float | str)}
+
+
+def _training(lines: Sequence[Record]) -> dict[str, Any]:
+    failures = {f"agent/{line['agent']}/outcome": line["outcome"] for line in lines if line["outcome"] != "ok"}
+    found = {"generation": lines[0]["generation"], "agents": len(lines), "failed": len(failures)}
+    for name in ("reward", "loss"):
+        values = [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
+        if values:
+            found[f"{name}/mean"] = fmean(values)
+    return failures | {f"population/{name}": value for name, value in found.items()}
+
+
+def _exam(lines: Sequence[Record]) -> dict[str, Any]:
+    means = [line["eval/reward_mean"] for line in lines if math.isfinite(line["eval/reward_mean"])]
+    found = {"best": max(means), "mean": fmean(means), "std": pstdev(means)} if means else {}
+    return {f"population/fitness/{name}": value for name, value in found.items()}
+
+
+def _population(metrics: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {"population/time/evolve": metrics["time/evolve"]}
+    for name, value in metrics.items():
+        if name.startswith("evo/hp/"):
+            gene, _, agent = name.removeprefix("evo/hp/").rpartition("/")
+            found[f"agent/{agent}/hp/{gene}"] = value
+        elif name in ("evo/replacements", "evo/diversity"):
+            found[name.replace("evo/", "population/")] = value
+    return found
+
+
+def _genes(birth: Record) -> dict[str, Any]:
+    return {f"agent/{birth['agent']}/hp/{gene}": value for gene, value in birth["hyperparameters"].items()}
+
+
+def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
+    """Return who was born of whom, who is the elite, how many were changed, and all of it in words."""
+    found: dict[str, Any] = {"population/mutations": sum(line["event"] == "mutation" for line in lines)}
+    told = []
+    for line in lines:
+        agent, event = line["agent"], line["event"]
+        if event == "birth":
+            found[f"agent/{agent}/parent"] = line["parent"]
+            mate = "" if line.get("mate") is None else f" and {line['mate']}"
+            told.append(f"agent {agent} born of {line['parent']}{mate}")
+        elif event == "elite":
+            found["population/elite"] = agent
+            told.append(f"elite {agent}")
+        elif event == "mutation":
+            changes = ", ".join(f"{c['gene']} {_short(c['old'])} -> {_short(c['new'])}" for c in line["changes"])
+            told.append(f"agent {agent} mutated: {changes or line['kind']}")
+        elif event in ("death", "verdict"):
+            told.append(f"agent {agent} {'removed' if event == 'death' else 'stays'}: {line['reason']}")
+    return found | ({"lineage": "; ".join(told)} if told else {})
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- a run that is followed -------------------------------------------------------------------------------------------
+
+
+class _Sent(SavedValues):
+    """What a tracker has of a run; the last point is (step, place)."""
+
+    id: Annotated[str, Field(pattern=r"^[\w.-]{0,200}$")] = ""
+    """The name that the tracker's library knows the run by."""
+    step: Count = 0
+    place: Count = 0
+
+
+class _SentFile(SavedValues):
+    trackers: dict[str, _Sent]
+
+
+@dataclass
+class _Followed:
+    name: str
+    tracker: Any
+    sent: _Sent
+    log: Callable[[dict[str, float | str], int], None]
+
+
+class Trackers:
+    """The trackers of a run that has begun; call it with each event, and ``finish`` at the end."""
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        run: RunLayout,
+        settings: Mapping[str, Any],
+        *,
+        own: Mapping[str, Callable[..., Tracker]] | None = None,
+        resumed_at: int | None = None,
+    ) -> None:
+        """Start the trackers, and send them what they lack of a run that is resumed.
+
+        ``settings`` are those of the run, nested as in a manifest; ``own`` are the classes behind the names of custom
+        code; ``resumed_at`` is the iteration that a run is resumed after, None for one that begins. Raises ConfigError
+        if a tracker of a run that begins cannot be started; one of a resumed run is left out, with a warning.
+        """
+        self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
+        self._known, self._resumed_at = _read(run), resumed_at
+        values = {**_flat(settings), "run": str(run.root)}
+        for name, tracker in _named(wanted).items():
+            try:
+                with contained():
+                    self._start(name, tracker, (own or {}).get(name), values)
+            except Exception as error:
+                if resumed_at is not None:
+                    self._switch_off(name, error)
+                    continue
+                self.finish()
+                raise ConfigError(
+                    f"the tracker {shown(name)} cannot be started: {type(error).__name__}: {error}; mend that or "
+                    "remove the tracker"
+                ) from error
+        if resumed_at is not None and self._followed:
+            try:
+                for point in points_of(run):
+                    self._send(point)
+            except (KeyError, TypeError, CheckpointError) as error:  # lines that were changed by hand
+                warnings.warn(f"trackers lack the earlier part of {run.root}: its files have changed ({error})",
+                              stacklevel=2)  # fmt: skip
+        self._note()
+
+    def __call__(self, event: Event) -> None:
+        """Send what an event says."""
+        point = point_of(event, self._last)
+        if point is not None and self._followed:
+            self._last = point.step
+            self._send(point)
+            self._note()
+
+    def log(self, values: Mapping[str, float | str], step: int) -> None:
+        """Send values of a loop that has no events, at an iteration."""
+        for one in list(self._followed):
+            self._try(one, lambda one=one: one.log(dict(values), step))  # type: ignore[misc]
+
+    def finish(self) -> None:
+        """End all trackers; a run that is resumed goes on where they ended."""
+        for one in list(self._followed):
+            if callable(finish := getattr(one.tracker, "finish", None)):
+                self._try(one, finish)
+        self._followed.clear()
+
+    def _start(self, name: str, tracker: Any, own: Callable[..., Tracker] | None, values: dict[str, Any]) -> None:
+        sent = self._known.get(name, _Sent())
+        if name == "tensorboard":  # it can forget what comes after an iteration, and gets it again
+            sent = _Sent(step=min(sent.step, self._resumed_at or 0))
+        if not isinstance(tracker, Mapping):
+            made = tracker
+        elif own is not None:
+            made = own(**tracker)
+        else:
+            _prepare_accelerate()
+            made, sent.id = _MAKERS[name](dict(tracker), self._run, sent.id, name in self._known, sent.step)
+        if not callable(getattr(made, "log", None)):
+            raise ConfigError(f"expected a class with a method log(values, step), found {shown(made)}")
+        if hasattr(made, "main_process_only"):
+            made.main_process_only = False  # this process is the one that writes, whatever its rank
+        begin: Callable[[], object] | None = getattr(made, "start", None)
+        if begin is not None:
+            begin()
+        begins = name not in self._known
+        if name == "wandb" and made.tracker.offline:  # a folder of its own: the whole run is in it, to be synced alone
+            begins, sent.step, sent.place = True, 0, 0
+        send = _SENDERS.get(name, lambda tracker: tracker.log)(made)
+        self._followed.append(_Followed(name, made, sent, send))
+        if name == "mlflow":
+            sent.id = made.tracker.info.run_id
+        if begins and callable(store := getattr(made, "store_init_configuration", None)):
+            store(values)
+        self._known[name] = sent
+
+    def _send(self, point: Point) -> None:
+        for one in list(self._followed):
+            if (point.step, point.place) <= (one.sent.step, one.sent.place):
+                continue  # it had this before the process ended
+            if self._try(one, lambda one=one: one.log(dict(point.values), point.step)):  # type: ignore[misc]
+                one.sent.step, one.sent.place = point.step, point.place
+
+    def _try(self, one: _Followed, call: Callable[[], object]) -> bool:
+        try:
+            with contained():
+                call()
+        except Exception as error:
+            self._followed.remove(one)
+            self._switch_off(one.name, error)
+            return False
+        return True
+
+    def _switch_off(self, name: str, error: Exception) -> None:
+        warnings.warn(
+            f"the tracker {shown(name)} failed and is switched off; the run goes on, and resuming it sends what is "
+            f"missing ({type(error).__name__}: {error})",
+            stacklevel=2,
+        )
+
+    def _note(self) -> None:
+        if self._known and self._run.root.is_dir():
+            found = {name: sent.model_dump() for name, sent in self._known.items()}
+            write_json(self._run.trackers, {"trackers": found})
+
+
+def _read(run: RunLayout) -> dict[str, _Sent]:
+    if not run.trackers.exists():
+        return {}
+    try:
+        return _SentFile.model_validate(read_json(run.trackers, _SentFile)).trackers
+    except CheckpointError as error:
+        warnings.warn(f"trackers begin new runs, because {run.trackers} is damaged: {error}", stacklevel=2)
+        return {}
+
+
+def _named(wanted: Wanted) -> dict[str, Any]:
+    """Return settings, or trackers that are made already, by name."""
+    if isinstance(wanted, Mapping):
+        return dict(wanted)
+    found: dict[str, Any] = {}
+    for one in [wanted] if isinstance(wanted, str) else wanted:
+        name = one if isinstance(one, str) else type(one).__name__
+        if name in found:
+            raise ConfigError(f"expected each tracker once, found {shown(name)} twice; give one class to each")
+        found[name] = {} if isinstance(one, str) else one
+    return found
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by the names of the command line; a list as JSON, and none that is None."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
+    return found
+
+
+# -- accelerate's trackers --------------------------------------------------------------------------------------------
+
+
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _prepare_accelerate() -> None:
+    """Make accelerate's state, without which its trackers raise; not as one of several processes, for one writes."""
+    from accelerate import PartialState
+
+    with _without(_LAUNCHED):
+        PartialState()
+
+
+@contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _wandb(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+    from accelerate.tracking import WandBTracker
+
+    name = os.environ.get("WANDB_NAME", run.root.absolute().name)
+    # Its own record of the terminal would consist of the live table.
+    values = {"dir": str(run.root), "name": name, "settings": {"console": "off"}, **settings}
+    values["id"] = known or values.get("id") or uuid.uuid4().hex[:12]
+    project = values.pop("project", os.environ.get("WANDB_PROJECT", PROJECT))
+    return WandBTracker(project, **({"resume": "allow"} if resumes else {}), **values), values["id"]
+
+
+def _log_wandb(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
+    # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
+    tracker.tracker.define_metric("iteration")
+    tracker.tracker.define_metric("*", step_metric="iteration")
+    return lambda values, step: tracker.log({**values, "iteration": step})
+
+
+def _tensorboard(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+    from accelerate.tracking import TensorBoardTracker
+
+    purge = {"purge_step": step} if resumes else {}
+    return TensorBoardTracker("tensorboard", settings.pop("logging_dir", run.root), **{**purge, **settings}), ""
+
+
+def _trackio(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+    from accelerate.tracking import TrackioTracker
+
+    place = f"{run.root.absolute().name}-{uuid.uuid4().hex[:6]}"
+    name = known or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in place)
+    values = {"resume": "allow", **settings, "name": name}
+    return TrackioTracker(values.pop("project", PROJECT), **values), name
+
+
+def _mlflow(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+    from accelerate.tracking import MLflowTracker
+
+    values = {"run_name": settings.pop("name", run.root.absolute().name), **({"run_id": known} if known else {})}
+    return MLflowTracker(settings.pop("project", PROJECT), **{**values, **settings}), known
+
+
+def _log_mlflow(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
+    # MLflow's metrics are numbers.
+    return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
+
+
+_MAKERS: Mapping[str, Callable[..., tuple[Any, str]]] = {
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
+}
+"""Each returns the tracker of accelerate, and the name that its library knows the run by."""
+_SENDERS: Mapping[str, Callable[[Any], Callable[[dict[str, float | str], int], None]]] = {
+    "wandb": _log_wandb,
+    "mlflow": _log_mlflow,
+}
