@@ -301,11 +301,11 @@ class Trackers:
         elif own is not None:
             made = own(**tracker)
         else:
-            _prepare_accelerate()
             made, sent.id = _MAKERS[name](dict(tracker), self._run, sent.id, name in self._known, sent.step)
         if not callable(getattr(made, "log", None)):
             raise ConfigError(f"expected a class with a method log(values, step), found {shown(made)}")
         if hasattr(made, "main_process_only"):
+            _prepare_accelerate()
             made.main_process_only = False  # this process is the one that writes, whatever its rank
         begin: Callable[[], object] | None = getattr(made, "start", None)
         if begin is not None:
@@ -313,8 +313,8 @@ class Trackers:
         begins = name not in self._known
         if name == "wandb" and made.tracker.offline:  # a folder of its own: the whole run is in it, to be synced alone
             begins, sent.step, sent.place = True, 0, 0
-        send = _SENDERS.get(name, lambda tracker: tracker.log)(made)
-        self._followed.append(_Followed(name, made, sent, send))
+        log = _SENDERS[name](made) if name in _SENDERS else made.log
+        self._followed.append(_Followed(name, made, sent, log))
         if name == "mlflow":
             sent.id = made.tracker.info.run_id
         if begins and callable(store := getattr(made, "store_init_configuration", None)):
@@ -411,6 +411,11 @@ def _without(names: Sequence[str]) -> Iterator[None]:
 def _wandb(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
     from accelerate.tracking import WandBTracker
 
+    if (run.root / "wandb" / "settings").exists():
+        raise ConfigError(
+            f"{run.root / 'wandb' / 'settings'} may choose the server that your key is sent to, and W&B reads it in "
+            "its folder; remove it"
+        )
     name = os.environ.get("WANDB_NAME", run.root.absolute().name)
     # Its own record of the terminal would consist of the live table.
     values = {"dir": str(run.root), "name": name, "settings": {"console": "off"}, **settings}
