@@ -156,6 +156,8 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several} besides Python and torch, as "
         f"some parts take turns: {parts}",
     )
+    if session.config.training.trackers:
+        table.add_row("trackers", ", ".join(session.config.training.trackers))
     table.add_row("results", plan["results"])
     console.print(table)
     console.print()

@@ -172,11 +172,13 @@ def _work(
                     followed(event)
                 yield event
     finally:
-        if followed is not None:
-            followed.finish()
-        if writer is not None:
-            writer.close()
-        session.task.close()
+        try:
+            if followed is not None:
+                followed.finish()
+        finally:
+            if writer is not None:
+                writer.close()
+            session.task.close()
 
 
 def _run(

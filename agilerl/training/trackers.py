@@ -10,12 +10,13 @@ import math
 import os
 import uuid
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import fmean, pstdev
+from time import perf_counter
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -23,7 +24,7 @@ from pydantic import Field
 from agilerl.arguments import nearest, shown
 from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.custom_code import contained, load_code, names_code
-from agilerl.errors import CheckpointError, ConfigError, how_to_install
+from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
 from agilerl.runs.journal import read_lines
@@ -208,6 +209,10 @@ def _short(value: Any) -> str:
 # -- a run that is followed -------------------------------------------------------------------------------------------
 
 
+_UNDERWAY = {"trackio": 5.0}
+"""Seconds for which a library may keep what it got in the process; after a crash that is sent again."""
+
+
 class _Sent(SavedValues):
     """What a tracker has of a run; the last point is (step, place)."""
 
@@ -227,6 +232,8 @@ class _Followed:
     tracker: Any
     sent: _Sent
     log: Callable[[dict[str, float | str], int], None]
+    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """When each point was sent that is not noted yet."""
 
 
 class Trackers:
@@ -268,8 +275,7 @@ class Trackers:
                 for point in points_of(run):
                     self._send(point)
             except (KeyError, TypeError, CheckpointError) as error:  # lines that were changed by hand
-                warnings.warn(f"trackers lack the earlier part of {run.root}: its files have changed ({error})",
-                              stacklevel=2)  # fmt: skip
+                warnings.warn(f"trackers may lack a part of {run.root}: its files have changed ({error})", stacklevel=2)
         self._note()
 
     def __call__(self, event: Event) -> None:
@@ -290,6 +296,8 @@ class Trackers:
         for one in list(self._followed):
             if callable(finish := getattr(one.tracker, "finish", None)):
                 self._try(one, finish)
+        with suppress(WriteError):  # of the run's own files too, and that is what is raised
+            self._note(finished=True)
         self._followed.clear()
 
     def _start(self, name: str, tracker: Any, own: Callable[..., Tracker] | None, values: dict[str, Any]) -> None:
@@ -319,7 +327,7 @@ class Trackers:
             sent.id = made.tracker.info.run_id
         if begins and callable(store := getattr(made, "store_init_configuration", None)):
             store(values)
-        self._known[name] = sent
+        self._known[name] = sent.model_copy()
 
     def _send(self, point: Point) -> None:
         for one in list(self._followed):
@@ -327,6 +335,7 @@ class Trackers:
                 continue  # it had this before the process ended
             if self._try(one, lambda one=one: one.log(dict(point.values), point.step)):  # type: ignore[misc]
                 one.sent.step, one.sent.place = point.step, point.place
+                one.recent.append((perf_counter(), point.step, point.place))
 
     def _try(self, one: _Followed, call: Callable[[], object]) -> bool:
         try:
@@ -345,7 +354,12 @@ class Trackers:
             stacklevel=2,
         )
 
-    def _note(self) -> None:
+    def _note(self, *, finished: bool = False) -> None:
+        """Write how much each tracker has, so that a resumed run sends it the rest."""
+        for one in self._followed:
+            until = perf_counter() - (0 if finished else _UNDERWAY.get(one.name, 0))
+            while one.recent and one.recent[0][0] <= until:
+                _, self._known[one.name].step, self._known[one.name].place = one.recent.popleft()
         if self._known and self._run.root.is_dir():
             found = {name: sent.model_dump() for name, sent in self._known.items()}
             write_json(self._run.trackers, {"trackers": found})

@@ -1,6 +1,7 @@
 """Trackers get what the run's files say, once, also over a crash; they change no result, and never end a run."""
 
 import json
+import signal
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from agilerl.training.trackers import Trackers, check_trackers, point_of, points_of
 from tests import programs
+from tests.distributed.together import Job, run_jobs
 from tests.faults.evidence import SHORT, evidence
-from tests.training.small_runs import ROOT, lines
+from tests.training.small_runs import ROOT, environment, lines
 
 Sent = list[tuple[int, dict[str, Any]]]
 FOUNDERS = {f"agent/{index}/hp/lr" for index in range(3)}
@@ -218,6 +220,34 @@ def test_tensorboard_shows_each_iteration_once_after_a_crash(whole: tuple[Path, 
     for _ in resumed(out):
         pass
     assert less_times(scalars(out / "tensorboard")) == expected_scalars(whole[1])
+
+
+@pytest.mark.model
+@pytest.mark.processes
+def test_a_killed_process_has_sent_what_is_in_its_files(whole: tuple[Path, Kept], tmp_path: Path) -> None:
+    script = (
+        "import os, signal\nfrom pathlib import Path\nfrom tests.training.test_trackers import begun\n"
+        "from agilerl.training.events import IterationDone\n"
+        "for event in begun(Path('run'), 'training.trackers=[tensorboard]'):\n"
+        "    if isinstance(event, IterationDone) and event.iteration == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = programs.run("-c", script, cwd=tmp_path, env={**environment(), "PYTHONPATH": str(ROOT)})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    out = tmp_path / "run"
+    before = [point for point in points_of(RunLayout(out)) if point.step == 3]
+    assert scalars(out / "tensorboard")["agent/0/reward"][-1] == (3, pytest.approx(before[0].values["agent/0/reward"]))
+    for _ in resumed(out):
+        pass
+    assert less_times(scalars(out / "tensorboard")) == expected_scalars(whole[1])
+
+
+@pytest.mark.model
+@pytest.mark.processes
+def test_of_several_islands_one_sends_the_metrics_of_all_agents(whole: tuple[Path, Kept], tmp_path: Path) -> None:
+    run_jobs(2, Job(tmp_path / "run", (*SHORT, "training.trackers=[tensorboard]")))
+    assert len(list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    assert less_times(scalars(tmp_path / "run" / "tensorboard")) == expected_scalars(whole[1])
 
 
 def rows_of(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str]]:
