@@ -27,6 +27,7 @@ LONGEST = (
         "test_one_agent_runs",
         "test_output",
         "test_custom_code",
+        "test_trackers",
     ),
 )
 """Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""

@@ -33,6 +33,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import evolved
+from agilerl.training.trackers import Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
 """The population, and the fitness of each of its agents, NaN for one that sat no exam."""
@@ -82,12 +83,16 @@ class LoopOptions:
     accelerator: Any = None
     """The ``accelerate.Accelerator`` of the agents, for several processes."""
     wb: bool = False
-    """Log to Weights & Biases."""
+    """Log to Weights & Biases, under the names of docs/trackers.md."""
     wandb_api_key: str | None = None
+    """The key for this run; it is not written down. None: that of ``wandb login``, or of ``WANDB_API_KEY``."""
     wandb_kwargs: Mapping[str, Any] | None = None
+    """Keywords of ``wandb.init``."""
     tensorboard: bool = False
     """Log to TensorBoard."""
     tensorboard_log_dir: Location | None = None
+    """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory if there is
+    one."""
     csv: bool = False
     """Not available: ``agilerl train`` writes metrics.jsonl."""
     csv_log_dir: Location | None = None
@@ -374,7 +379,9 @@ class _Loop:
         """Rows of one epoch; 0: endless."""
         self.budget = self._budget()
         self.writes = runtime.processes.rank == 0
-        self.consumers = [*trackers(o, self.init_hp or {}), *([announce] if o.verbose and self.writes else [])]
+        self.consumers: list[Callable[[Event], None]] = [announce] if o.verbose and self.writes else []
+        self.trackers = trackers(o)
+        check_trackers(self.trackers)
 
     def _batch(self) -> int:
         if self.gym is not None:
@@ -393,6 +400,16 @@ class _Loop:
 
     def run(self) -> Finetuned:
         """Train to the end of the budget."""
+        followed = Trackers(self.trackers, None, self.init_hp or {}) if self.trackers and self.writes else None
+        if followed is not None:
+            self.consumers.append(followed)
+        try:
+            return self._train()
+        finally:
+            if followed is not None:
+                followed.finish()
+
+    def _train(self) -> Finetuned:
         o, population = self.options, self.population
         began, checkpoints = monotonic(), 0
         while self.samples < self.budget and not self._is_late(began):
@@ -518,15 +535,22 @@ def _turns(rows: Sequence[Trajectory]) -> list[int]:
 # -- those who follow -------------------------------------------------------------------------------------------------
 
 
-def trackers(options: LoopOptions, settings: Mapping[str, Any]) -> list[Callable[[Event], None]]:
-    """Return the trackers that were asked for, as consumers of events."""
-    for name in ("wb", "tensorboard", "csv"):
-        if getattr(options, name):
-            raise ConfigError(
-                f"{name}=True: this tracker is not available yet; leave it out, and read agent.metrics, or follow the "
-                "events of a run (docs/events.md)"
-            )
-    return []
+def trackers(options: LoopOptions) -> dict[str, dict[str, Any]]:
+    """Return the trackers that were asked for, with the keywords of their libraries' start."""
+    if options.csv:
+        raise ConfigError(
+            "csv=True: there is no such tracker; leave it out, and read agent.metrics, or the metrics.jsonl of a run"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    if options.wb:
+        found["wandb"] = dict(options.wandb_kwargs or {})
+        if options.wandb_api_key is not None:
+            # Not by wandb.login, which would write it to the user's .netrc.
+            found["wandb"]["settings"] = {"api_key": options.wandb_api_key, **found["wandb"].get("settings", {})}
+    if options.tensorboard:
+        where = options.tensorboard_log_dir
+        found["tensorboard"] = {} if where is None else {"logging_dir": str(where)}
+    return found
 
 
 def announce(event: Event) -> None:

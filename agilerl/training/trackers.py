@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import groupby
 from statistics import fmean, pstdev
 from time import perf_counter
@@ -172,8 +173,8 @@ def _population(metrics: Record) -> dict[str, Any]:
         if name.startswith("evo/hp/"):
             gene, _, agent = name.removeprefix("evo/hp/").rpartition("/")
             found[f"agent/{agent}/hp/{gene}"] = value
-        elif name in ("evo/replacements", "evo/diversity"):
-            found[name.replace("evo/", "population/")] = value
+        elif name.startswith("evo/") and not name.startswith(("evo/generation", "evo/fitness/")):  # sent before
+            found[name.replace("evo/", "population/", 1)] = value
     return found
 
 
@@ -216,7 +217,7 @@ _UNDERWAY = {"trackio": 5.0}
 class _Sent(SavedValues):
     """What a tracker has of a run; the last point is (step, place)."""
 
-    id: Annotated[str, Field(pattern=r"^[\w.-]{0,200}$")] = ""
+    id: Annotated[str, Field(max_length=300)] = ""
     """The name that the tracker's library knows the run by."""
     step: Count = 0
     place: Count = 0
@@ -242,7 +243,7 @@ class Trackers:
     def __init__(
         self,
         wanted: Wanted,
-        run: RunLayout,
+        run: RunLayout | None,
         settings: Mapping[str, Any],
         *,
         own: Mapping[str, Callable[..., Tracker]] | None = None,
@@ -250,13 +251,14 @@ class Trackers:
     ) -> None:
         """Start the trackers, and send them what they lack of a run that is resumed.
 
-        ``settings`` are those of the run, nested as in a manifest; ``own`` are the classes behind the names of custom
-        code; ``resumed_at`` is the iteration that a run is resumed after, None for one that begins. Raises ConfigError
-        if a tracker of a run that begins cannot be started; one of a resumed run is left out, with a warning.
+        ``run`` is None for a loop without a run directory, which is not resumed; ``settings`` are those of the run,
+        nested as in a manifest; ``own`` are the classes behind the names of custom code; ``resumed_at`` is the
+        iteration that a run is resumed after, None for one that begins. Raises ConfigError if a tracker of a run that
+        begins cannot be started; one of a resumed run is left out, with a warning.
         """
         self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
-        self._known, self._resumed_at = _read(run), resumed_at
-        values = {**_flat(settings), "run": str(run.root)}
+        self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
+        values = {**_flat(settings), **({} if run is None else {"run": str(run.root)})}
         for name, tracker in _named(wanted).items():
             try:
                 with contained():
@@ -270,7 +272,7 @@ class Trackers:
                     f"the tracker {shown(name)} cannot be started: {type(error).__name__}: {error}; mend that or "
                     "remove the tracker"
                 ) from error
-        if resumed_at is not None and self._followed:
+        if run is not None and resumed_at is not None and self._followed:
             try:
                 for point in points_of(run):
                     self._send(point)
@@ -309,7 +311,8 @@ class Trackers:
         elif own is not None:
             made = own(**tracker)
         else:
-            made, sent.id = _MAKERS[name](dict(tracker), self._run, sent.id, name in self._known, sent.step)
+            purge = sent.step if name in self._known else None
+            made, sent.id = _MAKERS[name](dict(tracker), self._run, sent.id, purge)
         if not callable(getattr(made, "log", None)):
             raise ConfigError(f"expected a class with a method log(values, step), found {shown(made)}")
         if hasattr(made, "main_process_only"):
@@ -360,7 +363,7 @@ class Trackers:
             until = perf_counter() - (0 if finished else _UNDERWAY.get(one.name, 0))
             while one.recent and one.recent[0][0] <= until:
                 _, self._known[one.name].step, self._known[one.name].place = one.recent.popleft()
-        if self._known and self._run.root.is_dir():
+        if self._known and self._run is not None:
             found = {name: sent.model_dump() for name, sent in self._known.items()}
             write_json(self._run.trackers, {"trackers": found})
 
@@ -422,20 +425,23 @@ def _without(names: Sequence[str]) -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _wandb(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+def _wandb(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
     from accelerate.tracking import WandBTracker
 
-    if (run.root / "wandb" / "settings").exists():
-        raise ConfigError(
-            f"{run.root / 'wandb' / 'settings'} may choose the server that your key is sent to, and W&B reads it in "
-            "its folder; remove it"
-        )
-    name = os.environ.get("WANDB_NAME", run.root.absolute().name)
-    # Its own record of the terminal would consist of the live table.
-    values = {"dir": str(run.root), "name": name, "settings": {"console": "off"}, **settings}
-    values["id"] = known or values.get("id") or uuid.uuid4().hex[:12]
+    values = {"id": settings.get("id") or uuid.uuid4().hex[:12]}
+    if run is not None:
+        if (run.root / "wandb" / "settings").exists():
+            raise ConfigError(
+                f"{run.root / 'wandb' / 'settings'} may choose the server that your key is sent to, and W&B reads it "
+                "in its folder; remove it"
+            )
+        values |= {"dir": str(run.root), "name": os.environ.get("WANDB_NAME", run.root.absolute().name)}
+    values |= settings | ({"id": known, "resume": "allow"} if known else {})
     project = values.pop("project", os.environ.get("WANDB_PROJECT", PROJECT))
-    return WandBTracker(project, **({"resume": "allow"} if resumes else {}), **values), values["id"]
+    given = values.pop("settings", {})
+    # Its own record of the terminal would consist of the live table.
+    values["settings"] = {"console": "off", **given} if isinstance(given, Mapping) else given
+    return WandBTracker(project, **values), values["id"]
 
 
 def _log_wandb(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
@@ -445,26 +451,31 @@ def _log_wandb(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
     return lambda values, step: tracker.log({**values, "iteration": step})
 
 
-def _tensorboard(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+def _tensorboard(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
     from accelerate.tracking import TensorBoardTracker
 
-    purge = {"purge_step": step} if resumes else {}
-    return TensorBoardTracker("tensorboard", settings.pop("logging_dir", run.root), **{**purge, **settings}), ""
+    name = f"{datetime.now():%Y%m%d-%H%M%S}" if run is None else run.root.absolute().name
+    folder = settings.pop("logging_dir", None)
+    if folder is None:
+        folder, name = ("tensorboard_logs", name) if run is None else (run.root, "tensorboard")
+    purge = {} if step is None else {"purge_step": step}
+    return TensorBoardTracker(name, folder, **{**purge, **settings}), ""
 
 
-def _trackio(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+def _trackio(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
     from accelerate.tracking import TrackioTracker
 
-    place = f"{run.root.absolute().name}-{uuid.uuid4().hex[:6]}"
+    place = f"{'run' if run is None else run.root.absolute().name}-{uuid.uuid4().hex[:6]}"
     name = known or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in place)
     values = {"resume": "allow", **settings, "name": name}
     return TrackioTracker(values.pop("project", PROJECT), **values), name
 
 
-def _mlflow(settings: dict[str, Any], run: RunLayout, known: str, resumes: bool, step: int) -> tuple[Any, str]:
+def _mlflow(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
     from accelerate.tracking import MLflowTracker
 
-    values = {"run_name": settings.pop("name", run.root.absolute().name), **({"run_id": known} if known else {})}
+    name = settings.pop("name", None if run is None else run.root.absolute().name)
+    values = {"run_name": name, **({"run_id": known} if known else {})}
     return MLflowTracker(settings.pop("project", PROJECT), **{**values, **settings}), known
 
 

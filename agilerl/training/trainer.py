@@ -139,8 +139,8 @@ class LocalTrainer:
         """Train to the end; return the last population and the fitness of each of its agents.
 
         ``out`` is the run directory, by default ``runs/<task>-<time>``; the elite is in ``out/elite``, and also in
-        ``elite_path`` if one is given. ``allow_code`` runs code that the settings name. ``consumers`` are called with
-        every event of the run.
+        ``elite_path`` if one is given. ``wb`` and ``tensorboard`` add to the trackers of the settings. ``allow_code``
+        runs code that the settings name. ``consumers`` are called with every event of the run.
         """
         from agilerl.training.llm import LoopOptions, announce, trackers
         from agilerl.training.loop import resume, train
@@ -153,22 +153,19 @@ class LocalTrainer:
             wandb_api_key=wandb_api_key,
             wandb_kwargs=wandb_kwargs,
         )
-        following = [
-            *consumers,
-            *trackers(options, self.config.model_dump(mode="json")),
-            *([announce] if verbose else []),
-        ]
+        asked = trackers(options)
+        following = [*consumers, *([announce] if verbose else [])]
         if self.resume_from_checkpoint is None:
             root = Path(out) if out is not None else default_out(self.config)
             self.session = build(self.config, allow_code=allow_code)
-            events = train(self.session, root)
+            events = train(self.session, root, trackers={**self.config.training.trackers, **asked})
         else:
             from agilerl.training.saved import open_run
 
             saved = open_run(self.resume_from_checkpoint, report=print)
             root, self.config = saved.run.root, saved.config
             self.session = build(saved.config, saved.checkpoint, allow_code=allow_code)
-            events = resume(self.session, saved.run)
+            events = resume(self.session, saved.run, trackers={**self.config.training.trackers, **asked})
         self.out = root
         with closing(events):
             for event in events:

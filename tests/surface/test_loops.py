@@ -31,6 +31,7 @@ from agilerl.training.llm import (
     train_llm_dataset,
     train_llm_rollout,
 )
+from tests.training.test_trackers import rows_of, scalars
 
 pytestmark = pytest.mark.model
 
@@ -274,6 +275,46 @@ def test_an_environment_may_come_wrapped(runtime: Runtime) -> None:
     pop = agents(runtime, 1, max_output_tokens=3)
     train_llm_rollout(pop, 2, wrapped, {"BATCH_SIZE": 1}, max_steps=1, eval_loop=1, **QUIET)
     assert (pop[0].updates, pop[0].steps, pop[0].max_model_len) == (1, 4, 64)
+
+
+# -- trackers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_trackers_get_metrics_of_agents_and_the_selection(
+    runtime: Runtime, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    key = "0123456789" * 4
+    wandb = {"wb": True, "wandb_api_key": key, "wandb_kwargs": {"mode": "offline", "dir": str(tmp_path)}}
+    tensorboard = {"tensorboard": True, "tensorboard_log_dir": tmp_path / "logs"}
+    pop, budget = agents(runtime), {"max_steps": 4 * BATCH, "evo_steps": 1}
+    hp = {"BATCH_SIZE": BATCH}
+    finetune_llm_reasoning(
+        pop, questions(runtime, rows), init_hp=hp, **search(), **budget, **wandb, **tensorboard, **QUIET
+    )
+    [folder] = (tmp_path / "logs").iterdir()
+    found = scalars(folder)
+    assert [step for step, _ in found["population/reward/mean"]] == [1, 2]
+    assert [step for step, _ in found["population/replacements"]] == [1]
+    assert found[f"agent/{pop[0].index}/reward"][-1] == (2, pytest.approx(pop[0].scores[-1]))
+    [file] = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    history, config, _ = rows_of(file)
+    assert {row["iteration"] for row in history} == {1, 2}
+    assert config["BATCH_SIZE"] == BATCH
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize("loop", [finetune_llm_sft, train_llm_dataset])
+def test_the_loops_of_data_have_trackers_too(
+    loop: Any, runtime: Runtime, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pop = SFT.population(2, runtime=runtime, batch_size=4)
+    gym = SFTGym(*rows, runtime.tokenizer, response_column="answer", data_batch_size_per_gpu=BATCH)
+    loop(pop, gym, max_steps=2 * BATCH, eval_loop=1, tensorboard=True, **QUIET)
+    [folder] = (tmp_path / "tensorboard_logs").iterdir()
+    assert [step for step, _ in scalars(folder)["population/loss/mean"]] == [1]
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

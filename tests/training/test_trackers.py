@@ -427,7 +427,7 @@ def test_one_that_does_not_start_stops_a_new_run_and_no_resumed_one(tmp_path: Pa
 def test_damaged_notes_begin_anew(whole: tuple[Path, Kept], tmp_path: Path) -> None:
     out, kept = tmp_path / "run", Kept()
     leave_after(begun(out, trackers=[Kept()]), 3)
-    (out / "trackers.json").write_text('{"trackers": {"Kept": {"id": "../x", "step": 3, "place": 1}}}')
+    (out / "trackers.json").write_text('{"trackers": {"Kept": {"id": "x", "step": -3, "place": 1}}}')
     with pytest.warns(UserWarning, match="damaged"):
         leave_after(resumed(out, [kept]), 4)
     for _ in resumed(out, [kept]):
