@@ -41,6 +41,7 @@ from agilerl.utils.probe_envs_llm import (
     MultiInputConditionalEnv,
 )
 from agilerl.utils.utils import create_population, run_selection_and_mutation, tournament_selection_and_mutation
+from tests.training.test_trackers import scalars
 
 pytestmark = pytest.mark.model
 
@@ -253,10 +254,11 @@ def test_a_trainer_runs_resumes_and_hands_over_the_elite(tmp_path: Path, capsys:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(out=tmp_path / "run", consumers=(stop,))
+        trainer.train(out=tmp_path / "run", consumers=(stop,), tensorboard=True, tensorboard_log_dir=tmp_path / "logs")
     assert "exam" in capsys.readouterr().out
     again = LocalTrainer("GRPO", "reasoning_gym:gcd", resume_from_checkpoint=tmp_path / "run")
     pop, fitness = again.train(verbose=False, elite_path=tmp_path / "elite")
+    assert scalars(tmp_path / "logs" / "run")["population/agents"][0][0] == 1
     assert fitness == [agent.fitness[-1] for agent in pop]
     assert [agent.updates for agent in pop] == [2, 2]
     assert (tmp_path / "run" / "summary.json").exists()
