@@ -42,7 +42,7 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, checked, shown
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, shown
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
@@ -53,7 +53,7 @@ from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.base import padding_id
-from agilerl.models.operators import add_noise, resize
+from agilerl.models.operators import Part, add_noise, merged, resize
 from agilerl.models.slots import AdamWSettings
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
@@ -456,8 +456,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """
         metrics = MetricReducer()
         optim_step([self], [metrics])
-        self.updates += 1
-        values = metrics.result()
+        values = metrics.result() | self.note_update()
         values["skipped_steps"] = float(self.skipped_steps)
         values["num_tokens"] = float(self.tokens["trained"])
         return values
@@ -531,6 +530,37 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         store.set_rank(self.reference_slot, rank, scaling)
         store.load_adapter(self.reference_slot, factors)
         self.reference_key = fingerprint(factors, scaling)
+
+    def note_update(self) -> dict[str, float]:
+        """Count an update, and move the reference towards the policy after each ``ref_sync_steps`` of them.
+
+        Returns ``reference/energy`` then: the share of the new reference's delta that its rank holds.
+        """
+        self.updates += 1
+        every = getattr(self.config, "ref_sync_steps", None)
+        if every is None or self.updates % every:
+            return {}
+        return {"reference/energy": self.mix_reference(self.config.ref_sync_alpha)}  # type: ignore[attr-defined]
+
+    @checked
+    def mix_reference(self, alpha: Annotated[float, Within(above=0, most=1)]) -> float:
+        """Make ``alpha policy + (1 - alpha) reference``, a mean of weights, the reference (arXiv 2404.09656).
+
+        A delta of the mean may need the ranks of both; the new reference has the agent's rank and is the best
+        approximation (Eckart-Young). Returns the share of the squared singular values that it keeps: 1 if the reference
+        was the base model, or with ``alpha`` 1.
+        """
+        self.check_open()
+        store, energy = self.runtime.store, 1.0
+        factors, scaling = store.adapter(self.slot), float(store.scaling[self.slot])
+        if alpha < 1:
+            parts = [Part(factors, scaling, alpha)]
+            if self.reference_slot is not None:
+                old, its_scaling = store.adapter(self.reference_slot), float(store.scaling[self.reference_slot])
+                parts.append(Part(old, its_scaling, 1 - alpha))
+            factors, energy = merged(parts, self.rank, scaling)
+        self.set_reference(factors)
+        return energy
 
     # -- health: results of iterations, and whether the agent may still be a parent -------------------------------
 

@@ -112,7 +112,28 @@ def _warn_of_bias(settings: str) -> None:
     )
 
 
-class SurrogateConfig(LLMConfig):
+class ReferenceConfig(LLMConfig):
+    """Hyperparameters of algorithms that compare the policy with a reference."""
+
+    use_separate_reference_adapter: bool = True
+    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
+    ref_sync_steps: Annotated[int | None, Field(ge=1)] = None
+    """After so many updates (calls of ``learn``, one an iteration) the reference moves towards the policy (TR-DPO,
+    arXiv 2404.09656); None: never."""
+    ref_sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """The policy's share of the new reference, ``alpha policy + (1 - alpha) reference``; with 1 it is the policy."""
+
+    @model_validator(mode="after")
+    def _reference_can_move(self) -> Self:
+        if self.ref_sync_steps is not None and not self.use_separate_reference_adapter:
+            raise ValueError(
+                f"ref_sync_steps={self.ref_sync_steps} moves the reference, but use_separate_reference_adapter=False "
+                "keeps it the base model; drop one of them"
+            )
+        return self
+
+
+class SurrogateConfig(ReferenceConfig):
     """Hyperparameters of a clipped policy gradient; used together with ``RolloutLLMConfig``."""
 
     beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
@@ -140,8 +161,6 @@ class SurrogateConfig(LLMConfig):
     ``beta``. None: the weight stays ``beta``."""
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Completions over which ``kl_target`` changes the weight by up to 20 %."""
-    use_separate_reference_adapter: bool = True
-    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
     vllm_importance_sampling_correction: bool = True
     """Weight tokens by exp(old - sampled) if another engine sampled them (vLLM)."""
     vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
@@ -177,6 +196,10 @@ class SurrogateConfig(LLMConfig):
         if self.kl_target is not None and self.beta == 0:
             raise ValueError(
                 f"kl_target={self.kl_target} adapts the weight of the KL, but beta=0 leaves none; set beta"
+            )
+        if self.ref_sync_steps is not None and self.beta == 0:
+            raise ValueError(
+                f"ref_sync_steps={self.ref_sync_steps} moves the reference, which beta=0 does not use; set beta"
             )
         if self.use_kl_advantage_shaping and self.beta == 0:
             raise ValueError("use_kl_advantage_shaping weighs the KL by beta, but beta=0 leaves none; set beta")

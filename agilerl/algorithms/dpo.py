@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm
+from agilerl.algorithms.config import ReferenceConfig
 from agilerl.algorithms.keywords import DPOKeywords
 from agilerl.algorithms.learner import Experience, ReferenceLogprobs
 from agilerl.algorithms.sft import DataAlgorithm, DataConfig
@@ -52,7 +53,7 @@ _WITH_NLL = {"cpo", "orpo"}
 """Losses whose papers add the cross-entropy of the chosen completions."""
 
 
-class DPOConfig(DataConfig):
+class DPOConfig(ReferenceConfig, DataConfig):
     """Hyperparameters of DPO; batch sizes count pairs."""
 
     group_size: ClassVar[int] = 2
@@ -88,8 +89,6 @@ class DPOConfig(DataConfig):
     """LD-DPO (arXiv 2409.06411): weight of log-probs beyond the length of the pair's shorter completion; None: 1."""
     use_weighting: bool = False
     """WPO (arXiv 2406.11827): weight pairs by how likely the policy is to say them."""
-    use_separate_reference_adapter: bool = True
-    """Let ``set_reference_policy`` move the reference to the current adapter; else it stays the base model."""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,6 +128,11 @@ class DPOConfig(DataConfig):
             raise ValueError(
                 f"loss_type={self.loss_type!r} compares the pairs of an optimizer step with each other, so it cannot "
                 f"be split; found micro_batch_size_per_gpu={self.micro_batch_size_per_gpu}, leave it out"
+            )
+        if self.ref_sync_steps is not None and not self.needs_reference:
+            raise ValueError(
+                f"ref_sync_steps={self.ref_sync_steps} moves the reference, which loss_type={self.loss_type!r} with "
+                f"reference_free={self.reference_free} does not use; drop it"
             )
         if self.use_weighting and {"aot", "aot_pair"} & set(names):
             raise ValueError(

@@ -83,7 +83,15 @@ class RolloutLLMKeywords(LLMKeywords, total=False):
     reward_weights: Mapping[str, float]
 
 
-class SurrogateKeywords(LLMKeywords, total=False):
+class ReferenceKeywords(LLMKeywords, total=False):
+    """What all algorithms on ReferenceConfig take."""
+
+    use_separate_reference_adapter: bool
+    ref_sync_steps: int | None
+    ref_sync_alpha: float
+
+
+class SurrogateKeywords(ReferenceKeywords, total=False):
     """What all algorithms on SurrogateConfig take."""
 
     beta: float
@@ -95,7 +103,6 @@ class SurrogateKeywords(LLMKeywords, total=False):
     kl_clamp_value: float | None
     kl_target: float | None
     kl_horizon: int
-    use_separate_reference_adapter: bool
     vllm_importance_sampling_correction: bool
     vllm_importance_sampling_cap: float
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"]
@@ -232,7 +239,7 @@ class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
     whiten_advantages: bool
 
 
-class DPOKeywords(DataKeywords, total=False):
+class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
     """What DPO takes."""
 
     lr: float
@@ -246,7 +253,6 @@ class DPOKeywords(DataKeywords, total=False):
     reference_free: bool
     ld_alpha: float | None
     use_weighting: bool
-    use_separate_reference_adapter: bool
 
 
 class SFTKeywords(DataKeywords, total=False):

@@ -134,6 +134,9 @@ class Learner(Protocol):
     def note_step(self, *, taken: bool) -> None:
         """Count an optimizer step that was taken, or skipped."""
 
+    def note_update(self) -> dict[str, float]:
+        """Count an update, and move the reference if it is time; returns metrics of that."""
+
     def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
         """Count an iteration."""
 

@@ -484,8 +484,7 @@ def _finish(update: _Update) -> dict[str, float]:
     if update.outcome != "oom":
         agent.tokens["trained"] += agent.config.update_epochs * int(batch.lengths.sum())
         agent.steps += len(batch)
-    agent.updates += 1
-    values = update.metrics.result()
+    values = update.metrics.result() | agent.note_update()
     # The sum over all optimizer windows; a window's loss is what one step minimised.
     values["loss"] = values.get("loss", 0.0) / max(len(update.windows), 1)
     values["skipped_steps"] = float(agent.skipped_steps)

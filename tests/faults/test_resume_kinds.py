@@ -48,6 +48,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("algorithm.use_separate_reference_adapter=true", "algorithm.beta=0.05", "algorithm.kl_target=0.001"),
         "algorithm.kl_horizon=64",
     ),
+    "reference that follows": (*HOT, "algorithm.ref_sync_steps=1", "algorithm.beta=0.05", "training.max_steps=96"),
     "dynamic sampling": (*HOT, "algorithm.dynamic_sampling=true", "algorithm.update_epochs=2", "training.max_steps=96"),
     "truncation": (*HOT, "selection_strategy={name: truncation}", "training.pop_size=4", "training.max_steps=96"),
     "knockout": (

@@ -291,6 +291,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "agent.save_checkpoint": lambda w: (w.agent.save_checkpoint, {"path": "agent", "overwrite": True}),
     "agent.load_checkpoint": lambda w: (w.spare.load_checkpoint, {"path": w.checkpoint}),
     "agent.set_reference_policy": lambda w: (w.spare.set_reference_policy, {"reference_update_tracker": 1}),
+    "agent.mix_reference": lambda w: (w.spare.mix_reference, {"alpha": 0.5}),
     "agent.set_hyperparameters": lambda w: (w.spare.set_hyperparameters, {"values": {"lr": 1e-4}}),
     "agent.use_adapter": lambda w: (w.agent.use_adapter, {"adapter_name": "actor"}),
     "agent.register_mutation_hook": lambda w: (w.spare.register_mutation_hook, {"hook": print}),
