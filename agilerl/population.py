@@ -2,8 +2,10 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Any, Literal, Protocol
@@ -11,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.objective import record_batch
-from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows
+from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked, nearest, shown
@@ -116,8 +118,8 @@ class Population:
     ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
     ``second``, which neither selection nor the test uses, for a choice among candidates.
     ``objectives`` is what an exam measures: ``reward`` alone, or with ``kl`` and ``length`` (see :meth:`evaluate`).
-    ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation,
-    set it after each selection.
+    ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation
+    without a teacher of its own (``Sharing(teacher=...)``), set it after each selection.
     """
 
     @checked
@@ -158,6 +160,10 @@ class Population:
         if sharing:
             check_sharing(agents, task, sharing)
         self.sharing = sharing
+        self._teacher_slot: int | None = None
+        if sharing.teacher is not None:
+            self._teacher_slot = load_teacher(self.runtime.store, Path(sharing.teacher).expanduser())
+            weakref.finalize(self, self.runtime.store.release, self._teacher_slot)
         self.teacher: int | None = None
         """Agent whose policy the others are drawn to with ``sharing.distillation``: the last selection's elite."""
         # Fixed here once, because an exam must not change when a gene does.
@@ -344,7 +350,9 @@ class Population:
 
     def _lessons(self, agents: Sequence[LLMAlgorithm], rollout: Rollout) -> list[Lesson]:
         """Return what each agent learns from others in this update."""
-        sharing, teacher = self.sharing, next((a.slot for a in self.agents if a.index == self.teacher), None)
+        sharing, teacher = self.sharing, self._teacher_slot
+        if teacher is None:
+            teacher = next((a.slot for a in self.agents if a.index == self.teacher), None)
         found = []
         for agent in agents:
             borrowed = None

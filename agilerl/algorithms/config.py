@@ -112,7 +112,7 @@ def _warn_of_bias(settings: str) -> None:
     )
 
 
-class ReferenceConfig(LLMConfig):
+class ReferenceConfig(AlgorithmConfig):
     """Hyperparameters of algorithms that compare the policy with a reference."""
 
     use_separate_reference_adapter: bool = True
@@ -133,7 +133,7 @@ class ReferenceConfig(LLMConfig):
         return self
 
 
-class SurrogateConfig(ReferenceConfig):
+class SurrogateConfig(ReferenceConfig, LLMConfig):
     """Hyperparameters of a clipped policy gradient; used together with ``RolloutLLMConfig``."""
 
     beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001

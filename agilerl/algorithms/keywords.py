@@ -83,7 +83,7 @@ class RolloutLLMKeywords(LLMKeywords, total=False):
     reward_weights: Mapping[str, float]
 
 
-class ReferenceKeywords(LLMKeywords, total=False):
+class ReferenceKeywords(AgentKeywords, total=False):
     """What all algorithms on ReferenceConfig take."""
 
     use_separate_reference_adapter: bool
@@ -91,7 +91,7 @@ class ReferenceKeywords(LLMKeywords, total=False):
     ref_sync_alpha: float
 
 
-class SurrogateKeywords(ReferenceKeywords, total=False):
+class SurrogateKeywords(ReferenceKeywords, LLMKeywords, total=False):
     """What all algorithms on SurrogateConfig take."""
 
     beta: float

@@ -7,6 +7,7 @@ schedule see more rows, or other advantages. Both are off by default.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
-from agilerl.arguments import Positive, Whole, Within, check_fields
+from agilerl.arguments import Location, Positive, Whole, Within, check_fields, shown
 from agilerl.data import RolloutBatch, Trajectory
 from agilerl.data.batch import concatenated, stacked
 from agilerl.errors import ConfigError
@@ -27,6 +28,8 @@ from agilerl.functional import (
     mismatch_weights,
     nonzero_advantage_rows,
 )
+from agilerl.models.adapters import lora_scaling, read_adapter
+from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.engine import teaches_nothing
 
 Prompts = Literal["flat", "all"]
@@ -37,7 +40,10 @@ class Sharing:
     """What agents learn from each other."""
 
     distillation: Annotated[float, Within(0, None)] = 0.0
-    """Weight of KL(agent || elite) on the agent's own completions, for all agents but the elite."""
+    """Weight of KL(agent || teacher) on the agent's own completions."""
+    teacher: Location | None = None
+    """Folder of the adapter that teaches: a PEFT folder, or a checkpoint of an agent, for the same base.
+    None: the elite of the last selection, which teaches all agents but itself."""
     experience: Whole = 0
     """Completions of other agents for each prompt."""
     experience_for: Prompts = "flat"
@@ -47,6 +53,8 @@ class Sharing:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.teacher is not None and self.distillation == 0:
+            raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} teaches nobody: distillation is 0; set it")
 
     def __bool__(self) -> bool:
         return self.distillation > 0 or self.experience > 0
@@ -61,7 +69,7 @@ class Lesson:
     samplers' log-probs."""
     cap: float = 2.0
     teacher: int | None = None
-    """Slot of the elite."""
+    """Slot of the elite, or of the adapter that teaches."""
     weight: float = 0.0
 
     def applied(self, agent: Learner, own: RolloutBatch, experience: Experience) -> Experience:
@@ -73,7 +81,25 @@ class Lesson:
         return experience
 
 
-# -- distillation: the KL to the elite, as an advantage of one's own tokens -------------------------------------------
+# -- distillation: the KL to a teacher, as an advantage of one's own tokens -------------------------------------------
+
+
+def load_teacher(store: AdapterStore, folder: Path) -> int:
+    """Read an adapter into a slot of its own and return the slot.
+
+    Raises CheckpointError for a folder without a sound adapter of these layers, ConfigError if its rank is above those
+    of the agents: a wider bank would change the last bits of all of them.
+    """
+    inner = folder / "actor"
+    factors, lora = read_adapter(inner if inner.is_dir() else folder, store.layers)
+    if lora.r > store.max_rank:
+        raise ConfigError(
+            f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; give them "
+            f"lora_config r={lora.r}"
+        )
+    slot = store.allocate(lora.r, lora_scaling(lora))
+    store.load_adapter(slot, factors)
+    return slot
 
 
 def with_teacher(agent: Learner, experience: Experience, teacher: int, weight: float) -> Experience:

@@ -23,6 +23,9 @@ FILE_PARAMS = {"spell_backward": ("data_file",)}
 """Parameters of reasoning_gym's datasets that are files which they read (found by giving each a file's name; a test
 repeats it)."""
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""Of a PEFT folder."""
+
 _KEYS = ("dataset", "dataset_exam", "dataset_test")
 _FILE_PARAMS = frozenset(name for names in FILE_PARAMS.values() for name in names)
 
@@ -266,6 +269,10 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
                 yield "data", Path(dataset.path).expanduser().absolute()
     for path in _files_of_params(environment):
         yield "data", path
+    if config.sharing.teacher is not None:
+        folder = Path(config.sharing.teacher)
+        for name in ADAPTER_FILES:
+            yield "data", (folder / "actor" if (folder / "actor").is_dir() else folder) / name
     graders = [grader.name for grader in environment.graders or ()]
     for name in (
         *(environment.env_id or "", *graders),

@@ -406,13 +406,22 @@ class SharingConfig(Section):
     """What agents learn from each other while they train; nothing by default."""
 
     distillation: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of KL(agent || elite of the last selection) on each agent's own completions; 0: none."""
+    """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
+    teacher: Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))] | None = None
+    """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
+    base. None: the elite of the last selection."""
     experience: Annotated[int, Field(ge=0)] = 0
     """Completions of other agents that an agent learns from besides its own, for each prompt."""
     experience_for: Literal["flat", "all"] = "flat"
     """Prompts that get them: those whose own completions all earned the same, or all."""
     experience_cap: Annotated[float, Field(gt=0)] = 2.0
     """Most that the importance weight of such a completion may be."""
+
+    @model_validator(mode="after")
+    def _teaches(self) -> Self:
+        if self.teacher is not None and self.distillation == 0:
+            raise ValueError(f"sharing.teacher={self.teacher!r} teaches nobody: sharing.distillation is 0; set it")
+        return self
 
 
 class RunConfig(Section):

@@ -1,6 +1,8 @@
 """What agents learn from each other: the elite's policy, and completions that others have sampled."""
 
+import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +10,11 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
-from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, with_borrowed, with_teacher
+from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, load_teacher, with_borrowed, with_teacher
 from agilerl.algorithms.update import learn_together
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.errors import ConfigError
+from agilerl.envs.datasets import DatasetTask
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import (
     borrowed_advantages,
     broadcast_rows,
@@ -19,8 +22,11 @@ from agilerl.functional import (
     group_advantages,
     mismatch_weights,
 )
-from tests.algorithms.conftest import batch_of, equal, make_agents, sample, weights
-from tests.tiny_models import PAD
+from agilerl.population import Population
+from agilerl.runtime import Runtime
+from tests.algorithms.conftest import batch_of, equal, lora, make_agents, sample, weights
+from tests.algorithms.data_agents import embedded_runtime
+from tests.tiny_models import PAD, random_model
 
 TOKENS = 5
 
@@ -255,6 +261,62 @@ def test_idle_rows_are_taught_too() -> None:
     assert not taught.idle.any()
 
 
+@pytest.mark.model
+@pytest.mark.parametrize("folder", ["agent", pytest.param("agent/actor", marks=pytest.mark.nightly)])
+def test_a_saved_adapter_teaches_every_agent_of_a_population(tmp_path: Path, folder: str) -> None:
+    """Its slot holds the policy that was saved; students come near it, alone as in company."""
+
+    def population(places: tuple[int, ...] = (0, 1)) -> Population:
+        runtime = embedded_runtime()
+        agents = [
+            GRPO(runtime=runtime, index=i, seed=5, lr=1e-2, beta=0.0, group_size=24, max_output_tokens=4, batch_size=96)
+            for i in places
+        ]
+        rows = [{"question": str(i), "answer": "0"} for i in range(4)]
+        task = DatasetTask(rows, rows, reward_fn=lambda completion, answer, question: 0.0)
+        return Population(
+            agents, task, prompts_per_step=4, sharing=Sharing(distillation=1.0, teacher=tmp_path / folder)
+        )
+
+    runtime = embedded_runtime()
+    teacher = GRPO(runtime=runtime, seed=5)
+    g = torch.Generator().manual_seed(1)
+    factors = [(a, 0.3 * torch.randn(b.shape, generator=g)) for a, b in runtime.store.adapter(teacher.slot)]
+    runtime.store.load_adapter(teacher.slot, factors)
+    teacher.save_checkpoint(tmp_path / "agent")
+    both, found = population(), []
+    for _ in range(20):
+        found.append([m["sharing/teacher_kl"] for m in both.learn(both.rollout()).values()])
+    gaps = np.array(found)
+    assert (gaps[-4:].mean(0) < 0.75 * gaps[:4].mean(0)).all()
+    for place in (0, 1):
+        alone = population((place,))
+        for _ in range(20):
+            alone.learn(alone.rollout())
+        assert equal(weights(alone.agents[0]), weights(both.agents[place]))
+    slot = both._teacher_slot
+    assert slot is not None
+    for own, saved in zip(both.runtime.store.adapter(slot), factors):
+        assert torch.equal(own[0], saved[0])
+        assert torch.equal(own[1], saved[1])
+    used = both.runtime.store.used
+    store = both.runtime.store
+    del both
+    gc.collect()
+    assert store.used < used
+
+
+@pytest.mark.model
+def test_a_teacher_must_fit(tmp_path: Path) -> None:
+    (agent,) = make_agents(1)
+    with pytest.raises(CheckpointError, match="adapter_config"):
+        load_teacher(agent.runtime.store, tmp_path)
+    wide = GRPO(runtime=Runtime.for_model(random_model(), lora_config=lora(16), seed=5), pad_token_id=PAD)
+    wide.save_checkpoint(tmp_path / "wide")
+    with pytest.raises(ConfigError, match="rank 16"):
+        load_teacher(agent.runtime.store, tmp_path / "wide")
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +340,11 @@ def test_agents_that_cannot_borrow(changes: dict[str, Any], words: str) -> None:
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sharing(**wrong)
+
+
+def test_a_teacher_needs_a_weight() -> None:
+    with pytest.raises(ConfigError, match="distillation is 0"):
+        Sharing(teacher="somewhere")
 
 
 def test_off_is_false() -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.named_files import check_unchanged, digests
 from agilerl.errors import CheckpointError
 from tests.faults.evidence import differences, evidence
 from tests.faults.pieces import an_iteration_each, go_on, whole
@@ -93,6 +95,25 @@ def test_each_iteration_in_another_process(kind: str, tmp_path: Path) -> None:
     assert differences(evidence(tmp_path / "pieces"), expected) == []
     trained = [line for line in lines(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
     assert any(line["grad_norm"] > 0 for line in trained)  # or else equal files would say little
+
+
+def test_a_run_that_a_saved_adapter_teaches(tmp_path: Path) -> None:
+    """It teaches everybody from the start, is the same after a break, and must not change in between."""
+    elite = whole(tmp_path / "teacher", *TINY, *HOT) / "elite"
+    settings = (*TINY, *HOT, f"sharing={{distillation: 0.5, teacher: {elite}}}")
+    root = whole(tmp_path / "whole", *settings)
+    assert an_iteration_each(tmp_path / "pieces", *settings) >= 4
+    assert differences(evidence(tmp_path / "pieces"), evidence(root)) == []
+    trained = [line for line in lines(root / "metrics.jsonl") if line["kind"] == "train"]
+    assert all("sharing/teacher_kl" in line for line in trained)
+    config = load_manifest(None, list(settings))
+    recorded = digests(config)
+    assert {Path(path).name for path in recorded["data"]} >= {"adapter_config.json", "adapter_model.safetensors"}
+    check_unchanged(config, recorded, root)
+    weights = elite / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(CheckpointError, match="has changed"):
+        check_unchanged(config, recorded, root)
 
 
 def test_a_bank_of_more_ranks_than_the_run_allows_is_refused(tmp_path: Path) -> None:
