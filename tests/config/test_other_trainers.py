@@ -54,13 +54,14 @@ def test_only_one_name_means_something_else_here() -> None:
 def test_names_of_trl_are_those_of_its_version() -> None:
     home = Path(importlib.util.find_spec("trl").submodule_search_locations[0])  # type: ignore[union-attr, index]
     found = set()
-    for path in (*home.glob("trainer/*_config.py"), *home.glob("scripts/utils.py")):
+    places = ("trainer/*_config.py", "experimental/cpo/*_config.py", "scripts/utils.py")
+    for path in itertools.chain.from_iterable(home.glob(place) for place in places):
         classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
         fields = itertools.chain.from_iterable(node.body for node in classes)
         found |= {f.target.id for f in fields if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)}
     transformers = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "eval_steps"}
     transformers |= {"save_steps", "save_total_limit", "output_dir", "lr_scheduler_type", "warmup_steps"}
-    gone = {"max_prompt_length", "warmup_ratio"}  # of earlier versions; many programs still have them
+    gone = {"max_prompt_length", "warmup_ratio", "rpo_alpha"}  # of earlier versions; many programs still have them
     own = {"reward_funcs"}  # an argument of the trainer
     assert set(NAMES["TRL"]) - found == transformers | gone | own
 
