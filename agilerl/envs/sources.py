@@ -378,7 +378,7 @@ def read_dataset(
         source: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), the name of a dataset on the hub, a
             Hugging Face ``Dataset`` or ``DatasetDict``, a pandas ``DataFrame``, a torch ``Dataset``, a sequence of
             dicts or of tuples (``(chosen, rejected)`` or ``(prompt, chosen, rejected)``), ``Rows``, or anything that
-            yields such rows: a streamed ``IterableDataset``, one of torch, a generator. The values of a CSV file stay text.
+            yields such rows: a streamed ``IterableDataset``, one of torch, a generator. Values of a CSV file stay text.
         columns: new column names, mapped to those in the source: ``{"question": "problem"}``; the other way round if
             only that fits the source.
         split: which split of a dataset of the hub, or of a ``DatasetDict``.
