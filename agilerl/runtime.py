@@ -3,7 +3,7 @@
 import copy
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,6 +54,7 @@ from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
+from agilerl.templates import with_chat_template
 
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 
@@ -146,17 +147,22 @@ class Runtime:
         tokenizer: Tokenizer | None = None,
         pad_token: str | None = None,
         pad_token_id: Whole | None = None,
+        chat_template_path: str | os.PathLike[str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> "Runtime":
         """Load a base (local folder, hub name or ``embedded``) with its tokenizer; options as in the constructor.
 
-        The pad token is the one given, else the tokenizer's own, else its end token. Raises ConfigError for a device
-        that this machine has not, and for a pad token that the tokenizer does not know.
+        The pad token is the one given, else the tokenizer's own, else its end token. ``chat_template_path`` is a file
+        with a chat template in place of the tokenizer's, ``chat_template_kwargs`` what the template reads by name
+        (``{"enable_thinking": False}``). Raises ConfigError for a device that this machine has not, for a pad token
+        that the tokenizer does not know, for a file that holds no template, or names that the template does not read.
         """
         check_device("cpu" if device is None else device)
         name = os.fspath(name)
         padding: dict[str, Any] = {"pad_token": pad_token, "pad_token_id": pad_token_id}
         tokenizer = load_tokenizer(name, **padding) if tokenizer is None else with_padding(tokenizer, name, **padding)
+        tokenizer = with_chat_template(tokenizer, chat_template_path, chat_template_kwargs)
         base = load_base(name, dtype=dtype, device=device or "cpu", options=options.get("options"))
         return cls(base, tokenizer=tokenizer, **options)
 

@@ -8,13 +8,16 @@ Within the bounds nothing changes: the output is that of transformers, byte for 
 """
 
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from datetime import datetime
 from functools import lru_cache, partial, wraps
+from pathlib import Path
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
@@ -25,6 +28,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro, Undefined, markup_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from agilerl.bounds import check_file
+from agilerl.errors import ConfigError
 
 SECONDS = 5.0
 """Processor time of one rendering; the template of a real model needs less than a thousandth of it."""
@@ -476,6 +482,56 @@ def _chat_template(source: str) -> Template:
         raise TemplateBrokenError(f"{type(error).__name__}: {error}") from error
 
 
+_NAMES = "chat_template_kwargs"
+"""Attribute of a tokenizer: values for its chat template."""
+_RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message tokenize conversation chat_template "  # noqa: SIM905
+    "raise_exception strftime_now".split()
+)
+
+
+def with_chat_template(
+    tokenizer: Any, path: str | os.PathLike[str] | None = None, names: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a copy of a tokenizer with the chat template of a file, or with values that its template gets by name.
+
+    Raises:
+        ConfigError: a file that is missing, too large, not UTF-8 or no template; no template for the values, one that
+            does not read one of them, or values that are set for each conversation.
+    """
+    if path is None and not names:
+        return tokenizer
+    changed = copy(tokenizer)
+    if path is not None:
+        changed.chat_template = _template_of(Path(path))
+    source = getattr(changed, "chat_template", None)
+    for name in names or {}:
+        key = f"chat_template_kwargs.{name}"
+        if name in _RESERVED:
+            raise ConfigError(f"{key} is set for each conversation, or is a part of it; remove it")
+        if not source:
+            raise ConfigError(f"{key}: the tokenizer has no chat template to read it; set chat_template_path")
+        if not re.search(rf"\b{re.escape(name)}\b", str(source)):
+            raise ConfigError(f"{key}: the chat template does not read {name}, so it would change nothing; remove it")
+    if names:
+        setattr(changed, _NAMES, {**getattr(tokenizer, _NAMES, {}), **names})
+    return changed
+
+
+def _template_of(path: Path) -> str:
+    path = path.expanduser()
+    check_file(path, 4 * SOURCE)
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template_path={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    try:
+        _chat_template(source)
+    except TemplateError as error:
+        raise ConfigError(f"chat_template_path={str(path)!r} is no chat template: {error}") from error
+    return source
+
+
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -503,7 +559,7 @@ def apply_chat_template(
             tokenize=tokenize,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **names,
+            **{**getattr(tokenizer, _NAMES, {}), **names},
         )
     if not messages:
         raise ValueError("expected at least one message in a conversation, found none")
@@ -513,7 +569,7 @@ def apply_chat_template(
         tools=None if tools is None else list(tools),
         documents=None,
         add_generation_prompt=add_generation_prompt,
-        **{**tokenizer.special_tokens_map, **names},
+        **{**tokenizer.special_tokens_map, **getattr(tokenizer, _NAMES, {}), **names},
     )
     text = _continued(render, messages) if continue_final_message else render(messages=list(messages))
     return tokenizer(text, add_special_tokens=False)["input_ids"] if tokenize else text

@@ -177,7 +177,7 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     try:
         if resolve_model(name) == name and is_out_of_reach():
             return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not available")
-        tokenizer = load_tokenizer(name, **config.network.padding)
+        tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
         made = task(config, allow_code=allow_code)
         made.fit(tokenizer, limit - 1)
         places = [made.place_at("exam", k, tokenizer, limit) for k in range(made.panel_size("exam"))]

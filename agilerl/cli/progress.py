@@ -57,6 +57,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "megabytes": base.weight_bytes / 2**20,
             "context": population.context_length,
             "pad_token": population.tokenizer.pad_token,
+            "pads_with_end": population.tokenizer.pad_token_id == population.tokenizer.eos_token_id,
+            "chat_template": bool(getattr(population.tokenizer, "chat_template", None)),
         },
         "adapter": {
             "rank": agents[0].rank,
@@ -108,8 +110,10 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     table.add_row(
         "model",
         f"{model['name']}: {model['parameters']:,} frozen parameters, context {model['context']}, "
-        f"padded with {model['pad_token']!r}",
+        f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}",
     )
+    if not model["chat_template"]:
+        table.add_row("", "no chat template: the contents of a conversation are joined by newlines, without roles")
     table.add_row(
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )

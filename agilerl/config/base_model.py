@@ -168,6 +168,10 @@ class NetworkConfig(Section):
     """Token of the tokenizer that fills rows up; None: its pad token or, if it has none, its end token."""
     pad_token_id: Annotated[int | None, Field(ge=0)] = None
     """The same by number."""
+    chat_template_path: Annotated[str | None, Field(min_length=1)] = None
+    """File with a chat template in place of the tokenizer's own, in the folder of the manifest or below."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Values that the chat template reads by name: ``{enable_thinking: false}``."""
     max_context_length: Annotated[int | None, Field(ge=2)] = None
     """Most tokens of prompt and completion; None takes the model's own limit."""
     adapter: str | None = None
@@ -180,6 +184,11 @@ class NetworkConfig(Section):
     """How attention is computed; the same as ``algorithm.attn_implementation``."""
 
     @property
-    def padding(self) -> dict[str, Any]:
-        """What was said of the pad token."""
-        return {"pad_token": self.pad_token, "pad_token_id": self.pad_token_id}
+    def of_tokenizer(self) -> dict[str, Any]:
+        """What was said of the pad token and of the chat template."""
+        return {
+            "pad_token": self.pad_token,
+            "pad_token_id": self.pad_token_id,
+            "chat_template_path": self.chat_template_path,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }

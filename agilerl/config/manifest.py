@@ -16,7 +16,7 @@ from agilerl.arguments import checked, nearest, shown
 from agilerl.config.aliases import translated, with_two_rates
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.declared import ALGORITHMS, FAMILY
-from agilerl.config.named_files import locate, locate_code, locate_within
+from agilerl.config.named_files import locate, locate_code, locate_template, locate_within
 from agilerl.config.run import RunConfig
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
@@ -46,6 +46,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
     if path is not None:
         locate_within(values.get("environment"), path.parent)
         locate_code(values, path.parent)
+        locate_template(values.get("network"), path.parent)
     if replay is not None:
         _put_replay(values, replay)
     changed = [_split(override) for override in overrides]
@@ -73,6 +74,7 @@ def _config_of(values: dict[str, Any]) -> RunConfig:
     with_two_rates(values)
     locate(values.get("environment"))
     locate_code(values)
+    locate_template(values.get("network"))
     config = RunConfig.from_dict(values)
     _refuse_meaningless(config)
     return config

@@ -123,6 +123,20 @@ def locate_code(values: dict[str, Any], folder: Path | None = None) -> None:
             training["trackers"] = {_located(name, key, found): settings for name, settings in trackers.items()}
 
 
+def locate_template(network: Any, folder: Path | None = None) -> None:
+    """Make the path of a chat template absolute, in place; errors as of ``locate_code``."""
+    path = network.get("chat_template_path") if isinstance(network, dict) else None
+    if not isinstance(path, str) or not path.isprintable():
+        return
+    target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
+    if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"network.chat_template_path={shown(path)} is not in the folder of the manifest; move it there, or name it "
+            "on the command line"
+        )
+    network["chat_template_path"] = str(target.absolute())
+
+
 def locate(environment: Any) -> None:
     """Make all other paths absolute, in place, so that they mean the same wherever a run is resumed."""
     _replace(environment, lambda path, key: str(Path(path).expanduser().absolute()) if names_a_file(path) else path)
@@ -263,6 +277,8 @@ def _allow_code(config: RunConfig) -> str:
 
 def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
     environment = config.environment
+    if config.network.chat_template_path is not None:
+        yield "data", Path(config.network.chat_template_path).expanduser().absolute()
     for datasets in (environment.dataset, environment.dataset_exam, environment.dataset_test):
         for dataset in datasets or ():
             if names_a_file(dataset.path):

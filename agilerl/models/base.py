@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,6 +49,7 @@ from agilerl.models.quantised import (
     stored_numbers,
 )
 from agilerl.models.slots import AdapterStore
+from agilerl.templates import with_chat_template
 
 _log = logging.getLogger(__name__)
 
@@ -527,10 +529,17 @@ def resolve_model(name: str) -> str:
     return str(path) if looks_local else name
 
 
-def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
-    """Load the tokenizer that belongs to a base model, with a pad token; see :func:`with_padding`.
+def load_tokenizer(
+    name: str,
+    *,
+    pad_token: str | None = None,
+    pad_token_id: int | None = None,
+    chat_template_path: str | os.PathLike[str] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load the tokenizer of a base model, with a pad token (``with_padding``) and a template (``with_chat_template``).
 
-    Raises ConfigError if it is missing or damaged, and for a pad token that it does not have.
+    Raises ConfigError if it is missing or damaged, for a pad token that it does not have, and for a wrong template.
     """
     from transformers import AutoTokenizer
 
@@ -539,7 +548,8 @@ def load_tokenizer(name: str, *, pad_token: str | None = None, pad_token_id: int
         check_config(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         check_tokenizer_parts(tokenizer, name)
-    return with_padding(tokenizer, name, pad_token=pad_token, pad_token_id=pad_token_id)
+    padded = with_padding(tokenizer, name, pad_token=pad_token, pad_token_id=pad_token_id)
+    return with_chat_template(padded, chat_template_path, chat_template_kwargs)
 
 
 def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:

@@ -248,6 +248,9 @@ def _document(
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     if config.training.num_epochs is None:
         del resolved["training"]["num_epochs"]
+    for name in ("chat_template_path", "chat_template_kwargs"):
+        if not resolved["network"][name]:
+            del resolved["network"][name]
     for name in ("dataset", "dataset_exam", "dataset_test"):
         for part in resolved["environment"][name] or ():
             if part["rows"] is None:

@@ -309,7 +309,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     path = resolve_model(name)
     check_weights(path, t.device, options.quantization_config)
     _spare_retries(name)
-    tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.padding))
+    tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
     base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
     if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
         raise ConfigError(
