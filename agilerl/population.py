@@ -651,6 +651,8 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     indices = [agent.index for agent in agents]
     if len(set(indices)) == len(indices):
         return
+    if len({id(agent) for agent in agents}) < len(agents):
+        raise ConfigError(f"agents: expected different agents, found one of them twice (indices {indices}); clone() it")
     warnings.warn(
         f"agents of a population need different indices, found {indices}: they are 0 to {len(agents) - 1} now; pass "
         "index= to each",

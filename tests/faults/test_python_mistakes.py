@@ -386,7 +386,7 @@ MISTAKES = [
     Mistake("agents-one", lambda w: Population(w.agent, w.task), ConfigError, ("agents", "GRPO")),
     Mistake("agents-mixed", lambda w: Population([w.agent, "x"], w.task), ConfigError, ("agents", "'x'")),
     Mistake("agents-empty", lambda w: Population([], w.task), ConfigError, ("0",)),
-    Mistake("agents-twice", lambda w: Population([w.agent, w.agent], w.task), ConfigError, ("[0, 0]",)),
+    Mistake("agents-twice", lambda w: Population([w.agent, w.agent], w.task), ConfigError, ("twice", "[0, 0]")),
     Mistake("agents-kinds", lambda w: Population([w.agent, w.sft], w.task), ConfigError, ("sft",)),
     Mistake("task-none", lambda w: Population(w.population.agents, None), ConfigError, ("task", "None")),
     Mistake("task-text", lambda w: Population(w.population.agents, "spell_backward"), ConfigError, ("spell_backward",)),
