@@ -380,7 +380,7 @@ def plot(found: Sequence[Mapping[str, Any]], to: Path) -> list[Path]:
             [x for x in every if x in {r[key] for r in runs}] for key, every in (("task", TASKS), ("stratum", STRATA))
         )
         arms = [arm for arm in ARMS if arm in {r["arm"] for r in runs}]
-        colours = dict(zip(arms, plt.get_cmap("tab10").colors))
+        colours = dict(zip(arms, plt.get_cmap("tab20").colors))
         shape = {"nrows": len(tasks), "ncols": len(strata), "squeeze": False, "layout": "constrained", "sharey": "row"}
         size = {"figsize": (3.2 * len(strata), 2.6 * len(tasks))}
         curves, curve_axes = plt.subplots(**shape, **size, sharex=True)
@@ -407,8 +407,13 @@ def plot(found: Sequence[Mapping[str, Any]], to: Path) -> list[Path]:
         curves.supxlabel("tokens, thousands")
         curves.supylabel("best exam so far")
         seeds.supylabel("test accuracy of the adapter that is handed over")
-        handles, labels = curve_axes[0][0].get_legend_handles_labels()
-        curves.legend(handles, labels, loc="outside upper center", ncols=min(len(arms), 6), frameon=False)
+        entries = {}
+        for axes in curve_axes.flat:
+            handles, labels = axes.get_legend_handles_labels()
+            entries |= dict(zip(labels, handles))
+        curves.legend(
+            [entries[arm] for arm in arms], arms, loc="outside upper center", ncols=min(len(arms), 6), frameon=False
+        )
         for figure, name in ((curves, "curves"), (seeds, "seeds")):
             path = to.with_name(f"{to.name}_{name}_{tokens // 1000}k.svg")
             figure.savefig(path, metadata={"Date": None})
@@ -437,15 +442,16 @@ def main() -> None:
     given = parser.parse_args()
     if given.what == "one":
         print(json.dumps(one(Run(**json.loads(given.out)))))
-    elif given.what == "table":
-        print(table(results(Path(given.out))))
-    elif given.what in ("plot", "pack"):
+    elif given.what == "pack":
         if given.to is None:
-            parser.error(f"{given.what} needs --to")
-        found = plot(results(Path(given.out)), given.to) if given.what == "plot" else [given.to]
-        if given.what == "pack":
-            pack(Path(given.out), given.to)
-        print("\n".join(map(str, found)))
+            parser.error("pack needs --to")
+        pack(Path(given.out), given.to)
+    elif given.what in ("table", "plot"):
+        wanted = {"task": given.tasks, "stratum": given.strata, "arm": given.arms}
+        found = [r for r in results(Path(given.out)) if all(r[key] in names for key, names in wanted.items())]
+        if given.what == "plot" and given.to is None:
+            parser.error("plot needs --to")
+        print(table(found) if given.what == "table" else "\n".join(map(str, plot(found, given.to))))
     else:
         runs = [
             Run(task, stratum, arm, seed, tokens)

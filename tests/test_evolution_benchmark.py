@@ -7,6 +7,7 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.resolved import resolve
+from benchmarking import genes
 from benchmarking.evolution import (
     ALONE,
     ARMS,
@@ -87,6 +88,11 @@ def test_arms_of_several_runs_count_their_own_tokens(arm: str) -> None:
     assert found["curve"][-1][0] == 1.0
 
 
-def test_the_page_shows_the_committed_results() -> None:
-    shown = table(results(ROOT / "benchmarking" / "results" / "evolution.json")).strip()
-    assert shown in (ROOT / "docs" / "evolution.md").read_text()
+def test_the_pages_show_the_committed_results() -> None:
+    committed = ROOT / "benchmarking" / "results"
+    for name, shown, page in (
+        ("evolution", table, "evolution"),
+        ("operators", lambda found: table(found, against="often"), "search"),
+        ("genes", genes.table, "evolution"),
+    ):
+        assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
