@@ -16,7 +16,7 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, checked, nearest, shown
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, nearest, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -131,6 +131,8 @@ class Population:
         tokenizer: Tokenizer | None = None,
         prompts_per_step: Count = 8,
         eval_max_new_tokens: Count | None = None,
+        eval_temperature: Annotated[float, Within(0)] = 0.0,
+        eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
         objectives: Sequence[str] = ("reward",),
@@ -169,6 +171,13 @@ class Population:
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
+        if eval_samples > 1 and (eval_temperature == 0 or task.multi_turn):
+            raise ConfigError(
+                f"eval_samples={eval_samples}: expected sampled answers to questions, found "
+                f"{'episodes' if task.multi_turn else 'greedy ones, which would be equal'}; set it to 1"
+                + ("" if task.multi_turn else ", or eval_temperature above 0")
+            )
+        self.eval_temperature, self.eval_samples = eval_temperature, eval_samples
         self.waiting: frozenset[int] = frozenset()
         """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
         self.ungraded: dict[int, int] = {}
@@ -383,8 +392,10 @@ class Population:
 
     @checked
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
-        """Examine agents on a fixed panel: the same prompts for all, greedy, with the run's settings instead of genes.
+        """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
 
+        Greedy, or with ``eval_temperature`` and ``eval_samples`` completions of each question, whose mean is its score:
+        all agents, in every exam, then draw by the same random numbers.
         ``split`` is ``exam`` (selection), ``test`` (reported numbers) or ``second`` (the choice among candidates). A
         completion that could not be computed or graded scores NaN, which gives its agent a fitness that ranks last. The
         mean of an exam is appended to ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
@@ -432,7 +443,7 @@ class Population:
             Ask(
                 slot,
                 place,
-                1,
+                self.eval_samples,
                 self._exam_sampling,
                 limit,
                 number,
@@ -451,16 +462,23 @@ class Population:
             own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
             failed = any(t.finish_reason == "error" for group in own for t in group)
             # An episode may have several rows, each with the whole return.
-            scores = [float("nan") if failed or not group else group[0].episode_return for group in own]
+            scores = [float("nan") if failed or not group else self._score(group) for group in own]
             results.append(Fitness.from_scores(scores))
             if agent is not None and split == "exam":
                 sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
-                self.ungraded[agent.index] = sum(math.isnan(group[0].episode_return) for group in sound)
+                self.ungraded[agent.index] = sum(math.isnan(self._score(group)) for group in sound)
             if agent is not None and split != "test":
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
             if agent is not None and split != "second" and len(self.objectives) > 1:
                 results[k] = replace(results[k], costs=self._costs(agent, own, counted=split == "exam"))
         return results
+
+    def _score(self, group: Sequence[Trajectory]) -> float:
+        """Return the score of one question: the mean over its samples that have a grade, NaN if none has."""
+        if self.eval_samples == 1:
+            return group[0].episode_return
+        graded = [t.episode_return for t in group if not math.isnan(t.episode_return)]
+        return fmean(graded) if graded else math.nan
 
     def _costs(
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
@@ -475,7 +493,9 @@ class Population:
                 sums[place] += total
             found["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, said)])
         if "length" in self.objectives:
-            found["length"] = Fitness.from_scores(said)
+            # An episode may have several rows, but several samples are answers of one row each.
+            answers = [sum(any(t.action_mask) for t in group) if self.eval_samples > 1 else 1 for group in groups]
+            found["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(said, answers)])
         return found
 
     def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
@@ -498,13 +518,14 @@ class Population:
         if not all_agents:
             return {place for places in own if len(places) <= size / 2 for place in places}
         episodes = self.task.multi_turn
-        if not episodes and len(errors) == examined * size:
+        if not episodes and len(errors) == examined * size * self.eval_samples:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
         return lost_places(own, size, episodes=episodes)
 
     def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
         room = self.runtime.base.context_length - prompt_length
-        return SamplingSettings(max_new_tokens=max(1, min(self.eval_max_new_tokens or room, room)), temperature=0.0)
+        longest = max(1, min(self.eval_max_new_tokens or room, room))
+        return SamplingSettings(max_new_tokens=longest, temperature=self.eval_temperature)
 
     @checked
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:

@@ -50,8 +50,8 @@ from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.collect import Collected, collect, generate_beside
-from agilerl.rollouts.engine import Ask, GenerationRequest, RolloutEngine
-from agilerl.rollouts.torch_engine import TorchEngine
+from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, RolloutEngine, custom_engine
+from agilerl.rollouts.torch_engine import Stops, TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
 from agilerl.templates import with_chat_template
@@ -96,6 +96,7 @@ class Runtime:
     Every agent built on the same model object borrows the same runtime, so a population never holds a second copy
     of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it);
     None: ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change.
+    ``engine`` samples in place of the torch engine: a ``RolloutEngine``, or a function of this runtime that makes one.
     """
 
     @checked
@@ -109,6 +110,7 @@ class Runtime:
         max_tokens: Count | None = None,
         max_rows: Count = MAX_ROWS,
         options: SharedOptions | None = None,
+        engine: Any = None,
     ) -> None:
         self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens
         self.lora_config = copy.deepcopy(lora_config) if lora_config is not None else adapters.default_lora_config()
@@ -125,6 +127,8 @@ class Runtime:
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)
+        if engine is not None:
+            self.engine = custom_engine(engine, self)
         self.processes: Processes = ALONE
         """The processes that train these agents together; each of them holds all of the agents, always equal."""
         self.accelerator: Any = None
@@ -245,18 +249,45 @@ class Runtime:
 
     def _apply(self, options: SharedOptions) -> None:
         """Make the base and the engine work as the options say; if one is not available, nothing changes."""
+        if options.stop_sequences and self.tokenizer is None:
+            raise ConfigError(
+                f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
+                "pass tokenizer= to Runtime, or load the base by its name"
+            )
+        special = zip(*(getattr(self.tokenizer, f"all_special_{what}", ()) for what in ("tokens", "ids")))
+        # Those that end completions anyway do no harm.
+        silent = [token for token, number in special if number not in self.base.eos_token_ids]
+        for text in options.stop_sequences or ():
+            if any(token in text for token in silent):
+                raise ConfigError(
+                    f"stop_sequences: expected texts, found {text!r}, which has a special token in it: these are not "
+                    "part of a completion's text; make it an end token of the model's generation configuration"
+                )
+        if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
+            name = "use_vllm" if options.use_vllm else "stop_sequences"
+            raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
+        given = None if options.vllm_config is None else options.vllm_config.stop_sequences
+        if options.stop_sequences and given and given != options.stop_sequences:
+            raise ConfigError(
+                f"stop_sequences={options.stop_sequences!r} and vllm_config.stop_sequences={given!r} contradict each "
+                "other; remove the second, which is the same for vLLM alone"
+            )
         self.base.configure(options)
         own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(own, TorchEngine):
             own.prompts_at_once = options.hf_generate_chunk_size
+            own.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
         self.engine = self._vllm(options, own) if options.use_vllm else own
         self.options = options
 
     def _vllm(self, options: SharedOptions, own: RolloutEngine) -> VLLMEngine:
+        config = options.vllm_config or VLLMConfig()
+        if options.stop_sequences:
+            config = config.model_copy(update={"stop_sequences": options.stop_sequences})
         return VLLMEngine(
             self.base,
             self.store,
-            options.vllm_config or VLLMConfig(),
+            config,
             seed=self.seed,
             lora_config=self.lora_config,
             tokenizer=self.tokenizer,

@@ -42,10 +42,11 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, shown
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, shown
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
+from agilerl.envs.prompts import decode_completions, render_prompt
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.guard import Vitals
@@ -284,6 +285,50 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         groups = self.runtime.generate(requests)
         self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
         return action_result(ids, groups, self.pad_token_id)
+
+    @checked
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        max_new_tokens: Count | None = None,
+        temperature: Annotated[float, Within(0)] = 0.0,
+        seed: Whole = 0,
+    ) -> str | list[str]:
+        """Return the agent's answer to a text or conversation, or its answers to a list of them.
+
+        A text is one message of the user, a conversation a list of ``{"role", "content"}``; either is rendered by the
+        chat template, and a final assistant message is continued. Answers are texts without special tokens, greedy
+        unless there is a ``temperature``, of which each ``seed`` gives others. Training is not affected.
+        ``max_new_tokens`` None takes ``max_output_tokens``, or what the context leaves.
+
+        Raises ConfigError without a tokenizer, and for prompts of another form; EnvError for one that is too long.
+        """
+        tokenizer = self.runtime.tokenizer
+        if tokenizer is None:
+            raise ConfigError(
+                "generate reads and writes text, and this agent's base has no tokenizer; load the base by its name, or "
+                "use get_action"
+            )
+        conversational = not isinstance(prompts, str) and bool(prompts) and isinstance(prompts[0], Mapping)
+        several = not isinstance(prompts, str) and not conversational
+        asked = [_conversation(one) for one in (prompts if several else [prompts])]
+        ids = [render_prompt(tokenizer, messages, self.context_length - 1) for messages in asked]
+        limit = max_new_tokens or getattr(self.config, "max_output_tokens", None) or self.context_length
+        requests = [
+            GenerationRequest(
+                self.slot,
+                prompt,
+                1,
+                SamplingSettings(min(limit, self.context_length - len(prompt)), temperature=temperature),
+                purpose="generate",
+                key=(seed, number),
+            )
+            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))
+        ]
+        completions = [completion for (completion,) in self.runtime.generate(requests)]
+        texts: list[str] = decode_completions(tokenizer, [completion.token_ids for completion in completions])
+        return texts if several else texts[0]
 
     @checked
     def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -778,4 +823,16 @@ def _say_that_the_context_ends_it(longest: int, context: int) -> None:
         f"max_output_tokens={longest} is above the context of {context} tokens (max_model_len, or what the base model "
         "holds), prompt included: completions end where the context is full; lower it",
         stacklevel=2,
+    )
+
+
+def _conversation(prompt: Any) -> list[Mapping[str, Any]]:
+    """Return a text as a message of the user, a conversation as it is; raises ConfigError for anything else."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
+        return list(prompt)
+    raise ConfigError(
+        f"generate(prompts=...): expected a text or a list of {{'role', 'content'}}, or a list of these, found "
+        f"{described(prompt)} in it"
     )

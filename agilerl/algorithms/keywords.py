@@ -48,6 +48,7 @@ class AgentKeywords(TypedDict, total=False):
     fused_logprobs_chunk_rows: int | None
     fused_loss_chunk_rows: int | None
     hf_generate_chunk_size: int | None
+    stop_sequences: list[str] | None
     use_vllm: bool
     vllm_config: Any
     use_memory_efficient_params: bool

@@ -20,6 +20,7 @@ from agilerl.envs.graded import exam_grader
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import peak
+from agilerl.population import Population
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -69,6 +70,8 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         "task": session.task.name,
         "objectives": list(population.objectives),
         "exam_grader": exam_grader(session.task),
+        "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
+        "stop_sequences": population.runtime.options.stop_sequences,
         "rows": dict(session.task.counts),
         "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
@@ -122,6 +125,10 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
         fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
         table.add_row("fitness", f"exams and tests of all agents are graded by {plan['exam_grader']}{fixed}")
+    if plan["exam_sampling"]["temperature"]:
+        table.add_row("exams", f"{_exam_sampling(session.population)}, by the same random numbers for all agents")
+    if plan["stop_sequences"]:
+        table.add_row("stops", f"completions end with {', '.join(map(repr, plan['stop_sequences']))}")
     if len(plan["objectives"]) > 1:
         table.add_row("objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates")
     if plan["rows"]:
@@ -165,6 +172,13 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     table.add_row("results", plan["results"])
     console.print(table)
     console.print()
+
+
+def _exam_sampling(population: Population) -> str:
+    if not population.eval_temperature:
+        return "greedy"
+    count = population.eval_samples
+    return f"{count} sample{'s' * (count > 1)} a question at temperature {population.eval_temperature:g}"
 
 
 def _islands_text(processes_per_island: int, agents: Sequence[Sequence[int]]) -> str:
@@ -218,7 +232,7 @@ def watch(
     console.print("Last generation")
     console.print(view.table())
     console.print()
-    _print_result(summary, view.out, console)
+    _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
 
 
@@ -389,7 +403,7 @@ def _score(fitness: Fitness) -> str:
     return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}{costs}"
 
 
-def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> None:
+def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     for name in ("", "mean", "stderr", "n"):
         table.add_column(name, justify="left" if not name else "right")
@@ -402,7 +416,7 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console) -> No
             when = f" after iteration {elite['step']}" if key == "elite" else ""
             who = label if index is None else f"{label} (agent {index}{when})"
             table.add_row(who, *(_cell(result[k], "{:.3f}") for k in ("mean", "stderr")), str(result["n"]))
-    console.print("Held-out test (greedy)")
+    console.print(f"Held-out test ({sampling})")
     console.print(table)
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")

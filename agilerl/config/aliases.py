@@ -21,7 +21,7 @@ _NAMES = {
 }
 _IDLE = {
     "algorithm.reduce_memory_peak": "a pass holds what memory holds; algorithm.micro_batch_size_per_gpu bounds it",
-    "training.eval_loop": "an exam is environment.eval_prompts questions, each answered once",
+    "training.eval_loop": "an exam is environment.eval_prompts questions, each answered training.eval_samples times",
     "environment.max_reward": "rewards are logged as they are, and nothing stops at a perfect one",
     "environment.train_test_split": "exam and test take environment.eval_prompts and environment.test_prompts rows",
     "environment.env_packages": "install packages before the run",

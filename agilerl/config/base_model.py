@@ -113,6 +113,9 @@ class SharedOptions(_Options):
     """The same under the name that it has beside Liger's loss; ``fused_logprobs_chunk_rows`` wins."""
     hf_generate_chunk_size: Annotated[int | None, Field(ge=1)] = None
     """Prompts decoded at once by the torch engine, all agents together; None: ``max_rows_in_flight`` alone decides."""
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    """Texts that end a completion, besides end tokens: in training, in exams and in ``agent.generate``. The completion
+    keeps the text."""
     use_vllm: bool = False
     """Sample with vLLM in place of the torch engine."""
     vllm_config: Annotated[VLLMConfig | None, BeforeValidator(_plain)] = None

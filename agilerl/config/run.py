@@ -171,6 +171,10 @@ class TrainingConfig(Section):
     """Start the population spread over the genes' ranges, or all alike."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
     """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Temperature of exams and tests; 0 is greedy. Above it, all agents draw by the same numbers in every exam."""
+    eval_samples: Annotated[int, Field(ge=1)] = 1
+    """Completions of each question in exams and tests, whose mean is its score; several need ``eval_temperature``."""
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     """CPU threads of torch; more than one pays for large base models only."""
     device: Annotated[str, AfterValidator(_device)] = "cpu"
@@ -454,6 +458,18 @@ class RunConfig(Section):
     def typed_with(self, other: "RunConfig | None") -> Self:
         """Return this configuration, with the addresses that were typed for another one."""
         self._typed = self._typed if other is None else other.typed_addresses
+        return self
+
+    @model_validator(mode="after")
+    def _exams_agree(self) -> Self:
+        training = self.training
+        if training.eval_samples > 1 and training.eval_temperature == 0:
+            raise ValueError(
+                f"training.eval_samples={training.eval_samples} greedy completions would be equal; set "
+                "training.eval_temperature above 0, or leave eval_samples out"
+            )
+        if training.eval_samples > 1 and self.environment.env_type == "multiturn":
+            raise ValueError("training.eval_samples is for questions, found env_type: multiturn; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -17,9 +17,14 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _OF_ENGINES = (
     *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "max_loras"),
     *("max_lora_rank", "enforce_eager", "sleep_mode", "sleep_mode_level", "dtype", "quantization", "kv_cache_dtype"),
-    *("kv_cache_memory_bytes", "enable_prefix_caching"),
+    *("kv_cache_memory_bytes", "enable_prefix_caching", "engine_kwargs"),
 )
 """What a server was told when it was started."""
+_OURS = frozenset(
+    "model tokenizer trust_remote_code enable_lora enable_sleep_mode logprobs_mode skip_tokenizer_init seed "  # noqa: SIM905
+    "use_tqdm_on_load disable_log_stats allow_deprecated_quantization".split()
+)
+"""Keywords of vLLM that the engine sets, or that nobody may."""
 
 _OF_TRL = {
     "vllm_tensor_parallel_size": "tensor_parallel_size",
@@ -98,6 +103,9 @@ class VLLMConfig(BaseModel):
     """Compute what prompts of one adapter have in common once."""
     strip_multimodal_towers: bool = False
     """Not available: must be false."""
+    engine_kwargs: dict[str, bool | int | float] = Field(default_factory=dict)
+    """Further keywords of ``vllm.LLM``: ``{enable_chunked_prefill: true, block_size: 32}``. Numbers and booleans alone,
+    because vLLM reads some texts as the names of code; not those that have a setting here, or that the engine needs."""
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion, in training and in exams."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -136,12 +144,22 @@ class VLLMConfig(BaseModel):
                 f"sleep_mode_level={self.sleep_mode_level} would forget the base's weights, which vLLM would not get "
                 "back, because only adapters are sent; use 1"
             )
+        for name, value in self.engine_kwargs.items():
+            if name in _OURS or name in type(self).model_fields:
+                place = f"vllm_config.{name}" if name in type(self).model_fields else "the engine itself"
+                raise ValueError(f"engine_kwargs.{name} is set by {place}; leave it out of engine_kwargs")
+            if type(value) not in (bool, int, float):
+                raise ValueError(f"engine_kwargs.{name}: expected a number or a boolean, found {value!r}")
         if self.strip_multimodal_towers:
             raise ValueError("strip_multimodal_towers=True is not available; leave it out")
         if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:
             raise ValueError(f"max_lora_rank={self.max_lora_rank} is above vLLM's maximum, {LORA_RANKS[-1]}")
         # Not whether it was given: a resolved manifest gives everything.
-        given = [name for name in _OF_ENGINES if getattr(self, name) != type(self).model_fields[name].default]
+        given = [
+            name
+            for name in _OF_ENGINES
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
+        ]
         if self.base_url is not None and given:
             raise ValueError(
                 f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{given[0].replace('_', '-')}"

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from agilerl.arguments import described, reason, shown
+from agilerl.custom_code import contained
 from agilerl.data import Completion, Trajectory
+from agilerl.data.batch import FinishReason
 from agilerl.envs.core import Place, Split
-from agilerl.errors import ConfigError, EnvError, RewardError, RewardTimeoutError
+from agilerl.errors import AgileRLError, ConfigError, EngineError, EnvError, RewardError, RewardTimeoutError
 from agilerl.functional import zero_variance_groups
 from agilerl.rewards.grader import TrainerState
 
@@ -149,6 +152,70 @@ class RolloutEngine(Protocol):
         at most once for a sample, and with the completion that will be returned. An engine need not call it.
         """
         ...
+
+
+class CustomEngine:
+    """An engine of a user, whose answers are checked: what is wrong there would be learned from."""
+
+    def __init__(self, engine: RolloutEngine, vocabulary_size: int) -> None:
+        self.engine, self.vocabulary_size, self.exact = engine, vocabulary_size, engine.exact
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+    ) -> list[list[Completion]]:
+        """Return the completions of each request; raises EngineError if the engine breaks its protocol."""
+        with contained():
+            groups = self.engine.generate(requests, on_completion)
+        name = type(self.engine).__name__
+        if not isinstance(groups, list | tuple) or len(groups) != len(requests):
+            raise EngineError(f"{name}.generate: expected a list of {len(requests)} groups, found {described(groups)}")
+        for place, (request, group) in enumerate(zip(requests, groups)):
+            where = f"{name}.generate: the group of request {place}"
+            if not isinstance(group, list | tuple) or len(group) != request.samples:
+                raise EngineError(f"{where}: expected {request.samples} completions, found {described(group)}")
+            for completion in group:
+                self._check(completion, where, request.sampling.max_new_tokens)
+        return [list(group) for group in groups]
+
+    def _check(self, completion: Any, where: str, longest: int) -> None:
+        if not isinstance(completion, Completion) or completion.finish_reason not in get_args(FinishReason):
+            raise EngineError(f"{where}: expected agilerl.data.Completion objects, found {described(completion)}")
+        ids, logprobs = completion.token_ids, completion.logprobs
+        if not all(type(token) is int and 0 <= token < self.vocabulary_size for token in ids) or len(ids) > longest:
+            raise EngineError(
+                f"{where}: expected at most {longest} token ids from 0 to {self.vocabulary_size - 1}, found "
+                f"{shown(list(ids)[:20])}"
+            )
+        if not ids and completion.finish_reason != "oom":
+            raise EngineError(f"{where}: expected a token in each completion, found none; use the finish_reason 'oom'")
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise EngineError(f"{where}: expected {len(ids)} logprobs, one for each token, found {len(logprobs)}")
+        if logprobs is None and self.exact:
+            raise EngineError(f"{where}: an engine with exact=True gives logprobs, found none; set exact to False")
+
+
+def custom_engine(given: Any, runtime: Any) -> CustomEngine:
+    """Return a user's engine, checked; ``given`` may be a function of the runtime that makes it.
+
+    Raises ConfigError for anything without a method ``generate`` and a boolean ``exact``, and if the function fails.
+    """
+    made = given
+    if callable(given) and not hasattr(given, "generate"):
+        try:
+            with contained():
+                made = given(runtime)
+        except AgileRLError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"Runtime(engine=...): {described(given)} could not make an engine: {reason(error)}"
+            ) from error
+    if not callable(getattr(made, "generate", None)) or not isinstance(getattr(made, "exact", None), bool):
+        raise ConfigError(
+            "Runtime(engine=...): expected an object with generate(requests, on_completion=None) and exact (True or "
+            f"False), or a function of the runtime that returns one, found {described(made)}"
+        )
+    return CustomEngine(made, runtime.base.vocabulary_size)
 
 
 # -- failures: one agent's trouble is its own, and trouble of all agents ends the run ---------------------------------

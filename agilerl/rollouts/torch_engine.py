@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,24 @@ class _Unit(NamedTuple):
     rows: list[Row]
 
 
+class Stops:
+    """Texts that end a completion with the token that completes one; a function of a row's own tokens alone."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
+        self.tokenizer, self.texts = tokenizer, tuple(texts)
+        # A character has at most four tokens. Those before keep the first ones of a text from being rendered otherwise.
+        self.window = 4 * max(map(len, self.texts)) + 8
+        """The last tokens of a row that are looked at."""
+
+    def ended_by(self, last: Sequence[int]) -> bool:
+        """Return whether the last one of these tokens, at most ``window`` of a row, completes a text."""
+        now, before = (self._text(ids) for ids in (last, last[:-1]))
+        return any(now.count(text) > before.count(text) for text in self.texts)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 class TorchEngine:
     """Decodes every agent's rows in one batch over a shared base.
 
@@ -70,6 +88,8 @@ class TorchEngine:
         self.limits = MemoryLimits() if limits is None else limits
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
+        self.stops: Stops | None = None
+        """Texts that end completions, besides end tokens."""
         self.read_every = _READ_EVERY.get(base.device.type, _READ_ELSEWHERE)
         """Decoding steps between two reads of the drawn tokens; rows that have ended continue uselessly until then."""
         self._decodes = False
@@ -193,6 +213,8 @@ class _Block:
         # From here on: state of the rows that are left, on the device.
         self.lengths = torch.tensor(lengths, device=device)
         self.settings = RowSettings.of(settings, device)
+        self.least = [s.min_new_tokens for s in settings]
+        """Fewest tokens of each row before one that may end it."""
         self.uniforms = torch.from_numpy(_uniforms(engine.seed, requests, self.rows, self.steps)).to(device)
         self.logits = self.last = torch.empty(0)
         """The logits of the next tokens, and the tokens drawn last."""
@@ -215,13 +237,19 @@ class _Block:
             self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
         self.step += 1
 
-    def read(self, eos: Tensor) -> list[tuple[int, str]]:
+    def read(self, eos: Tensor, texts: Stops | None = None) -> list[tuple[int, str]]:
         """Read the drawn tokens; returns the rows that have ended, and why."""
         tokens, logps = (torch.stack(parts, dim=1).cpu() for parts in zip(*self.drawn))
         self.drawn = []
         steps = torch.arange(self.step - tokens.shape[1], self.step)
         self.tokens[self.live[:, None], steps], self.logps[self.live[:, None], steps] = tokens, logps
         stops, broken = torch.isin(tokens, eos), ~torch.isfinite(logps)
+        if texts is not None:
+            for i in torch.nonzero(self.running)[:, 0].tolist():
+                row = int(self.live[i])
+                for k, end in enumerate(range(int(steps[0]) + 1, self.step + 1)):
+                    last = self.tokens[row, max(end - texts.window, 0) : end].tolist()
+                    stops[i, k] |= end > self.least[row] and texts.ended_by(last)
         over = stops | broken | (self.limits[self.live][:, None] <= steps + 1)
         ended = []
         for i in torch.nonzero(over.any(1) & self.running)[:, 0].tolist():
@@ -389,7 +417,7 @@ class _Decoder:
 
     def _read(self, block: _Block) -> None:
         """Read what a block has drawn; hand out the rows that have ended, which leave once they are enough of them."""
-        ended = block.read(self._eos)
+        ended = block.read(self._eos, self.engine.stops)
         for row, why in ended:
             count = block.produced[row]
             said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()

@@ -248,6 +248,9 @@ def _document(
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     if config.training.num_epochs is None:
         del resolved["training"]["num_epochs"]
+    for name, usual in (("eval_temperature", 0.0), ("eval_samples", 1)):
+        if resolved["training"][name] == usual:
+            del resolved["training"][name]
     for name in ("chat_template_path", "chat_template_kwargs"):
         if not resolved["network"][name]:
             del resolved["network"][name]
@@ -257,7 +260,12 @@ def _document(
                 del part["rows"]  # the same
     if not config.training.trackers:
         del resolved["training"]["trackers"]
-    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **options.model_dump(mode="json")}}
+    shared = options.model_dump(mode="json")
+    if not options.stop_sequences:
+        del shared["stop_sequences"]
+    if shared["vllm_config"] and not shared["vllm_config"]["engine_kwargs"]:
+        del shared["vllm_config"]["engine_kwargs"]
+    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
 
 
 def _strategy_document(config: RunConfig) -> dict[str, Any]:

@@ -188,6 +188,8 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         loaded.task,
         prompts_per_step=config.environment.data_batch_size_per_gpu,
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
+        eval_temperature=t.eval_temperature,
+        eval_samples=t.eval_samples,
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
         objectives=config.selection_strategy.objectives or ("reward",),
@@ -278,7 +280,7 @@ def _evo_steps(config: RunConfig, population: Population) -> int:
         iterations = min(iterations, t.max_tokens / (rows * row))
     # The KL takes two forward passes over prompts and completions.
     examined = completion + (2 * (prompt + completion) if "kl" in population.objectives else 0)
-    exam = len(lengths.prompts) * examined / (rows * row)
+    exam = len(lengths.prompts) * population.eval_samples * examined / (rows * row)
     return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
 
 

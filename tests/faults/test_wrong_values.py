@@ -283,6 +283,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "RunConfig.from_dict": lambda w: (RunConfig.from_dict, {"values": {}}),
     # Methods of what is built already.
     "agent.get_action": lambda w: (w.agent.get_action, {"obs": [w.prompt()]}),
+    "agent.generate": lambda w: (w.agent.generate, {"prompts": "a"}),
     "agent.learn": lambda w: (w.turns.learn, {"experiences": w.learned(), "turn_ids": [ids(8, 9, fill=0)]}),
     "agent.test": lambda w: (w.agent.test, {"env": w.gym}),
     "agent.logprobs": lambda w: (w.agent.logprobs, {"batch": w.batch()}),

@@ -95,7 +95,13 @@ class ColocatedVLLM:
         if c.max_model_len is None and context_length is not None:
             self.context_length = min(self.base.context_length, context_length)
         self.max_lora_rank = c.max_lora_rank or lora_capacity(max(rank, 1))
-        on_cpu = self.base.device.type == "cpu"
+        self._llm = self._made(self.options(source, adapters))
+        if c.stop_sequences and self.tokenizer is not None:
+            self._check_tokenizer(source)
+
+    def options(self, source: str, adapters: int) -> dict[str, Any]:
+        """Return the keywords of ``vllm.LLM`` for a copy of the base that is at ``source``."""
+        c, on_cpu = self.config, self.base.device.type == "cpu"
         options = {
             "model": source,
             "dtype": self.dtype,
@@ -120,9 +126,7 @@ class ColocatedVLLM:
             "kv_cache_dtype": c.kv_cache_dtype,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        self._llm = self._made({**(self._cpu_options() if on_cpu else {}), **given})
-        if c.stop_sequences and self.tokenizer is not None:
-            self._check_tokenizer(source)
+        return {**(self._cpu_options() if on_cpu else {}), **c.engine_kwargs, **given}
 
     def _cpu_options(self) -> dict[str, Any]:
         """Return what suits a CPU, unless settings say otherwise.
