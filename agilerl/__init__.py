@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         DPPO,
         GRPO,
         GSPO,
+        KTO,
         LLMPPO,
         LLMREINFORCE,
         PPO,
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
         PolicyLoss,
     )
     from agilerl.envs.episode_task import EpisodeTask
-    from agilerl.envs.examples import PreferenceTask, SFTTask
+    from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
     from agilerl.envs.procedural import ReasoningGymTask
     from agilerl.hpo.mutation import Mutations
     from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
@@ -51,6 +52,7 @@ __all__ = [
     "HAS_LLM_DEPENDENCIES",
     "HAS_VLLM",
     "HyperparameterConfig",
+    "KTO",
     "LLMPPO",
     "LLMREINFORCE",
     "LocalTrainer",
@@ -68,6 +70,7 @@ __all__ = [
     "SFT",
     "SFTTask",
     "TournamentSelection",
+    "UnpairedTask",
 ]
 
 _HOMES = {
@@ -76,6 +79,7 @@ _HOMES = {
     "DPPO": "agilerl.algorithms",
     "GRPO": "agilerl.algorithms",
     "GSPO": "agilerl.algorithms",
+    "KTO": "agilerl.algorithms",
     "LLMPPO": "agilerl.algorithms",
     "LLMREINFORCE": "agilerl.algorithms",
     "MaxRL": "agilerl.algorithms",
@@ -95,6 +99,7 @@ _HOMES = {
     "Runtime": "agilerl.runtime",
     "SFTTask": "agilerl.envs.examples",
     "TournamentSelection": "agilerl.hpo.tournament",
+    "UnpairedTask": "agilerl.envs.examples",
 }
 
 _FLAGS = {

@@ -1,10 +1,10 @@
 """Documented import path of the language-model environments."""
 
-from agilerl.envs.gyms import DatasetEnv, PreferenceGym, ReasoningGym, SFTGym
+from agilerl.envs.gyms import DatasetEnv, PreferenceGym, ReasoningGym, SFTGym, UnpairedGym
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.tokenized import RolloutEnv, RolloutHarness, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.tools import FormatRewardWrapper, SearchTool
 
 __all__ = ["ConditionalTarget", "ConstantTarget", "DatasetEnv", "FormatRewardWrapper", "GridNavigation",
            "MultiInputConditional", "PreferenceGym", "ReasoningGym", "RolloutEnv", "RolloutHarness", "SFTGym",
-           "SearchTool", "SyncMultiTurnVecEnv", "TokenObservationWrapper"]  # fmt: skip
+           "SearchTool", "SyncMultiTurnVecEnv", "TokenObservationWrapper", "UnpairedGym"]  # fmt: skip

@@ -732,7 +732,7 @@ def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> No
         raise ConfigError(f"all agents of a population learn from the same source, found {', '.join(sorted(wanted))}")
     (kind,) = wanted
     if kind != "reasoning" and (not isinstance(task, DataTask) or task.kind != kind):
-        name = {"sft": "SFTTask", "preference": "PreferenceTask"}[kind]
+        name = {"sft": "SFTTask", "preference": "PreferenceTask", "unpaired": "UnpairedTask"}[kind]
         raise ConfigError(
             f"{agents[0].algorithm.name} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
             f"it: {name}(task)"

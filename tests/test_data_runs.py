@@ -66,6 +66,7 @@ def test_manifests_are_valid(path: Path) -> None:
         ("SFT", "reasoning", {}, r"algorithm.name='SFT' .* environment.env_type='sft', found 'reasoning'"),
         ("SFT", "preference", {}, "env_type='sft', found 'preference'"),
         ("DPO", "sft", {}, "env_type='preference', found 'sft'"),
+        ("KTO", "preference", {}, "env_type='unpaired', found 'preference'"),
         ("GRPO", "sft", {}, "env_type='reasoning'.*, found 'sft'"),
         ("DPO", "preference", {"loss_on": "assistant"}, r"loss_on='assistant' .* env_type: sft, found preference"),
     ],
@@ -75,7 +76,9 @@ def test_algorithm_and_environment_must_fit(name: str, env_type: str, environmen
         check(config(name, env_type, environment=environment))
 
 
-@pytest.mark.parametrize(("name", "env_type", "rows"), [("SFT", "sft", 16), ("DPO", "preference", 32)])
+@pytest.mark.parametrize(
+    ("name", "env_type", "rows"), [("SFT", "sft", 16), ("DPO", "preference", 32), ("KTO", "unpaired", 16)]
+)
 def test_a_small_run_from_data(tmp_path: Path, name: str, env_type: str, rows: int) -> None:
     session = build(config(name, env_type, training={"max_steps": rows * 4}))
     assert samples_per_iteration(session) == rows
@@ -86,7 +89,11 @@ def test_a_small_run_from_data(tmp_path: Path, name: str, env_type: str, rows: i
     assert {"base", "elite", "median_first_generation"} <= set(summary["test"])
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert len(lines) == 8
-    own = {"SFT": {"perplexity", "mean_token_accuracy"}, "DPO": {"rewards/margins", "rewards/accuracies"}}[name]
+    own = {
+        "SFT": {"perplexity", "mean_token_accuracy"},
+        "DPO": {"rewards/margins", "rewards/accuracies"},
+        "KTO": {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "reference_point"},
+    }[name]
     for line in lines:
         assert own | {"loss", "entropy", "grad_norm", "learning_rate", "num_tokens"} <= set(line)
         assert not {"reward", "reward_std", "frac_reward_zero_std", "kl"} & set(line)

@@ -63,6 +63,7 @@ SIBLINGS: dict[str, dict[str, Any]] = {
     },
     "REINFORCE": {"beta": 0.01, "gamma": 1.0, "clip_coef": 0.2, "advantage_estimator": "rebn"},
     "DPO": {"beta": 0.1, "nll_alpha": 0.0, "loss_type": "sigmoid", "lr": 5e-6},
+    "KTO": {"beta": 0.1, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "SFT": {"lr": 1e-4},
 }  # fmt: skip
 ABSENT = {
@@ -118,7 +119,19 @@ def runtime() -> Runtime:
 
 
 def test_classes_aliases_and_inheritance() -> None:
-    assert list(ALGORITHMS) == ["GRPO", "GSPO", "CISPO", "RLOO", "MaxRL", "DPPO", "REINFORCE", "PPO", "DPO", "SFT"]
+    assert list(ALGORITHMS) == [
+        "GRPO",
+        "GSPO",
+        "CISPO",
+        "RLOO",
+        "MaxRL",
+        "DPPO",
+        "REINFORCE",
+        "PPO",
+        "DPO",
+        "KTO",
+        "SFT",
+    ]
     for name, cls in ALGORITHMS.items():
         assert getattr(algorithms, name) is getattr(agilerl, name) is cls
         assert (cls.__name__, issubclass(cls, LLMAlgorithm), issubclass(cls, EvolvableAlgorithm)) == (name, True, True)

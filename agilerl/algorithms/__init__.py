@@ -9,6 +9,7 @@ from agilerl.algorithms.dpo import DPO, DPOConfig
 from agilerl.algorithms.dppo import DPPO, DPPOConfig
 from agilerl.algorithms.grpo import GRPO, GRPOConfig
 from agilerl.algorithms.gspo import GSPO, GSPOConfig
+from agilerl.algorithms.kto import KTO, KTOConfig
 from agilerl.algorithms.maxrl import MaxRL, MaxRLConfig
 from agilerl.algorithms.ppo import PPO, PPOConfig
 from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
@@ -31,6 +32,8 @@ __all__ = [
     "CosineLRScheduleConfig",
     "EvolvableAlgorithm",
     "GRPOConfig",
+    "KTO",
+    "KTOConfig",
     "LLMAlgorithm",
     "LLMPPO",
     "LLMREINFORCE",
@@ -60,6 +63,7 @@ ALGORITHMS: dict[str, type[LLMAlgorithm]] = {
     "REINFORCE": REINFORCE,
     "PPO": PPO,
     "DPO": DPO,
+    "KTO": KTO,
     "SFT": SFT,
 }
 """Algorithms by the name that a manifest uses; to add one, pass your class where a name is expected."""

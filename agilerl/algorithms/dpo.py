@@ -9,7 +9,7 @@ from torch import Tensor
 from agilerl.algorithms.base import Algorithm
 from agilerl.algorithms.config import ReferenceConfig
 from agilerl.algorithms.keywords import DPOKeywords
-from agilerl.algorithms.learner import Experience, ReferenceLogprobs
+from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.sft import DataAlgorithm, DataConfig
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import ConfigError
@@ -236,11 +236,6 @@ class DPO(DataAlgorithm):
         if self.config.per_token:
             gain = gain / mask.sum(-1)
         return (gain[0::2] > gain[1::2]).double()
-
-    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
-        known = ReferenceLogprobs.of(self.runtime)
-        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_batch)
 
     @property
     def window_rows(self) -> int:

@@ -256,6 +256,16 @@ class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
     use_weighting: bool
 
 
+class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
+    """What KTO takes."""
+
+    lr: float
+    beta: float
+    loss_type: Literal["kto", "apo_zero_unpaired"]
+    desirable_weight: float
+    undesirable_weight: float
+
+
 class SFTKeywords(DataKeywords, total=False):
     """What SFT takes."""
 

@@ -35,6 +35,8 @@ class Experience:
     """[B, L] the critic's values before the update; None without a critic."""
     returns: Tensor | None = None
     """[B, L] targets of the critic."""
+    reference_point: Tensor | None = None
+    """[B] KTO's reference point in nats, one number."""
     idle: Tensor | None = None
     """[B] bool, True for rows whose gradient is exactly zero: counted in every normaliser, never computed."""
     metrics: Mapping[str, float] = field(default_factory=dict)

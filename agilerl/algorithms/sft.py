@@ -14,7 +14,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import LLMConfig
 from agilerl.algorithms.experiences import ActionResult, Environment, of_all
 from agilerl.algorithms.keywords import SFTKeywords
-from agilerl.algorithms.learner import Experience
+from agilerl.algorithms.learner import Experience, ReferenceLogprobs
 from agilerl.arguments import Count, checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.envs.gyms import DataGym
@@ -58,6 +58,11 @@ class DataAlgorithm(LLMAlgorithm):
     def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an update in the algorithm's own terms; there is no KL."""
         return {name: value for name, value in metrics.items() if name != "mean_kl"}
+
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
+        known = ReferenceLogprobs.of(self.runtime)
+        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_batch)
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return how well the agent does on each example of a held-out batch; higher is better."""

@@ -290,7 +290,10 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
     width, device = logp.shape[1], logp.device
 
     def rows(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[piece.rows.to(values.device), :width].to(device)
+        if values is None:
+            return None
+        own = values[piece.rows.to(values.device)]
+        return (own if own.dim() == 1 else own[:, :width]).to(device)
 
     old, advantages = rows(e.old_logp), rows(e.advantages)
     assert advantages is not None
@@ -308,6 +311,8 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
         old_values=rows(e.old_values),
         returns=rows(e.returns),
         collision=output.collision,
+        desirable=None if batch.desirable is None else batch.desirable.to(device),
+        reference_point=rows(e.reference_point),
     )
 
 

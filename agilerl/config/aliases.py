@@ -11,7 +11,7 @@ from agilerl.errors import ConfigError
 Section = dict[str, Any]
 
 _ALGORITHMS = {"LLMPPO": "PPO", "LLMREINFORCE": "REINFORCE"}
-_DATA = {"SFT": "sft", "DPO": "preference"}
+_DATA = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
 _SECTIONS = {"tournament_selection": "selection_strategy"}
 _NAMES = {
     "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},

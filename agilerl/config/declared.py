@@ -202,6 +202,19 @@ ALGORITHMS = {
         ),
         (*("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta", "nll_alpha"),),
     ),
+    "KTO": Declared(
+        "unpaired",
+        (
+            *("lr", "batch_size", "mini_batch_size", "update_epochs", "max_grad_norm", "adam_beta1"),
+            *("adam_beta2", "adam_eps", "weight_decay", "micro_batch_size_per_gpu", "max_model_len"),
+            *("seed", "max_output_tokens", "use_separate_reference_adapter", "ref_sync_steps"),
+            *("ref_sync_alpha", "beta", "loss_type", "desirable_weight", "undesirable_weight"),
+        ),
+        (
+            *("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta"),
+            *("desirable_weight", "undesirable_weight"),
+        ),
+    ),
     "SFT": Declared(
         "sft",
         (

@@ -115,9 +115,10 @@ Datasets = Annotated[Annotated[list[DatasetConfig], Field(min_length=1)] | None,
 class EnvironmentConfig(Section):
     """What the agents are trained and examined on."""
 
-    env_type: Literal["reasoning", "sft", "preference", "multiturn"] = "reasoning"
+    env_type: Literal["reasoning", "sft", "preference", "unpaired", "multiturn"] = "reasoning"
     """What is learned from: rewards of the agents' own completions, the right answers (``sft``), pairs of the right
-    and a careless answer (``preference``), or returns of the episodes of ``env_id`` (``multiturn``)."""
+    and a careless answer (``preference``), single answers with a label (``unpaired``; rows of pairs become two), or
+    returns of the episodes of ``env_id`` (``multiturn``)."""
     task: str | None = "reasoning_gym:spell_backward"
     """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None if there is a ``dataset`` or an
     ``env_id``."""

@@ -79,6 +79,8 @@ class Trajectory:
     """The score of each grader of the task, before any weight; None if it did not apply or failed."""
     failed: tuple[str, ...] = ()
     """The graders that failed; the row then has no grade."""
+    desirable: bool | None = None
+    """Label of an example that is one completion, good or bad; None: not labelled."""
 
     @property
     def episode_return(self) -> float:
@@ -127,6 +129,8 @@ class RolloutBatch:
     """[B] bool, True if the completion hit a limit instead of ending by itself."""
     episodes: Tensor | None = None
     """[B] int64 episode of each row; rows of one episode have the same rewards. None: each row is an episode."""
+    desirable: Tensor | None = None
+    """[B] bool, True for completions that somebody found good, False for bad ones. None: not labelled."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -244,6 +248,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     sampled = spread(logps, torch.zeros((count, length - 1))) if len(logps) == count else None
     padded = [t.rewards + [float("nan")] * (turns - len(t.rewards)) for t in trajectories]
     rewards = torch.tensor(padded, dtype=torch.float32).reshape(count, turns)
+    labels = [t.desirable for t in trajectories if t.desirable is not None]
     episodes: dict[tuple[int, int], int] = {}
     numbers = [
         count + i if t.episode is None else episodes.setdefault((t.group, t.episode), i)
@@ -259,6 +264,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
         sampling_logps=sampled,
         truncated=torch.tensor([t.finish_reason != "stop" for t in trajectories], dtype=torch.bool),
         episodes=torch.tensor(numbers, dtype=torch.int64) if len(set(numbers)) < count else None,
+        desirable=torch.tensor(labels, dtype=torch.bool) if labels and len(labels) == count else None,
     )
 
 
@@ -344,6 +350,10 @@ class LossInputs:
     collision: Tensor | None = None
     """[b, L] collision entropy ``-log sum_v p(v)^2`` of the policy's next-token distribution, in nats, detached; None
     unless ``use_weighting`` asks for it."""
+    desirable: Tensor | None = None
+    """[b] bool, True for completions labelled good, False for bad ones; None without labels."""
+    reference_point: Tensor | None = None
+    """[b] KTO's reference point in nats, the same for all rows; None without one."""
 
 
 # -- micro-batches: what one agent puts into one forward pass ---------------------------------------------------------

@@ -84,6 +84,8 @@ class Task(ABC):
     """Rows of one training epoch; None for an endless stream without epochs."""
     counts: Mapping[str, int] = MappingProxyType({})
     """How many rows were read, used, and left out, by reason; empty if nothing is read."""
+    labelled: bool = False
+    """Whether a row's response is good or bad, as its column ``label`` says."""
     multi_turn: ClassVar[bool] = False
     """Whether an answer is an episode, as in an ``EpisodeTask``."""
 
@@ -229,6 +231,7 @@ class TaskWrapper(Task):
         """Copy the task's description; the grader's name is up to the subclass."""
         self.name, self.counts, self.train_size = self.task.name, self.task.counts, self.task.train_size
         self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
+        self.labelled = self.task.labelled
 
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row."""

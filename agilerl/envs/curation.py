@@ -5,7 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agilerl.arguments import nearest, shown
@@ -17,8 +17,8 @@ from agilerl.errors import EnvError
 # -- the columns of the prompt, the response and the rejected one, as text or messages --------------------------------
 
 
-Purpose = Literal["reasoning", "sft", "preference"]
-"""What rows are read for: prompts to answer and grade, demonstrations, or pairs."""
+Purpose = Literal["reasoning", "sft", "preference", "unpaired"]
+"""What rows are read for: prompts to answer and grade, demonstrations, pairs, or answers with a label (or pairs)."""
 
 Needs = Literal["no", "any", "text"]
 """Whether every row must have a response: no; yes, of any type (for a grader); yes, as text."""
@@ -49,6 +49,8 @@ class Sample:
     """The answer to learn or to compare with; None if the row has none."""
     rejected: str | None = None
     """A worse answer."""
+    desirable: bool = True
+    """Whether the response is a good one, as its label says."""
 
     @property
     def question(self) -> str:
@@ -73,12 +75,15 @@ class Form:
     """Whether a row without a response is a fault."""
     pairs: bool = False
     """Whether ``chosen`` and ``rejected`` are read."""
+    labelled: bool = False
+    """Whether the column ``label`` says if the response is good (True, 1) or bad (False, 0)."""
     grades_text: bool = False
     """Whether the column ``answer``, if a row has one, must be text, because a grader expects text."""
 
     def told(self) -> str:
         """Return the columns that are read, for messages."""
         columns = [self.prompt, *(("chosen", "rejected") if self.pairs else (self.response,))]
+        columns += ["label"] if self.labelled else []
         return " and ".join(dict.fromkeys(column for column in columns if column is not None))
 
     def read(self, row: Mapping[str, Any]) -> Sample:
@@ -86,6 +91,8 @@ class Form:
         if self.grades_text and not isinstance(answer := row.get("answer"), str | None):
             raise RowFaultError("not_text", f"expected text in the column answer, found {shown(answer)}")
         sample = self._read(row)
+        if self.labelled:
+            sample = replace(sample, desirable=label_of(row))
         if any(HALF.search(text) for text in sample.texts()):
             raise RowFaultError("not_text", "expected text, found half of a character in it (a lone surrogate)")
         return sample
@@ -128,7 +135,11 @@ def form_of(
     Raises:
         EnvError: a column is missing; the message names the nearest one.
     """
-    if purpose == "preference":
+    if purpose == "unpaired" and "label" in columns:
+        return replace(form_of(columns, "sft", name, response=response), labelled=True)
+    if purpose == "unpaired" and not {"chosen", "rejected"} <= set(columns):
+        raise _missing(["label"], columns, name)
+    if purpose in ("preference", "unpaired"):
         return _form_of_pairs(columns, name)
     if purpose == "sft":
         prompts, needs = ["messages", "prompt", "question"], "text"
@@ -223,6 +234,20 @@ def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) ->
             "not_text", f"expected text or one message of the assistant in the column {column}, found {value!r:.100}"
         )
     return messages[0]["content"]
+
+
+LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+"""What the column ``label`` may hold, text in any case; True is 1."""
+
+
+def label_of(row: Mapping[str, Any]) -> bool:
+    """Return whether the response of a labelled row is a good one; raises RowFaultError for what is no label."""
+    value = row.get("label")
+    known = LABELS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, str | int) else None
+    if known is None:
+        kind: Fault = "missing" if value is None else "not_text"
+        raise RowFaultError(kind, f"expected True or False (or 1 or 0) in the column label, found {shown(value)}")
+    return known
 
 
 def _pair(row: Mapping[str, Any], prompt: str | list[Message]) -> Sample:
@@ -333,6 +358,8 @@ class _Fit:
     """Digest of its rendered prompt."""
     rank: bytes
     """Digest of its conversation: decides which rows a panel takes."""
+    examines: bool = True
+    """Whether a panel may take it; a bad answer is nothing to compare with."""
 
 
 @dataclass(frozen=True)
@@ -498,7 +525,7 @@ def _usable(
                 counts["too_long"] += 1
                 continue
             key = _digest(" ".join(map(str, ids)).encode())
-        found.append(_Fit(index, rows.part_of(index), key, rank))
+        found.append(_Fit(index, rows.part_of(index), key, rank, sample.desirable))
     if faults and bad_rows == "raise":
         others = sum(faults.values()) - 1
         more = f"; {others} more of {len(rows)} rows are malformed ({_told(faults)})" if others else ""
@@ -515,7 +542,8 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
     known, panel = set(taken), list[_Fit]()
     for number, share in enumerate(apportion(rows.weights, size)):
         before = len(panel)
-        for fit in sorted((fit for fit in fits if fit.part == number), key=lambda fit: (fit.rank, fit.index)):
+        able = (fit for fit in fits if fit.part == number and fit.examines)
+        for fit in sorted(able, key=lambda fit: (fit.rank, fit.index)):
             if len(panel) - before == share:
                 break
             if fit.key not in known:

@@ -67,7 +67,7 @@ class DatasetTask(Task):
             conversation_template: messages with placeholders such as ``{question}``; by default the question alone, as
                 the user. A final assistant message is a prefill. Not for rows that are conversations.
             purpose: which columns are read if rows have several forms: ``sft`` prefers ``completion`` to ``answer``,
-                ``preference`` reads ``chosen`` and ``rejected``.
+                ``preference`` reads ``chosen`` and ``rejected``, ``unpaired`` ``completion`` and ``label``, or pairs.
             seed: decides the order of training.
 
         Raises:
@@ -86,6 +86,7 @@ class DatasetTask(Task):
     ) -> None:
         self._grader, self.grader, self.seed = grader, grader_name(grader), seed
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
+        self.labelled = self._form.labelled
         self._template = _checked_template(template, sides["train"], self._form)
 
     def _use(self, sides: Mapping[Split, Rows]) -> None:
@@ -101,7 +102,7 @@ class DatasetTask(Task):
         row: Row = self._sides[split][self._order(index) if split == "train" else index]
         sample = self._form.read(row)
         row.setdefault("question", sample.question)
-        if row.get("answer") is None:
+        if row.get("answer") is None and sample.desirable:
             row["answer"] = sample.response
         return row
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from agilerl.arguments import Seed, checked
 from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Message, Place, Row, Split, Task, TaskWrapper
+from agilerl.envs.curation import label_of
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import (
     PromptTooLongError,
@@ -34,6 +35,8 @@ class Example:
     """True on the tokens whose log-probs enter a loss; same length, never True on the first token."""
     text: str = ""
     """The response, for logs."""
+    desirable: bool | None = None
+    """Whether the response is a good one; None: the question does not arise."""
 
 
 def render_completion(
@@ -148,16 +151,21 @@ def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]
                 group=group,
                 text=example.text,
                 row=row,
+                desirable=example.desirable,
             )
         )
     return made
 
 
+DataKind = Literal["sft", "preference", "unpaired"]
+"""Demonstrations, pairs of a better and a worse answer, or single answers with a label."""
+
+
 class DataTask(TaskWrapper):
     """Another task's training rows as examples to imitate; its exam and test stay as they are."""
 
-    kind: ClassVar[Literal["sft", "preference"]]
-    """Whether its examples are demonstrations or pairs."""
+    kind: ClassVar[DataKind]
+    """What its examples are."""
 
     @checked
     def __init__(self, task: AnyTask) -> None:
@@ -201,7 +209,7 @@ def examples_at(
 class SFTTask(DataTask):
     """A task's questions with their right answers."""
 
-    kind: ClassVar[Literal["sft", "preference"]] = "sft"
+    kind: ClassVar[DataKind] = "sft"
 
     @checked
     def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
@@ -251,7 +259,7 @@ class PreferenceTask(DataTask):
     never the right answer, nor one that earns as much.
     """
 
-    kind: ClassVar[Literal["sft", "preference"]] = "preference"
+    kind: ClassVar[DataKind] = "preference"
 
     @checked
     def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
@@ -293,3 +301,43 @@ class PreferenceTask(DataTask):
         for place in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
             answer = self.task.row("train", first + int(place)).get("answer")
             yield None if answer is None else str(answer)
+
+
+# -- single answers, each found good or bad: what KTO learns from -----------------------------------------------------
+
+
+class UnpairedTask(DataTask):
+    """A task's questions with one answer each and its ``label``: True for a good answer, False for a bad one.
+
+    A task whose rows are labelled keeps its labels. Any other gives each of its pairs (those of ``PreferenceTask``) as
+    two training rows side by side, the good answer first; an epoch then has twice as many rows.
+    """
+
+    kind: ClassVar[DataKind] = "unpaired"
+
+    @checked
+    def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
+        """Take a task; ``mistake`` and ``seed`` decide the wrong answers, as in ``PreferenceTask``."""
+        super().__init__(task if task.labelled else PreferenceTask(task, mistake=mistake, seed=seed))
+
+    def _describe(self) -> None:
+        super()._describe()
+        if not self.labelled and self.train_size is not None:
+            self.train_size *= 2
+
+    def row(self, split: Split, index: int) -> Row:
+        """Return the task's row; in training it has ``label``."""
+        if self.labelled or split != "train":
+            return super().row(split, index)
+        self.check_index(split, index)
+        return {**self.task.row(split, index // 2), "label": index % 2 == 0}
+
+    def level(self, position: int) -> int | None:
+        """Return the task's level of a curriculum."""
+        return super().level(position if self.labelled else position // 2)
+
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return the question with its answer, good or bad."""
+        good = label_of(row)
+        answer = self.answer(row) if good or self.labelled else str(self.task.counterexample(row))
+        return [replace(render_completion(tokenizer, self.messages(row), answer, max_tokens), desirable=good)]

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -14,11 +15,13 @@ from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_co
 from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import (
+    DataKind,
     DataTask,
     Example,
     LossOn,
     PreferenceTask,
     SFTTask,
+    UnpairedTask,
     checked_loss_on,
     demonstration,
     render_completion,
@@ -284,7 +287,7 @@ class GymRows(Task):
 
     def __init__(self, gym: "DataGym") -> None:
         self._gym, self.name, self.train_size = gym, gym._rows["train"].name, len(gym._rows["train"])
-        self.exam_prompts = len(gym._rows["test"])
+        self.exam_prompts, self.labelled = len(gym._rows["test"]), gym._forms["train"].labelled
 
     def row(self, split: Split, index: int) -> Row:
         """Return the row of a training position, or one of the test dataset."""
@@ -322,7 +325,7 @@ class DataGym(Gym[RolloutBatch]):
     """
 
     _panel = "test"
-    kind: ClassVar[Literal["sft", "preference"]]
+    kind: ClassVar[DataKind]
     """What an agent learns from it."""
 
     @checked
@@ -475,6 +478,32 @@ class PreferenceGym(DataGym):
         prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
         answers = (str(sample.response), str(sample.rejected))
         return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]
+
+
+class UnpairedGym(DataGym):
+    """Batches of labelled answers for ``agent.learn(env.reset())``.
+
+    A row has ``prompt`` (text, or messages), ``completion`` (text, or one assistant message) and ``label``: True for a
+    good completion, False for a bad one. A row of a pair, as in ``PreferenceGym``, becomes two rows of the batch.
+    """
+
+    kind = "unpaired"
+
+    @property
+    def task(self) -> DataTask:
+        """The same rows as a task, for ``Population``."""
+        return UnpairedTask(GymRows(self))
+
+    def form(self, rows: Rows) -> Form:
+        """Return which columns are read."""
+        return form_of(rows.columns, "unpaired", rows.name)
+
+    def examples(self, sample: Sample) -> list[Example]:
+        """Return the prompt with its completion, or with both of a pair."""
+        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
+        answers = [(str(sample.response), sample.desirable)]
+        answers += [] if sample.rejected is None else [(sample.rejected, False)]
+        return [replace(render_completion(self.tokenizer, prompt, a, limit), desirable=good) for a, good in answers]
 
 
 class DatasetEnv:

@@ -68,6 +68,9 @@ from agilerl.functional.preference import (
     preference_loss,
     preference_metrics,
     preference_scores,
+    reference_point,
+    unpaired_loss,
+    unpaired_margins,
 )
 from agilerl.functional.reduce import MetricReducer, Reduction, Statistic
 
@@ -124,6 +127,9 @@ __all__ = [
     "preference_loss",
     "preference_metrics",
     "preference_scores",
+    "reference_point",
+    "unpaired_loss",
+    "unpaired_margins",
     "rebn",
     "reinforce",
     "reinforce_plus_plus",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,45 @@ def preference_metrics(scores: PreferenceScores, beta: float, *, per_token: bool
         "logps/chosen": scores.policy_chosen.detach(),
         "logps/rejected": scores.policy_rejected.detach(),
     }
+
+
+# -- single completions that somebody found good or bad ---------------------------------------------------------------
+
+
+UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
+
+
+def unpaired_margins(
+    log_ratios: Tensor, desirable: Tensor, reference_point: Tensor | float, loss_type: UnpairedLoss = "kto"
+) -> Tensor:
+    """Return by how much each completion ``[b]`` is on the side of its label, in nats.
+
+    ``r - z`` for a desirable completion and ``z - r`` for another, r being its log-ratio (summed over its tokens) and z
+    the reference point, which is 0 for ``apo_zero_unpaired``. ``desirable`` is bool ``[b]``.
+    """
+    gain = log_ratios if loss_type == "apo_zero_unpaired" else log_ratios - reference_point
+    return torch.where(desirable, gain, -gain)
+
+
+def unpaired_loss(margins: Tensor, desirable: Tensor, beta: float, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """Return KTO's loss of each completion ``[b]``: ``w (1 - s(beta m))``, m from :func:`unpaired_margins`.
+
+    ``weights`` are those of desirable and of undesirable completions. Source: arXiv 2402.01306, eq. 8; with a reference
+    point of 0 it is the unpaired APO-zero of arXiv 2408.06266.
+    """
+    by_row = torch.where(desirable, weights[0], weights[1]).to(margins.dtype)
+    return by_row * torch.sigmoid(-beta * margins)
+
+
+def reference_point(policy: Tensor, reference: Tensor) -> Tensor:
+    """Return KTO's z, ``max(0, mean(log pi - log ref))`` over completions ``[n]`` to prompts that are not theirs.
+
+    It estimates KL(policy || reference), has no gradient, and is 0 without completions.
+    """
+    return (policy - reference).detach().sum().div(max(len(policy), 1)).clamp(min=0)
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
 
 
 def sigmoid(scores: PreferenceScores, beta: float, options: PreferenceOptions) -> Tensor:

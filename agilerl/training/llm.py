@@ -248,7 +248,7 @@ def train_llm_dataset(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train DPO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
+    """Train DPO, KTO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
     return _from_data(pop, _gym(DataGym, env, env_fn), env is not None, init_hp, options)
 
 
@@ -262,7 +262,7 @@ def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgor
         raise ConfigError("expected a population of at least one agent as pop, found none")
     wrong = next((agent for agent in agents if agent.env_type not in kinds), None)
     if wrong is not None:
-        loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft"}
+        loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft", "unpaired": "train_llm_dataset"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
     return _on_one_base(agents)

@@ -21,7 +21,7 @@ from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
 from agilerl.envs.datasets import CuratedTask, fill_template
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask
+from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.sources import Rows, mix, read_dataset
@@ -62,7 +62,7 @@ def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
         meant = f"; did you mean reasoning_gym:{known}?" if known in known_tasks() else ""
         raise ConfigError(f"environment.task={shown(known)} is unknown; expected reasoning_gym:<dataset>{meant}")
     made = _procedural(config, name, second_panel(config))
-    return _wrapped(config, made, _careless if e.env_type == "preference" else None, allow_code)
+    return _wrapped(config, made, _careless if e.env_type in ("preference", "unpaired") else None, allow_code)
 
 
 def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code: bool) -> Task:
@@ -72,6 +72,8 @@ def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code:
         return SFTTask(made, loss_on=e.loss_on)
     if e.env_type == "preference":
         return PreferenceTask(made, mistake=mistake, seed=config.training.seed)
+    if e.env_type == "unpaired":
+        return UnpairedTask(made, mistake=mistake, seed=config.training.seed)
     return graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
 
 

@@ -68,6 +68,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("environment.env_type=preference", "training.max_steps=24"),
         "mutation.rl_hp_selection={lr: {}, beta: {}}",
     ),
+    "KTO": (
+        "algorithm={name: KTO, lr: 1e-3, batch_size: 4, max_output_tokens: 6}",
+        *("environment.env_type=unpaired", "training.max_steps=24"),
+        "mutation.rl_hp_selection={lr: {}, beta: {}, desirable_weight: {}}",
+    ),
     "SFT": (
         "algorithm={name: SFT, lr: 1e-3, batch_size: 2, max_output_tokens: 6}",
         *("environment.env_type=sft", "training.max_steps=12"),
