@@ -25,6 +25,7 @@ from agilerl.rewards.library import (
     TokenLength,
     library_grader,
 )
+from agilerl.rewards.pairwise import PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader, SandboxResult, run_python
 from agilerl.rewards.waiting import ThreadedGrader, WaitingGrader
@@ -43,6 +44,7 @@ __all__ = [
     "JsonValid",
     "JudgeGrader",
     "Overlong",
+    "PairwiseJudgeGrader",
     "Regex",
     "Repetition",
     "RewardModelGrader",

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,8 @@ class GradedRow(dict[str, Any]):
     """A row as graders get it."""
 
     state: TrainerState | None = None
+    group: Hashable = None
+    """What the completions of one prompt for one agent have in common; None: not known."""
 
 
 @checked

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -163,7 +163,11 @@ class JudgeGrader(WaitingGrader):
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the request about a completion; raises RewardError if the template fails on its row."""
-        known = {"answer": "", **row, "prompt": prompt, "completion": completion, "low": self.low, "high": self.high}
+        return self.body(prompt, {**row, "completion": completion, "low": self.low, "high": self.high})
+
+    def body(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the body of a request whose template reads these columns; raises RewardError if it fails on them."""
+        known = {"answer": "", **row, "prompt": prompt}
         try:
             question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
         except (TemplateError, ValueError, TypeError, LookupError) as error:
@@ -224,9 +228,12 @@ class JudgeGrader(WaitingGrader):
     def _parsed(self, reply: str) -> float:
         found = _json_score(reply) if self._pattern is None else _pattern_score(self._pattern, reply)
         if found is None or not self.low <= found <= self.high:
-            expected = f"a score from {self.low:g} to {self.high:g} in the reply of {self.model}"
-            raise RewardError(f"expected {expected}, found {_short(self._without_key(reply))}")
+            raise self._unexpected(f"a score from {self.low:g} to {self.high:g}", reply)
         return (found - self.low) / (self.high - self.low)
+
+    def _unexpected(self, expected: str, reply: str) -> RewardError:
+        found = _short(self._without_key(reply))
+        return RewardError(f"expected {expected} in the reply of {self.model}, found {found}")
 
     def _keep(self, key: str, reply: str) -> None:
         with self._lock:
@@ -279,12 +286,24 @@ def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
     return compiled
 
 
-def _json_score(reply: str) -> float | None:
+def json_values(reply: str, key: str) -> Iterator[Any]:
+    """Yield the values of a key in the JSON objects of a reply, the last object first; None where it is missing."""
     for text in reversed(JSON_OBJECT.findall(reply)):
-        try:
-            value = json.loads(text).get("score")
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            yield json.loads(text).get(key)
+
+
+def pattern_match(pattern: "regex.Pattern[str]", reply: str) -> str | None:
+    """Return the first group of a pattern's last match; raises RewardTimeoutError if the search takes too long."""
+    try:
+        found = list(pattern.finditer(reply, timeout=PATTERN_SECONDS))
+    except TimeoutError as error:
+        raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
+    return found[-1][1] if found else None
+
+
+def _json_score(reply: str) -> float | None:
+    for value in json_values(reply, "score"):
         if isinstance(value, int | float) and not isinstance(value, bool):
             with suppress(OverflowError):
                 return float(value)
@@ -292,13 +311,9 @@ def _json_score(reply: str) -> float | None:
 
 
 def _pattern_score(pattern: "regex.Pattern[str]", reply: str) -> float | None:
-    try:
-        found = list(pattern.finditer(reply, timeout=PATTERN_SECONDS))
-        return float(found[-1][1]) if found else None
-    except TimeoutError as error:
-        raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
-    except (ValueError, TypeError):
-        return None
+    with suppress(ValueError, TypeError):
+        return float(pattern_match(pattern, reply))  # type: ignore[arg-type]  # None is no number either
+    return None
 
 
 def _read_cache(path: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader
+from agilerl.rewards.pairwise import PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
 from agilerl.rewards.trl_rewards import trl_rewards
@@ -213,6 +214,7 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "judge": JudgeGrader,
     "length": TokenLength,
     "overlong": Overlong,
+    "pairwise_judge": PairwiseJudgeGrader,
     "regex": Regex,
     "repetition": Repetition,
     "reward_model": RewardModelGrader,

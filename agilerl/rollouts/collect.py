@@ -147,7 +147,7 @@ _IDS = "completion_ids"
 def _graded_row(ask: Ask, completion: Completion) -> Row:
     """Return the row that graders get."""
     row = GradedRow({**ask.place.row, _IDS: completion.token_ids})
-    row.state = ask.state
+    row.state, row.group = ask.state, id(ask)
     return row
 
 

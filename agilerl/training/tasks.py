@@ -234,7 +234,7 @@ def graded(
         where, name = f"environment.graders.{number}", entry.called
         if name in named:
             raise ConfigError(f"{where}: two graders are called {name!r}; give one of them a different label")
-        if entry.name == "judge":
+        if entry.name in ("judge", "pairwise_judge"):
             _check_judge(where, entry, typed_addresses)
         named[name] = (_grader(where, entry, task, allow_code), entry.weight)
     # Weights that evolve may start at 0; they need a fitness grader.

@@ -17,6 +17,7 @@ from agilerl.rewards import (
     GraderCase,
     IsolatedGrader,
     JudgeGrader,
+    PairwiseJudgeGrader,
     RewardModelGrader,
     SandboxGrader,
     check_grader,
@@ -105,6 +106,17 @@ class TestJudge(GraderContract):
             yield case_of(JudgeGrader("m", base_url=server.url, api_key_env=None))
 
 
+class TestPairwiseJudge(GraderContract):
+    @pytest.fixture
+    def case(self) -> Iterator[GraderCase]:
+        def answer(body: dict[str, Any], number: int) -> tuple[int, str]:
+            return 200, chat(json.dumps({"winner": "AB"[len(body["messages"][0]["content"]) % 2]}))
+
+        with serve(answer) as server:
+            judge = PairwiseJudgeGrader("m", against="reference", base_url=server.url, api_key_env=None)
+            yield case_of(judge)
+
+
 @pytest.mark.model
 class TestRewardModel(GraderContract):
     @pytest.fixture(scope="class")
@@ -117,7 +129,7 @@ class TestRewardModel(GraderContract):
 
 
 def test_every_grader_of_the_library_is_here() -> None:
-    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "reward_model", "sandbox"} | {
+    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "pairwise_judge", "reward_model", "sandbox"} | {
         f"trl.{name}" for name in WITH_ALGEBRA
     }
 

@@ -143,6 +143,7 @@ def test_the_library_goes_by_the_names_of_its_graders():
         "judge": {"model": "m"},
         "length": {"target": 1},
         "overlong": {"max_tokens": 2, "cache_tokens": 1},
+        "pairwise_judge": {"model": "m"},
         "regex": {"pattern": "x"},
         "reward_model": {"model": "m"},
         "trl.get_cosine_scaled_reward": {"max_len": 9},

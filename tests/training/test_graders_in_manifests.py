@@ -86,6 +86,7 @@ def test_rows_need_no_answer_where_no_grader_reads_it(tmp_path: Path, monkeypatc
         (None, {"fitness_grader": "task"}, "environment.graders, found none"),
         ([{"name": "task"}], {"env_type": "sft"}, r"environment.graders .* env_type: reasoning, found sft"),
         ([{"name": "judge", "params": {"model": "m", "base_url": "http://x/v1"}}], {}, "API key"),
+        ([{"name": "pairwise_judge", "params": {"model": "m", "base_url": "http://x/v1"}}], {}, "API key"),
         (
             [{"name": "judge", "params": {"model": "m", "api_key_env": "AWS_KEY", "base_url": "http://x/v1"}}],
             {},
