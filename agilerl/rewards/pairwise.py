@@ -7,6 +7,7 @@ from agilerl.arguments import Count, Location, Name, NotNegative, Positive, chec
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, score_or_error
 from agilerl.rewards.judge import JudgeGrader, json_values, pattern_match
+from agilerl.rewards.waiting import Answer
 
 PAIR_TEMPLATE = """\
 Compare two answers of assistants, A and B, to a question. Their order means nothing, nor does their length.
@@ -112,10 +113,10 @@ class PairwiseJudgeGrader(JudgeGrader):
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[ScoreOrError]:
+    ) -> list[Answer]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
         rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
-        return self._scores(completions, rows, prompts)
+        return list(self._scores(completions, rows, prompts))
 
     def grade(
         self,
