@@ -111,9 +111,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         )
         self.against, self.rounds = against, rounds
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[Answer]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
         rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
         return list(self._scores(completions, rows, prompts))
