@@ -21,6 +21,7 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
+from agilerl.runs.diagnosis import Observer, told
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -32,6 +33,7 @@ from agilerl.training.events import (
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
+from agilerl.training.resolved import usual_rate
 from agilerl.training.setup import Session
 
 SPLITS: tuple[Split, ...] = ("exam", "test")
@@ -232,6 +234,7 @@ def watch(
     console.print("Last generation")
     console.print(view.table())
     console.print()
+    view.print_symptoms()
     _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
 
@@ -245,6 +248,9 @@ class _View:
         self.fitness: dict[int, Fitness] = {}
         self.failures: dict[int, Counter[str]] = {}
         self.best: int | None = None
+        self.observer = Observer(_usual_rate(session))
+        self.said: set[tuple[int, str]] = set()
+        self.notes: list[Text] = []
         self.out = Path()
         self.started = perf_counter()
         self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config)
@@ -274,6 +280,7 @@ class _View:
             self.phase = self.bars.add_task(event.name, total=total)
         elif isinstance(event, IterationDone):
             self.metrics.update(event.metrics)
+            self.observer.add(event.metrics)
             self.bars.update(self.run, completed=event.progress)
             self.bars.advance(self.phase)
             self._line(self._iteration_line(event))
@@ -284,13 +291,14 @@ class _View:
             self.best = max(finite, key=lambda index: finite[index], default=None)
             scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
             self._line(f"generation {event.generation}: exam {scores}")
+            self._say_symptoms()
         elif isinstance(event, Evolved):
             births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
             changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
             elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
             self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
         if self.live is not None:
-            self.live.update(Group(self.table(), self.bars), refresh=True)
+            self.live.update(Group(self.table(), *self.notes, self.bars), refresh=True)
 
     def _line(self, text: str) -> None:
         if self.live is None:
@@ -304,6 +312,24 @@ class _View:
             if counts[outcome] == 1:
                 reason = _FAILURES.get(outcome)
                 self._line(f"iteration {event.iteration}: agent {index} {outcome}{f' ({reason})' if reason else ''}")
+
+    def _say_symptoms(self) -> None:
+        """Print what may keep agents from learning, once for each agent."""
+        found = self.observer.symptoms(agent.index for agent in self.session.population.everyone)
+        new = {index: [s for s in each if (index, s.name) not in self.said] for index, each in found.items()}
+        self.said |= {(index, symptom.name) for index, each in new.items() for symptom in each}
+        self.notes = [Text(sentence) for sentence in told(found)]
+        for sentence in told(new):
+            self._line(sentence)
+
+    def print_symptoms(self) -> None:
+        """Print what still holds at the end of the run."""
+        sentences = told(self.observer.symptoms(agent.index for agent in self.session.population.everyone))
+        if sentences:
+            self.console.print("What may keep agents from learning")
+            for sentence in sentences:
+                self.console.print(f"  {sentence}", soft_wrap=True)
+            self.console.print()
 
     @staticmethod
     def _learned(metrics: Sequence[Mapping[str, float]]) -> "_Column":
@@ -342,6 +368,14 @@ class _View:
         unused = set() if any("kl" in m for m in metrics) else {"KL"}
         unused |= set() if any(agent.index in self.failures for agent in agents) else {"failures"}
         return _fitted([c for c in columns if c.name not in unused], self.console.width)
+
+
+def _usual_rate(session: Session) -> float | None:
+    """Return the learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
+    if session.resolved.algorithm.env_type != "reasoning":
+        return None
+    base = session.population.runtime.base
+    return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
 
 
 class _Clock(ProgressColumn):

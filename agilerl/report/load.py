@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.hpo.fitness import Fitness, pareto_front
+from agilerl.hpo.spread import EMBEDDED_RATE
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.diagnosis import symptoms, told
 from agilerl.runs.strict_json import read_json
 
 
@@ -106,6 +108,8 @@ class RunRecord:
     """Elite of each generation."""
     notes: list[str]
     """Sentences about what is missing or wrong."""
+    symptoms: list[str]
+    """Sentences about what may keep the agents of the last generation from learning."""
 
     @property
     def name(self) -> str:
@@ -139,8 +143,12 @@ def load_run(path: Path) -> RunRecord:
         tests=_tests(metrics, summary),
         elites=elites,
         notes=[],
+        symptoms=[],
     )
     run.notes = list(_notes(run, metrics, incomplete))
+    network = info["config"].get("network") or {}
+    rate = EMBEDDED_RATE if network.get("pretrained_model_name_or_path") == "embedded" else None
+    run.symptoms = told({a.index: symptoms(a.train, rate) for a in run.agents.values() if a.died is None})
     return run
 
 

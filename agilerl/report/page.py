@@ -144,6 +144,7 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "path": str(run.path),
         "finished": run.is_finished,
         "notes": run.notes,
+        "symptoms": run.symptoms,
         "verdict": verdict(run, family),
         "facts": facts(run),
         "charts": charts,

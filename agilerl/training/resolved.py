@@ -29,6 +29,11 @@ from agilerl.training.tasks import own_weights
 from agilerl.validation import validated
 
 
+def usual_rate(base_name: str, hidden_size: int, family: str) -> float:
+    """Return the learning rate with which a search on this base begins."""
+    return EMBEDDED_RATE if base_name == EMBEDDED else lora_rate(hidden_size, family)
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration and everything derived from it without loading a model or a task."""
@@ -61,7 +66,7 @@ class Resolved:
         """
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
-        rate = EMBEDDED_RATE if base_name == EMBEDDED else lora_rate(hidden_size, family)
+        rate = usual_rate(base_name, hidden_size, family)
         missing = [
             name
             for name in LEARNING_RATES

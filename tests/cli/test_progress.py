@@ -120,6 +120,22 @@ def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
     assert "1 generation, 1,520 tokens, 10 s\n" in text
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_may_keep_agents_from_learning_is_said_once_and_at_the_end(terminal: bool, session: Session) -> None:
+    screen = console(200, terminal=terminal)
+    events = list(story(session))
+    ok, cut = {"reward": 0.5, "completions/clipped_ratio": 0.1}, {"completions/clipped_ratio": 0.9}
+    metrics = {0: ok, 1: ok | cut | {"completions/max_length": 16.0}, 2: {**ok, "learning_rate": 1e-5}}
+    iterations = [IterationDone(0, number, number / 4, metrics) for number in (1, 2, 3)]
+    exam = next(event for event in events if isinstance(event, ExamDone))
+    watch(iter([*events[:3], *iterations, exam, exam, *events[-1:]]), session, screen)
+    progress, _, end = written(screen).partition("What may keep agents from learning")
+    for sentence in ("agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
+        assert terminal or progress.count(sentence) == 1
+        assert end.count(sentence) == 1
+    assert "agent 0:" not in progress.replace("exam", "") + end
+
+
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Session) -> None:
     screen = console(width, terminal=True)

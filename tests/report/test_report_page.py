@@ -308,3 +308,12 @@ def test_the_run_directory_is_only_read_and_torch_is_not_needed(runs, tmp_path):
     out = subprocess.check_output([sys.executable, "-c", code, str(root), str(tmp_path / "r.html")], text=True)
     assert out == "[]\n"
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_what_may_keep_agents_from_learning_is_on_the_page(tmp_path):
+    cut = {"completions/clipped_ratio": 0.9, "completions/max_length": 16.0}
+    lines = [train(agent, step, **(cut if agent == 0 else {})) for step in range(1, 9) for agent in (0, 1)]
+    run = write_run(tmp_path / "run", lineage=[birth(0, None, 0), birth(1, None, 0)], metrics=lines)
+    page = Page(build_report([run], tmp_path / "report.html"))
+    assert "agent 0: 90% of the completions were cut at the limit of 16 tokens" in page.text
+    assert "agent 1:" not in page.text

@@ -1,0 +1,77 @@
+"""What an agent's metrics say about why it does not learn: each rule fires on what it is for, and on nothing else."""
+
+from typing import Any
+
+import pytest
+
+from agilerl.runs.diagnosis import WINDOW, Observer, symptoms, told
+
+HEALTHY: dict[str, Any] = {
+    "reward": 0.5,
+    "reward_std": 0.4,
+    "frac_reward_zero_std": 0.3,
+    "completions/clipped_ratio": 0.1,
+    "completions/max_length": 12.0,
+    "grad_norm": 0.5,
+    "clip_ratio/region_mean": 0.02,
+    "entropy": 0.6,
+    "learning_rate": 1e-3,
+    "reward_errors/exact": 0.0,
+}
+
+CASES = [
+    ("failing grader", {"reward_errors/exact": 12.0}, "12"),
+    ("constant reward", {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, "earned 0"),
+    ("equal groups", {"frac_reward_zero_std": 0.95}, "95%"),
+    ("cut answers", {"completions/clipped_ratio": 0.75}, "limit of 12"),
+    ("no gradient", {"grad_norm": 0.0}, "gradient is 0"),
+    ("clipped updates", {"clip_ratio/region_mean": 0.6}, "60%"),
+    ("no exploration", {"entropy": 0.001}, "0.001"),
+    ("low learning rate", {"learning_rate": 9e-5}, "9e-05"),
+]
+
+
+def run(iterations: int = 12, **changed: Any) -> list[dict[str, Any]]:
+    return [HEALTHY | changed] * iterations
+
+
+@pytest.mark.parametrize(("name", "changed", "number"), CASES, ids=[case[0] for case in CASES])
+def test_each_rule_names_what_it_saw(name: str, changed: dict[str, Any], number: str) -> None:
+    (found,) = symptoms(run(**changed), usual_rate=1e-3)
+    assert found.name == name
+    assert number in found.found
+    assert str(found) == f"{found.found}: {found.remedy}"
+
+
+@pytest.mark.parametrize("changed", [case[1] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_has_passed_or_is_too_short_is_not_told(changed: dict[str, Any]) -> None:
+    assert symptoms(run(2, **changed), usual_rate=1e-3) == []
+    if "learning_rate" not in changed:
+        assert symptoms(run(**changed) + run(WINDOW), usual_rate=1e-3) == []
+
+
+def test_a_healthy_run_has_no_symptoms() -> None:
+    assert symptoms(run(), usual_rate=1e-3) == []
+    assert symptoms([], usual_rate=1e-3) == []
+    assert symptoms([{"loss": 0.3, "learning_rate": 1e-5}] * 9) == []  # from data, where no rate is known
+
+
+def test_a_low_rate_that_pays_or_is_annealed_is_not_called_low() -> None:
+    climbing = [HEALTHY | {"learning_rate": 5e-5, "reward": 0.3 + 0.01 * step} for step in range(20)]
+    assert symptoms(climbing, usual_rate=1e-3) == []
+    assert symptoms(run(8) + run(8, learning_rate=1e-6), usual_rate=1e-3) == []
+
+
+def test_values_that_are_no_numbers_are_passed_over() -> None:
+    hostile = dict(zip(HEALTHY, ["x", None, [], {}, 10**400, float("nan"), "1", True, "", 0]))
+    assert symptoms([hostile] * 9, usual_rate=1e-3) == []
+
+
+def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
+    observer = Observer(1e-3)
+    for step in range(50):
+        observer.add({0: HEALTHY | {"learning_rate": 5e-5, "reward": 0.3 + 0.01 * step}, 3: HEALTHY | {"entropy": 0.0}})
+    found = observer.symptoms([0, 3, 7])
+    assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
+    (sentence,) = told({3: found[3], 5: found[3]})
+    assert sentence.startswith("agents 3, 5: entropy is 0")
