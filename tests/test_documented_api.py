@@ -1,9 +1,11 @@
-"""The documented surface of the algorithms: names, parameters and defaults that users of AgileRL know.
+"""The documented surface: names, parameters and defaults that users of AgileRL know.
 
 Tables, not code: each line is a fact of AgileRL's documentation. Where a default is another one here, ``CHANGED`` has
-ours, and docs/differences.md the reason.
+ours, and docs/differences.md the reason. That each argument acts is in ``tests/surface/test_agents_arguments.py`` and
+``tests/surface/test_other_arguments.py``.
 """
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -111,6 +113,58 @@ METHODS: dict[str, dict[str, Any]] = {
     "optim_step": {},
 }  # fmt: skip
 ATTRIBUTES = ("index", "mut", "hp_config", "steps", "scores", "fitness")
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "agilerl": ("LocalTrainer", "HAS_LLM_DEPENDENCIES", "HAS_VLLM", "HAS_LIGER_KERNEL", "HAS_DEEPSPEED"),
+    "agilerl.algorithms": ("LLMPPO", "LLMREINFORCE", "LLMAlgorithm", "EvolvableAlgorithm", *ALGORITHMS),
+    "agilerl.algorithms.core.registry": ("RLParameter", "HyperparameterConfig"),
+    "agilerl.hpo.tournament": ("TournamentSelection",),
+    "agilerl.hpo.mutation": ("Mutations",),
+    "agilerl.hpo.multi_frequency": ("MultiFrequencySelection",),
+    "agilerl.llm_envs": (
+        "ReasoningGym", "PreferenceGym", "SFTGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv", "SearchTool",
+        "FormatRewardWrapper", "ConstantTarget", "ConditionalTarget", "MultiInputConditional", "GridNavigation",
+    ),
+    "agilerl.training.llm": (
+        "finetune_llm_reasoning", "finetune_llm_preference", "finetune_llm_sft", "finetune_llm_multiturn",
+    ),
+    "agilerl.utils.utils": (
+        "save_llm_checkpoint", "create_population", "run_selection_and_mutation", "aggregate_metrics_across_gpus",
+    ),
+    "agilerl.utils.algo_utils": ("VLLMConfig", "CosineLRScheduleConfig"),
+    "agilerl.utils.llm_utils": ("create_llm_accelerator", "compare_responses", "sample_eval_prompts"),
+    "agilerl.utils.ppo_value_head": ("AutoModelForCausalLMWithValueHead",),
+    "agilerl.utils.probe_envs_llm": (
+        "ConstantTargetEnv", "ConditionalTargetEnv", "MultiInputConditionalEnv", "GridNavigationEnv",
+    ),
+}  # fmt: skip
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "agilerl.llm_envs:ReasoningGym": ("reset", "step", "eval_mode", "from_task"),
+    "agilerl.llm_envs:PreferenceGym": ("reset", "step", "eval_mode"),
+    "agilerl.llm_envs:SFTGym": ("reset", "step", "eval_mode"),
+    "agilerl.llm_envs:TokenObservationWrapper": ("reset", "step", "close", "get_episode_data"),
+    "agilerl.llm_envs:SyncMultiTurnVecEnv": ("reset", "step", "close", "get_trajectories"),
+    "agilerl.llm_envs:SearchTool": ("execute_action", "instruction_string", "search"),
+    "agilerl.hpo.tournament:TournamentSelection": ("select",),
+    "agilerl.hpo.multi_frequency:MultiFrequencySelection": ("select",),
+    "agilerl.hpo.mutation:Mutations": ("mutation",),
+    "agilerl:LocalTrainer": ("from_manifest", "train"),
+}
+"""Methods of documented classes, by import path."""
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_a_documented_import_works(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in NAMES[module] if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("path", MEMBERS)
+def test_a_documented_class_has_its_methods(path: str) -> None:
+    module, _, name = path.partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    assert [member for member in MEMBERS[path] if not callable(getattr(cls, member, None))] == []
 
 
 @pytest.fixture(scope="module")

@@ -144,11 +144,15 @@ class Mutations:
             "hyperparameters": rl_hp,
         }
         self._probabilities = _check_probabilities(chances)
-        for name, value in (("activation", activation), ("new_layer_prob", new_layer_prob)):
+        for name, key, value in (
+            ("activation", "act_mut", activation),
+            ("new_layer_prob", "new_layer", new_layer_prob),
+        ):
             if value != 0:
                 raise ConfigError(
-                    f"Mutations: {name} must be 0, found {value}: the base model is frozen, so its layers and "
-                    "activations cannot change; the architecture of an agent is its adapter rank (architecture=...)."
+                    f"Mutations: {name} ({key} of a manifest) must be 0, found {value}: the base model is frozen, so "
+                    "its layers and activations cannot change; the architecture of an agent is its adapter rank "
+                    "(architecture=...)."
                 )
         if not 1 <= rank_range[0] <= rank_range[1]:
             raise ConfigError(

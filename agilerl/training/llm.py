@@ -33,7 +33,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import evolved
-from agilerl.training.trackers import Trackers, check_trackers
+from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
 """The population, and the fitness of each of its agents, NaN for one that sat no exam."""
@@ -94,8 +94,9 @@ class LoopOptions:
     """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory if there is
     one."""
     csv: bool = False
-    """Not available: ``agilerl train`` writes metrics.jsonl."""
+    """Log to a file with the columns step, name and value; ``agilerl train`` writes metrics.jsonl as well."""
     csv_log_dir: Location | None = None
+    """Where; each run has a file in it, by its time. None: ``csv_logs``."""
     io_timeout_s: Positive | None = 60.0
     """Seconds for one step of an environment; an episode that needs more has no grade."""
 
@@ -535,13 +536,9 @@ def _turns(rows: Sequence[Trajectory]) -> list[int]:
 # -- those who follow -------------------------------------------------------------------------------------------------
 
 
-def trackers(options: LoopOptions) -> dict[str, dict[str, Any]]:
+def trackers(options: LoopOptions) -> dict[str, Any]:
     """Return the trackers that were asked for, with the keywords of their libraries' start."""
-    if options.csv:
-        raise ConfigError(
-            "csv=True: there is no such tracker; leave it out, and read agent.metrics, or the metrics.jsonl of a run"
-        )
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     if options.wb:
         found["wandb"] = dict(options.wandb_kwargs or {})
         if options.wandb_api_key is not None:
@@ -550,6 +547,8 @@ def trackers(options: LoopOptions) -> dict[str, dict[str, Any]]:
     if options.tensorboard:
         where = options.tensorboard_log_dir
         found["tensorboard"] = {} if where is None else {"logging_dir": str(where)}
+    if options.csv:
+        found["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
     return found
 
 

@@ -5,6 +5,7 @@ The trackers of accelerate do the talking; a library is imported when a run that
 decides about a run: it changes no result, and one that fails is switched off.
 """
 
+import csv
 import json
 import math
 import os
@@ -16,13 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean, pstdev
 from time import perf_counter
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from agilerl.arguments import nearest, shown
+from agilerl.arguments import Location, nearest, shown
 from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
@@ -400,6 +402,27 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif value is not None:
             found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
     return found
+
+
+class CSVFile:
+    """The tracker behind ``csv=True``: a file in ``folder``, named after its time, with a row for each value."""
+
+    def __init__(self, folder: Location) -> None:
+        self.path = Path(folder) / f"{datetime.now():%Y%m%d-%H%M%S}.csv"
+
+    def start(self) -> None:
+        """Begin the file with its header; a second run of the same second goes on with it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._write([("step", "name", "value")])
+
+    def log(self, values: Mapping[str, float | str], step: int) -> None:
+        """Append a row for each value."""
+        self._write([(step, name, value) for name, value in values.items()])
+
+    def _write(self, rows: Iterable[Sequence[Any]]) -> None:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
 
 
 # -- accelerate's trackers --------------------------------------------------------------------------------------------

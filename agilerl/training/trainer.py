@@ -132,6 +132,8 @@ class LocalTrainer:
         tensorboard_log_dir: Location | None = None,
         wandb_api_key: str | None = None,
         wandb_kwargs: Mapping[str, Any] | None = None,
+        csv: bool = False,
+        csv_log_dir: Location | None = None,
         verbose: bool = True,
         allow_code: bool = False,
         consumers: "tuple[Callable[[Event], None], ...]" = (),
@@ -139,8 +141,8 @@ class LocalTrainer:
         """Train to the end; return the last population and the fitness of each of its agents.
 
         ``out`` is the run directory, by default ``runs/<task>-<time>``; the elite is in ``out/elite``, and also in
-        ``elite_path`` if one is given. ``wb`` and ``tensorboard`` add to the trackers of the settings. ``allow_code``
-        runs code that the settings name. ``consumers`` are called with every event of the run.
+        ``elite_path`` if one is given. ``wb``, ``tensorboard`` and ``csv`` add to the trackers of the settings.
+        ``allow_code`` runs code that the settings name. ``consumers`` are called with every event of the run.
         """
         from agilerl.training.llm import LoopOptions, announce, trackers
         from agilerl.training.loop import resume, train
@@ -152,6 +154,8 @@ class LocalTrainer:
             tensorboard_log_dir=tensorboard_log_dir,
             wandb_api_key=wandb_api_key,
             wandb_kwargs=wandb_kwargs,
+            csv=csv,
+            csv_log_dir=csv_log_dir,
         )
         asked = trackers(options)
         following = [*consumers, *([announce] if verbose else [])]

@@ -1,5 +1,6 @@
 """The documented training loops: each argument acts, and the counting is the documented one."""
 
+import csv
 import inspect
 import json
 from pathlib import Path
@@ -317,6 +318,17 @@ def test_the_loops_of_data_have_trackers_too(
     assert [step for step, _ in scalars(folder)["population/loss/mean"]] == [1]
 
 
+def test_a_file_has_every_value(runtime: Runtime, rows: Any, tmp_path: Path) -> None:
+    pop = agents(runtime)
+    finetune_llm_reasoning(pop, questions(runtime, rows), max_steps=16, csv=True, csv_log_dir=tmp_path, **QUIET)
+    [file] = tmp_path.iterdir()
+    header, *values = csv.reader(file.read_text().splitlines())
+    assert header == ["step", "name", "value"]
+    found = {(int(step), name): value for step, name, value in values}
+    assert float(found[2, f"agent/{pop[0].index}/reward"]) == pop[0].scores[-1]
+    assert {step for step, _ in found} == {1, 2}
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +343,6 @@ def test_wrong_arguments_are_said(runtime: Runtime, rows: Any) -> None:
         ({"env": gym, "tournament": search()["tournament"]}, "mutation"),
         ({"env": gym, **search()}, "evo_steps"),
         ({"env": gym, **search(), "selection_strategy": TournamentSelection(2, True, 2)}, "two names"),
-        ({"env": gym, "csv": True}, "csv"),
     ):
         with pytest.raises(ConfigError, match=match):
             finetune_llm_reasoning(pop, **arguments)

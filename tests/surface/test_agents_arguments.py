@@ -1,0 +1,696 @@
+"""Every argument of an agent, its base and vLLM acts: it is changed, and something that can be seen must change.
+
+``test_other_arguments.py`` has environments, evolution, loops and the manifest, ``tests/test_documented_api.py`` has
+names and defaults. The tables are compared with the signatures: a new argument without an entry fails.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from gymnasium.spaces import Box, Discrete
+from peft import LoraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from agilerl import HyperparameterConfig, Mutations, RLParameter
+from agilerl.algorithms import ALGORITHMS, DPO, GRPO, PPO, SFT, CosineLRScheduleConfig
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.vllm import VLLMConfig
+from agilerl.data import RolloutBatch, Trajectory, collate
+from agilerl.models.tiny import tiny_model_path
+from agilerl.rollouts.vllm.backend import row_of
+from agilerl.rollouts.vllm.colocated import ColocatedVLLM
+from agilerl.rollouts.vllm.engine import VLLMEngine
+from agilerl.runtime import Runtime
+from tests.algorithms.conftest import sample
+from tests.algorithms.data_agents import examples
+from tests.rollouts.test_vllm_requests import REQUEST
+from tests.surface.acting import Entry, NoOp, Proven, Refused, Warned, bits, check, parameters, to
+from tests.test_documented_api import METHODS
+from tests.tiny_models import PAD, VOCABULARY, qwen2, random_model
+
+pytestmark = pytest.mark.model
+
+
+# -- agents -----------------------------------------------------------------------------------------------------------
+
+
+GENES = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-1))
+COURSE = CosineLRScheduleConfig(num_epochs=5, warmup_proportion=0.5)
+OTHER_ENGINE = {"_gap": 0.5}
+"""The samples' log-probs are those of another engine, half a nat away."""
+
+
+def half(inputs: Any) -> torch.Tensor:
+    """A loss of the user's."""
+    result: torch.Tensor = -(inputs.logp * inputs.mask).sum() / inputs.denominator
+    return result
+
+
+def episodes(group: int) -> RolloutBatch:
+    """Two groups of episodes of one to three turns, with a reward a turn and tokens of the environment between them."""
+    draws, found = torch.Generator().manual_seed(7), []
+    for row in range(2 * group):
+        t = Trajectory([5, 9, 3], [], [], [], [], group=row // group)
+        for turn in range(1 + row % 3):
+            for length, number in ((1 + (row + turn) % 3, turn), (2, -1)):
+                t.token_ids += torch.randint(2, VOCABULARY, (length,), generator=draws).tolist()
+                t.turn_ids += [number] * length
+            t.rewards.append(float(torch.randn((), generator=draws)))
+        t.action_mask = [k >= 0 for k in t.turn_ids]
+        t.logprobs = [-3.0 * float(torch.rand((), generator=draws)) - 2.5 for _ in t.turn_ids]
+        found.append(t)
+    return collate(found, PAD)
+
+
+def agent_facts(
+    cls: Any, runtime: Runtime | None = None, _gap: float = 0.0, _episodes: bool = True, **given: Any
+) -> dict[str, Any]:
+    """Let an agent say something, learn from its own samples and from episodes, and mutate."""
+    data = cls.env_type != "reasoning"
+    rates = {"lr_actor": 3e-2, "lr_critic": 1e-2} if "lr" not in cls.Config.model_fields else {"lr": 3e-2}
+    sizes = {"batch_size": 4} if data else {"group_size": 4, "batch_size": 8}
+    config = given.get("config")
+    named = set(given) | (set() if config is None else config.model_fields_set)
+    own = {
+        name: value
+        for name, value in {**rates, **sizes, "update_epochs": 2, "max_output_tokens": 6}.items()
+        if name not in named
+    }
+    place = {} if {"model_name", "actor_network"} & set(given) else {"runtime": runtime or base()}
+    agent = cls(**{"pad_token_id": PAD, "hp_config": None, **place, **own, **given})
+    facts: dict[str, Any] = {"start": bits(agent.runtime.store.theta[agent.slot])}
+    said = agent.get_action([{"input_ids": torch.tensor([prompt])} for prompt in ([5, 9, 3, 8], [7, 7])])
+    facts["says"] = [ids.tolist() for ids in said.completion_ids]
+    metrics: list[dict[str, float]] = []
+    if data:
+        batch = examples(6, pairs=cls.env_type == "preference")
+        metrics.append(agent.learn(batch))
+        agent.set_reference_policy(1)
+        metrics.append(agent.learn(examples(6, 1, pairs=cls.env_type == "preference")))
+    else:
+        rows = sample([agent], 4)[0]
+        for row in rows:
+            row.rewards = [1.0] if row.group == 3 else [sum(t % 2 == 0 for t in row.token_ids) / 3]
+            row.logprobs = [p - _gap * (k % 3) for k, p in enumerate(row.logprobs or [])]
+        agent.runtime.engine.exact = not _gap
+        metrics.append(agent.learn(collate(rows, PAD)))
+        agent.set_reference_policy(1)
+        if _episodes:
+            metrics.append(agent.learn(episodes(agent.config.group_size)))
+    slots = [s for s in (agent.slot, agent.critic_slot, agent.reference_slot) if s is not None]
+    store = agent.runtime.store
+    facts["learned"] = [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg, store.exp_avg_sq)]
+    facts["told"] = [{k: v for k, v in m.items() if "time" not in k} for m in metrics]
+    Mutations(0, 0, 0, 0, 0, 1).mutation([agent])
+    return {**facts, "mutated": agent.mut, "rank": agent.rank, "pads": agent.pad_token_id}
+
+
+def base(**options: Any) -> Runtime:
+    return Runtime.for_model(random_model(qwen2(num_hidden_layers=1)), seed=5, **options)
+
+
+AGENT: dict[str, Entry] = {
+    "pad_token_id": to(2),
+    "pad_token": Proven(
+        "models/test_padding_and_devices.py::test_a_pad_token_given_by_name_acts_on_a_runtime_that_is_there"
+    ),
+    "model_name": Proven("surface/test_agents_arguments.py::test_an_agent_is_on_the_base_that_was_given"),
+    "actor_network": Proven("surface/test_agents_arguments.py::test_an_agent_is_on_the_base_that_was_given"),
+    "runtime": Proven("surface/test_agents_arguments.py::test_an_agent_is_on_the_base_that_was_given"),
+    "lora_config": to(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")),
+    "device": Proven("models/test_padding_and_devices.py::test_a_device_that_is_not_there_is_refused"),
+    "accelerator": Proven("distributed/test_accelerate.py::test_two_accelerators_on_one_base"),
+    "cosine_lr_schedule_config": to(COURSE),
+    "loss": to(half),
+    "config": Proven("surface/test_agents_arguments.py::test_a_config_is_the_same_as_its_keywords"),
+    "hp_config": to(GENES),
+    "index": to(3),
+    "wrap": NoOp("the base is wrapped once, by its runtime"),
+    "clone": NoOp("a clone is made by `agent.clone()`"),
+    "calc_position_embeddings": NoOp("positions are always computed; False is refused"),
+    "reduce_memory_peak": NoOp("a pass holds what memory holds, and is cut where it does not"),
+    # AdamW, and how an update is cut
+    "lr": to(1e-3),
+    "batch_size": to(4),
+    "mini_batch_size": to(4),
+    "update_epochs": to(1),
+    "max_grad_norm": to(0.01),
+    "adam_beta1": to(0.5),
+    "adam_beta2": to(0.9),
+    "adam_eps": to(1e-2),
+    "weight_decay": to(0.1),
+    "micro_batch_size_per_gpu": to(1),
+    "max_model_len": to(12, _episodes=False),
+    "seed": to(7),
+    # sampling
+    "group_size": to(2),
+    "temperature": to(0.5),
+    "top_p": to(0.5),
+    "top_k": to(2),
+    "min_p": to(0.3),
+    "repetition_penalty": to(3.0),
+    "max_output_tokens": to(3),
+    "min_output_tokens": to(6),
+    "reward_weights": Proven("algorithms/test_reward_weights.py::test_weights_decide_what_is_learned"),
+    # the reference and the KL
+    "use_separate_reference_adapter": to(False),
+    "ref_sync_steps": to(2),
+    "ref_sync_alpha": to(0.2, ref_sync_steps=2),
+    "beta": to(0.5),
+    "kl_estimator": to("k2"),
+    "kl_placement": to("reward"),
+    "use_kl_advantage_shaping": to(True),
+    "kl_clamp_value": to(1e-3, beta=0.5),
+    "kl_target": to(0.5),
+    "kl_horizon": to(20, kl_target=0.5),
+    # the surrogate
+    "clip_coef": to(0.01),
+    "dual_clip": to(1.01, clip_coef=0.01),
+    "delta": to(1.05, clip_coef=0.01),
+    "adv_clip_range": to(0.1),
+    "entropy_coef": to(0.1),
+    "vllm_importance_sampling_correction": to(False, **OTHER_ENGINE),
+    "vllm_importance_sampling_cap": to(1.01, **OTHER_ENGINE),
+    "vllm_importance_sampling_mode": to("seq_mask", **OTHER_ENGINE),
+    "loss_type": to("gspo"),
+    "loss_norm": to("token-mean"),
+    "importance_sampling_level": to("trajectory"),
+    "filter_zero_adv": to(True),
+    "adv_filter_eps": to(0.9, filter_zero_adv=True),
+    "overlong_cache_tokens": to(3),
+    "mask_truncated": to(True),
+    "top_entropy_quantile": to(0.3),
+    # advantages of a group
+    "adv_norm": to("mean_only"),
+    "adv_eps": to(1.0),
+    "whiten_advantages": to(True),
+    "advantage_granularity": to("turn"),
+    "turn_advantage_trajectory_fallback": to(False, advantage_granularity="turn"),
+    "dynamic_sampling": Proven("algorithms/test_dapo.py::test_the_batch_is_refilled"),
+    "max_sampling_rounds": Proven("algorithms/test_dapo.py::test_it_gives_up_after_its_rounds"),
+    "clip_max": to(1.0, loss_type="cispo"),
+    "clip_min": to(0.99, loss_type="cispo"),
+}
+OF_DATA: dict[str, Entry] = {
+    "batch_size": to(2),
+    "mini_batch_size": to(2),
+    "max_model_len": to(20, max_output_tokens=None),
+}
+OWN: dict[str, dict[str, Entry]] = {
+    "GSPO": {"importance_sampling_level": Refused("token")},
+    "CISPO": {"clip_coef": to(0.01), "clip_max": to(1.0), "clip_min": to(0.99), "loss_norm": to("seq-mean-token-mean")},
+    "RLOO": {
+        "importance_sampling_level": Refused("token"),
+        "kl_placement": to("loss"),
+        "use_kl_advantage_shaping": to(True, kl_placement="loss"),
+    },
+    "DPPO": {"divergence": to("kl"), "divergence_limit": to(1e-3), "weight_max": to(1.0)},
+    "REINFORCE": {
+        "gamma": to(0.5),
+        "advantage_estimator": to("reinforce++"),
+        "ratio_pooling": to("sum", importance_sampling_level="trajectory"),
+        "filter_zero_adv": to(True, adv_filter_eps=0.5),
+    },
+    "PPO": {
+        "lr_actor": to(1e-3),
+        "lr_critic": to(1e-4),
+        "vf_coef": to(0.01),
+        "critic_warmup_steps": to(2),
+        "vf_clip_coef": to(None),
+        "gamma": to(0.5),
+        "gae_lambda": to(0.5),
+        "turn_level_clip": to(False),
+        "turn_ratio_pooling": to("mean"),
+        "turn_value_reduction": to("mean"),
+        "advantage_granularity": to("token"),
+        "whiten_advantages": to(False),
+        "hp_config": to(HyperparameterConfig(lr_actor=RLParameter(min=1e-4, max=1e-1))),
+    },
+    "DPO": {
+        **OF_DATA,
+        "loss_type": to("hinge"),
+        "loss_weights": to((1.0, 0.1), loss_type=("sigmoid", "sft")),
+        "nll_alpha": to(1.0),
+        "label_smoothing": to(0.2),
+        "discopop_tau": to(0.5, loss_type="discopop"),
+        "simpo_gamma": to(2.0, loss_type="simpo"),
+        "reference_free": to(True),
+        "ld_alpha": to(0.1),
+        "use_weighting": to(True),
+    },
+    "SFT": {**OF_DATA, "loss_type": to("dft"), "packing": to(False)},
+}
+
+SHARED: dict[str, Entry] = {
+    "quantization_config": Proven("models/test_quantised.py::test_four_bits_compute_what_their_dequantised_weights_do"),
+    "config_overrides": to({"attn_implementation": "eager"}, model_name="embedded"),
+    "attn_implementation": to("eager"),
+    "lora_target_scope": to("mlp"),
+    "gradient_checkpointing": to(True),
+    "activation_offload": Warned(True),
+    "torch_compiler": Proven("models/test_compiled.py::test_a_machine_that_cannot_compile_is_told"),
+    "use_liger_kernel": Refused(True),
+    "use_liger_loss": Warned(True),
+    "use_sequence_packing": to(True, attn_implementation="eager"),
+    "cast_logprobs_to_fp32": to(False, _bf16=True),
+    "fused_logprobs_chunk_rows": to(16),
+    "fused_loss_chunk_rows": to(16),
+    "hf_generate_chunk_size": to(1),
+    "use_vllm": Refused(True),
+    "vllm_config": Proven("surface/test_agents_arguments.py::test_a_setting_of_vllm_acts"),
+    "use_memory_efficient_params": Proven(
+        "rollouts/test_vllm_requests.py::test_the_base_comes_back_bit_for_bit_and_keeps_its_ties"
+    ),
+}
+
+
+@cache
+def facts_of(algorithm: str) -> Callable[..., Any]:
+    return partial(agent_facts, ALGORITHMS[algorithm])
+
+
+ACCEPTED = ("wrap", "clone", "calc_position_embeddings", "reduce_memory_peak")
+"""Documented keywords of agents that are taken and are no parameters."""
+
+
+def cases() -> list[Any]:
+    """Return every argument of every algorithm, those that are tried with another one already as nightly ones."""
+    found = []
+    for algorithm, cls in ALGORITHMS.items():
+        for name in [n for n in inspect.signature(cls).parameters if n not in SharedOptions.model_fields]:
+            marks = () if algorithm == "GRPO" or name in OWN.get(algorithm, {}) else (pytest.mark.nightly,)
+            found.append(pytest.param(algorithm, name, marks=marks, id=f"{algorithm}-{name}"))
+    return found + [pytest.param("GRPO", name, id=f"GRPO-{name}") for name in ACCEPTED]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("algorithm", "name"), cases())
+def test_an_agents_argument_acts(algorithm: str, name: str) -> None:
+    check(OWN.get(algorithm, {}).get(name) or AGENT.get(name), name, facts_of(algorithm))
+
+
+def test_a_config_is_the_same_as_its_keywords() -> None:
+    assert agent_facts(GRPO, config=GRPO.Config(lr=1e-3, beta=0.5)) == agent_facts(GRPO, lr=1e-3, beta=0.5)
+
+
+def test_an_agent_is_on_the_base_that_was_given() -> None:
+    model, mine = random_model(), base()
+    assert GRPO(actor_network=model, pad_token_id=PAD).runtime.base.model is model
+    assert GRPO(runtime=mine, pad_token_id=PAD).runtime is mine
+    assert GRPO(model_name="embedded").runtime.base.source == str(tiny_model_path())
+
+
+# -- options of the base ----------------------------------------------------------------------------------------------
+
+
+class Work(TorchDispatchMode):
+    """Counts operations with their shapes and types: what is computed, where the result is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [(tuple(a.shape), str(a.dtype)) for a in args if isinstance(a, torch.Tensor)]
+        self.done[f"{func} {shapes}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def work(_bf16: bool = False, **options: Any) -> Counter[str]:
+    """Return what is computed for an agent, on a base with these options, that samples and learns once."""
+    if "model_name" not in options:
+        model = random_model(qwen2(num_hidden_layers=1))
+        options["actor_network"] = model.bfloat16() if _bf16 else model
+    agent = GRPO(pad_token_id=PAD, batch_size=8, max_output_tokens=2, **options)
+    with Work() as counted:
+        agent.get_action(PROMPTS, training=False)
+        agent.learn(rows_of())
+    return counted.done
+
+
+@pytest.mark.parametrize("name", SharedOptions.model_fields)
+def test_an_option_of_the_base_acts(name: str) -> None:
+    check(SHARED.get(name), name, work)
+
+
+VLLM: dict[str, Entry] = {
+    "tensor_parallel_size": to(2),
+    "gpu_memory_utilization": to(0.5),
+    "max_num_seqs": to(8),
+    "max_num_batched_tokens": to(64),
+    "max_model_len": to(32),
+    "max_loras": to(7),
+    "max_lora_rank": to(64),
+    "enforce_eager": to(False),
+    "sleep_mode": to(True),
+    "sleep_mode_level": Refused(2),
+    "dtype": to("bfloat16"),
+    "quantization": to("awq"),
+    "vllm_model_name_or_path": to("other"),
+    "kv_cache_dtype": to("fp8"),
+    "kv_cache_memory_bytes": to(2**20),
+    "enable_prefix_caching": to(False),
+    "strip_multimodal_towers": Refused(True),
+    "stop_sequences": to(["."]),
+    "presence_penalty": to(1.0),
+    "frequency_penalty": to(1.0),
+    "lora_staging_dir": Proven("rollouts/test_vllm_requests.py::test_a_staging_folder_of_one_s_own_is_kept"),
+    "base_url": Proven("rollouts/test_vllm_server.py::test_a_server_that_answers_is_used"),
+    "server_timeout": Proven("rollouts/test_vllm_server.py::test_nobody_there_is_a_sentence_with_the_command"),
+    "request_timeout": Proven("surface/test_agents_arguments.py::test_a_server_samples_for_who_asks_for_it"),
+    "probe_tokens": Proven("rollouts/test_vllm_engine.py::test_every_new_version_is_probed_and_nothing_else"),
+    "probe_tolerance": Proven("rollouts/test_vllm_engine.py::test_a_wrong_adapter_stops_with_a_sentence"),
+    "exams": Proven("rollouts/test_vllm_engine.py::test_exams_may_stay_with_the_torch_engine"),
+}
+
+
+def asked_of_vllm(**settings: Any) -> Any:
+    """Return what vLLM is started with, and how it is asked for a sample."""
+    config, started = VLLMConfig(**settings), list[Any]()
+    runtime = base()
+    runtime.base.source = "tiny"
+    backend = ColocatedVLLM(runtime.base, config, SimpleNamespace(get_vocab=dict))
+    vllm = SimpleNamespace(get_tokenizer=lambda: backend.tokenizer)
+    backend._made = lambda options: started.append(options) or vllm  # type: ignore[method-assign]  # not installed here
+    backend.start(2, 8, None)
+    return started, row_of(REQUEST, 1, adapter=None, room=64, eos=(1,), config=config).sampling
+
+
+@pytest.mark.parametrize("name", VLLMConfig.model_fields)
+def test_a_setting_of_vllm_acts(name: str) -> None:
+    check(VLLM.get(name), name, asked_of_vllm)
+
+
+def test_a_server_samples_for_who_asks_for_it() -> None:
+    server = {"base_url": "http://localhost:9", "request_timeout": 7.0}
+    agent = GRPO(actor_network=random_model(), pad_token_id=PAD, use_vllm=True, vllm_config=server)
+    engine = agent.runtime.engine
+    assert isinstance(engine, VLLMEngine)
+    assert agent.use_vllm
+    backend: Any = engine.backend
+    assert (backend.url, backend._client.timeout.read) == ("http://localhost:9", 7.0)
+
+
+# -- methods ----------------------------------------------------------------------------------------------------------
+
+
+PROMPTS = [{"input_ids": torch.tensor([[5, 9, 3]])}, {"input_ids": torch.tensor([[7, 7, 2]])}]
+
+
+def fresh(cls: Any = GRPO, **given: Any) -> Any:
+    own = {"group_size": 4, "max_output_tokens": 5} if cls is not SFT and cls is not DPO else {}
+    rate = {} if cls is PPO else {"lr": 3e-2}
+    return cls(**{"runtime": base(), "pad_token_id": PAD, **own, **rate, **given})
+
+
+def adapter(agent: Any) -> str:
+    return bits(agent.runtime.store.theta[agent.slot])
+
+
+def rows_of(seed: int = 0) -> RolloutBatch:
+    draws, rows = torch.Generator().manual_seed(seed), []
+    for k in range(8):
+        said = torch.randint(2, VOCABULARY, (2 + k % 3,), generator=draws).tolist()
+        rows.append(Trajectory([5, 9, 3], said, [True] * len(said), [-3.0] * len(said), [float(k % 4)], group=k // 4))
+    return collate(rows, PAD)
+
+
+def parts(seed: int = 0) -> tuple[Any, Any, Any]:
+    rows = rows_of(seed)
+    return rows.ids, rows.action_mask, rows.rewards
+
+
+def told(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if "time" not in name}
+
+
+def acts(obs: Any = PROMPTS, **given: Any) -> Any:
+    return [ids.tolist() for ids in fresh().get_action(obs, **given).completion_ids]
+
+
+def learns(experiences: Any = None, **given: Any) -> Any:
+    agent = fresh(update_epochs=2)
+    agent.learn(parts() if experiences is None else experiences, **given)
+    return adapter(agent)
+
+
+LOGPS = [torch.full((int(row.sum()),), -9.0) for row in rows_of().action_mask]
+
+
+def examined(_cls: Any = GRPO, env: Any = None, **given: Any) -> Any:
+    from tests.surface.test_other_arguments import gym, sft_gym
+
+    runtime = Runtime.from_pretrained("embedded")
+    agent = fresh(_cls, runtime=runtime, pad_token_id=None)
+    return agent.test(env or (sft_gym() if _cls is SFT else gym()), **given).tolist(), agent.fitness
+
+
+def cloned(**given: Any) -> Any:
+    clone = fresh().clone(**given)
+    return clone.index, clone.parent
+
+
+def founded(size: int = 2, **given: Any) -> Any:
+    made = GRPO.population(size, runtime=base(), pad_token_id=PAD, lr=3e-2, **given)
+    return [(agent.index, agent.lr, agent.hp_config is None) for agent in made]
+
+
+def saved(path: str = "one", _twice: bool = False, **given: Any) -> Any:
+    agent = fresh()
+    agent.learn(rows_of())
+    with TemporaryDirectory() as root:
+        agent.save_checkpoint(Path(root, path))
+        if _twice:
+            agent.save_checkpoint(Path(root, path), **{"overwrite": True, **given})
+        return sorted(str(file.relative_to(root)) for file in Path(root).rglob("*"))
+
+
+def loaded(path: int = 0, _cls: Any = GRPO, **given: Any) -> Any:
+    """Load one of two checkpoints of the same algorithm into an agent that has learned something else."""
+    agent = fresh(_cls)
+    agent.set_reference_policy(1)
+    with TemporaryDirectory() as root:
+        for number in range(2):
+            other = fresh(_cls, runtime=agent.runtime, seed=number)
+            other.learn(rows_of(number))
+            other.save_checkpoint(Path(root, str(number)))
+            other.clean_up()
+        agent.learn(rows_of(5))
+        agent.load_checkpoint(Path(root, str(path)), **given)
+    slots = [s for s in (agent.slot, agent.critic_slot, agent.reference_slot) if s is not None]
+    store = agent.runtime.store
+    return [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg)], agent.reference_key
+
+
+def routed(adapter_name: str = "actor") -> Any:
+    agent = fresh()
+    agent.learn(rows_of())
+    with agent.select_adapter(adapter_name):
+        inside = bits(agent.runtime.base.model(input_ids=torch.tensor([[5, 9, 3]])).logits)
+    agent.use_adapter(adapter_name)
+    return inside, bits(agent.runtime.base.model(input_ids=torch.tensor([[5, 9, 3]])).logits)
+
+
+def referred(reference_update_tracker: int = 0) -> Any:
+    agent = fresh()
+    agent.learn(rows_of())
+    agent.set_reference_policy(reference_update_tracker)
+    return agent.reference_key, agent.reference_tracker
+
+
+def hooked(hook: Any = None) -> Any:
+    agent, seen = fresh(), list[int]()
+    agent.register_mutation_hook(hook or (lambda: seen.append(1)))
+    agent.mutation_hook()
+    return seen
+
+
+def inspected(agent: int = 0, **given: Any) -> Any:
+    return GRPO.inspect_attributes(fresh(index=agent), **given)
+
+
+def copied(agent: float = 3e-2, clone: int = 0) -> Any:
+    twin = GRPO.copy_attributes(fresh(lr=agent), fresh(index=clone))
+    return twin.lr, twin.index
+
+
+def rated(optimizer: int = 2, **given: Any) -> Any:
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(optimizer)]
+    made = torch.optim.SGD([{"params": [w]} for w in weights], lr=1.0)
+    kept, schedule = GRPO.update_lr(made, **{"lr": 0.1, **given})
+    return [group["lr"] for group in made.param_groups], kept, None if schedule is None else schedule.get_last_lr()
+
+
+def accumulated(batch: int = 0, **given: Any) -> Any:
+    agent = fresh()
+    agent.accumulate(rows_of(batch), **given)
+    agent.optim_step()
+    return adapter(agent)
+
+
+def pushed(batch: int = 0, dloss_dlogp: float = 1.0) -> Any:
+    agent = fresh()
+    agent.accumulate_tangents(
+        rows_of(batch), torch.full_like(rows_of(batch).action_mask, dloss_dlogp, dtype=torch.float32)
+    )
+    agent.optim_step()
+    return adapter(agent)
+
+
+FROZEN = NoOp("the base is frozen: no mode, wrapping or compilation of it changes")
+TEXT = NoOp("text has no spaces, and goes to the model as it is")
+DONE: dict[str, tuple[Callable[..., Any] | None, dict[str, Entry]]] = {
+    "get_action": (acts, {"obs": to(PROMPTS[:1]), "training": to(False), "repeat_prompts": to(False)}),
+    "learn": (
+        learns,
+        {
+            "experiences": to(parts(1)),
+            "turn_ids": Proven("algorithms/test_turns.py::test_learn_takes_turn_ids_and_rewards_of_each_turn"),
+            "sampling_logps": to(LOGPS),
+        },
+    ),
+    "test": (
+        examined,
+        {
+            "env": Proven("surface/test_agents_arguments.py::test_an_exam_is_of_the_environment"),
+            "loop": to(2, _cls=SFT),
+        },
+    ),
+    "clone": (cloned, {"index": to(4), "wrap": AGENT["wrap"]}),
+    "population": (
+        founded,
+        {
+            "size": to(3),
+            "observation_space": TEXT,
+            "action_space": TEXT,
+            "init": to("same", hp_config=GENES),
+            "hp_config": to(GENES),
+        },
+    ),
+    "save_checkpoint": (
+        saved,
+        {
+            "path": to("two"),
+            "lora_only": Refused(False, {"_twice": True}),
+            "save_optimizer": to(False, _twice=True),
+            "overwrite": Refused(False, {"_twice": True}),
+        },
+    ),
+    "load_checkpoint": (
+        loaded,
+        {
+            "path": to(1),
+            "load_optimizer": to(True),
+            "overwrite_reference_adapter": to(True),
+            "overwrite_critic_adapter": to(False, _cls=PPO),
+        },
+    ),
+    "load": (
+        None,
+        {
+            "path": Proven("surface/test_loops.py::test_the_elite_is_saved_before_it_mutates"),
+            "device": Proven(
+                "models/test_padding_and_devices.py::test_cuda_without_a_gpu_is_refused_wherever_a_device_is_given"
+            ),
+            "accelerator": Proven("surface/test_agents_arguments.py::test_a_loaded_agent_has_the_accelerator"),
+            "runtime": Proven("surface/test_loops.py::test_the_elite_is_saved_before_it_mutates"),
+            "loss": Proven("algorithms/test_own_losses.py::test_clone_keeps_the_loss_and_a_checkpoint_asks_for_it"),
+        },
+    ),
+    "set_reference_policy": (referred, {"reference_update_tracker": to(1)}),
+    "use_adapter": (routed, {"adapter_name": to("reference")}),
+    "select_adapter": (routed, {"adapter_name": to("reference")}),
+    "recompile": (None, {"recompile": FROZEN}),
+    "wrap_models": (None, {"wrap_models": FROZEN}),
+    "unwrap_models": (None, {"unwrap_models": FROZEN}),
+    "register_mutation_hook": (hooked, {"hook": to(list)}),
+    "reinit_optimizers": (None, {"optimizer": NoOp("an agent has one optimizer")}),
+    "set_training_mode": (None, {"training": FROZEN}),
+    "to_device": (
+        None,
+        {"experiences": Proven("surface/test_agents_arguments.py::test_what_takes_no_argument_acts")},
+    ),
+    "inspect_attributes": (inspected, {"agent": to(3), "input_args_only": to(True)}),
+    "copy_attributes": (copied, {"agent": to(1e-3), "clone": to(3)}),
+    "evolvable_attributes": (
+        lambda **given: fresh(hp_config=GENES).evolvable_attributes(**given),
+        {"networks_only": to(True)},
+    ),
+    "preprocess_observation": (None, {"observation": TEXT}),
+    "register_network_group": (None, {"group": NoOp("an agent has one network, its adapter")}),
+    "get_state_dim": (
+        lambda observation_space=None: GRPO.get_state_dim(observation_space),
+        {"observation_space": to(Box(0, 1, (3,)))},
+    ),
+    "get_action_dim": (lambda action_space=None: GRPO.get_action_dim(action_space), {"action_space": to(Discrete(4))}),
+    "update_lr": (
+        rated,
+        {"optimizer": to(3), "lr": to(0.2), "accelerator": to("one"), "scheduler_config": to(COURSE)},
+    ),
+    "accumulate": (accumulated, {"batch": to(1), "loss_fn": to(half), "denominator": to(3.0)}),
+    "accumulate_tangents": (pushed, {"batch": to(1), "dloss_dlogp": to(-1.0)}),
+}
+"""By method: what it does, and how each of its arguments is changed; a name of the scene's own begins with ``_``."""
+WITHOUT_ARGUMENTS = {"get_lr_names", "get_policy", "mutation_hook", "clean_up", "optim_step"}
+
+
+def arguments_of(method: str) -> list[str]:
+    function = getattr(GRPO, method)
+    return [*parameters(function), *(["experiences"] if method == "to_device" else [])] or [method]
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [(m, name) for m in METHODS if m not in WITHOUT_ARGUMENTS for name in arguments_of(m)]
+)
+def test_a_methods_argument_acts(method: str, name: str) -> None:
+    scene, entries = DONE.get(method, (None, {}))
+    check(entries.get(name), name, scene or getattr(GRPO, method))
+
+
+def test_what_takes_no_argument_acts() -> None:
+    agent = fresh(cosine_lr_schedule_config=None)
+    assert (agent.get_lr_names(), fresh(PPO).get_lr_names()) == (["lr"], ["lr_actor", "lr_critic"])
+    assert agent.get_policy() is agent.runtime.base.model
+    seen: list[int] = []
+    agent.register_mutation_hook(lambda: seen.append(1))
+    agent.mutation_hook()
+    assert seen == [1]
+    start = adapter(agent)
+    agent.accumulate(rows_of())
+    assert adapter(agent) == start
+    agent.optim_step()
+    assert adapter(agent) != start
+    moments = agent.runtime.store.exp_avg[agent.slot]
+    assert moments.abs().sum() > 0
+    agent.reinit_optimizers()
+    assert agent.runtime.store.exp_avg[agent.slot].abs().sum() == 0
+    (moved,) = agent.to_device(torch.zeros(1))
+    assert moved.device == agent.runtime.base.device
+    used = agent.runtime.store.used
+    agent.clean_up()
+    assert agent.runtime.store.used == used - 1
+
+
+def test_an_exam_is_of_the_environment() -> None:
+    from tests.surface.test_other_arguments import gym
+
+    (first, _), (other, fitness) = examined(), examined(env=gym(reward_fn=lambda completion, answer, question: 0.25))
+    assert set(other) == {0.25} != set(first)
+    assert fitness == [0.25]
+
+
+def test_a_loaded_agent_has_the_accelerator(tmp_path: Path) -> None:
+    agent = fresh()
+    agent.save_checkpoint(tmp_path / "one")
+    accelerator = Accelerator(cpu=True)
+    assert GRPO.load(tmp_path / "one", runtime=agent.runtime).accelerator is None
+    assert GRPO.load(tmp_path / "one", accelerator=accelerator, runtime=agent.runtime).accelerator is accelerator
