@@ -7,6 +7,7 @@ names and defaults. The tables are compared with the signatures: a new argument 
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -92,10 +93,11 @@ def agent_facts(
     facts["says"] = [ids.tolist() for ids in said.completion_ids]
     metrics: list[dict[str, float]] = []
     if data:
-        batch = examples(6, pairs=cls.env_type == "preference")
-        metrics.append(agent.learn(batch))
-        agent.set_reference_policy(1)
-        metrics.append(agent.learn(examples(6, 1, pairs=cls.env_type == "preference")))
+        for seed in range(2):
+            batch = examples(6, seed, pairs=cls.env_type == "preference")
+            labels = torch.arange(6) % 2 == 0 if cls.env_type == "unpaired" else None
+            metrics.append(agent.learn(replace(batch, desirable=labels)))
+            agent.set_reference_policy(1)
     else:
         rows = sample([agent], 4)[0]
         for row in rows:
@@ -247,6 +249,12 @@ OWN: dict[str, dict[str, Entry]] = {
         "ld_alpha": to(0.1),
         "use_weighting": to(True),
     },
+    "KTO": {
+        **OF_DATA,
+        "loss_type": to("apo_zero_unpaired"),
+        "desirable_weight": to(2.0),
+        "undesirable_weight": to(2.0),
+    },
     "SFT": {**OF_DATA, "loss_type": to("dft"), "packing": to(False)},
 }
 
@@ -267,6 +275,9 @@ SHARED: dict[str, Entry] = {
     "hf_generate_chunk_size": to(1),
     "use_vllm": Refused(True),
     "vllm_config": Proven("surface/test_agents_arguments.py::test_a_setting_of_vllm_acts"),
+    "stop_sequences": Proven(
+        "rollouts/test_generation_settings.py::test_a_completion_ends_with_the_token_that_completes_a_text"
+    ),
     "use_memory_efficient_params": Proven(
         "rollouts/test_vllm_requests.py::test_the_base_comes_back_bit_for_bit_and_keeps_its_ties"
     ),
@@ -287,7 +298,8 @@ def cases() -> list[Any]:
     found = []
     for algorithm, cls in ALGORITHMS.items():
         for name in [n for n in inspect.signature(cls).parameters if n not in SharedOptions.model_fields]:
-            marks = () if algorithm == "GRPO" or name in OWN.get(algorithm, {}) else (pytest.mark.nightly,)
+            first = algorithm == "GRPO" or name in OWN.get(algorithm, {}) or name not in AGENT
+            marks = () if first else (pytest.mark.nightly,)
             found.append(pytest.param(algorithm, name, marks=marks, id=f"{algorithm}-{name}"))
     return found + [pytest.param("GRPO", name, id=f"GRPO-{name}") for name in ACCEPTED]
 
@@ -363,6 +375,9 @@ VLLM: dict[str, Entry] = {
     "stop_sequences": to(["."]),
     "presence_penalty": to(1.0),
     "frequency_penalty": to(1.0),
+    "engine_kwargs": Proven(
+        "rollouts/test_generation_settings.py::test_engine_keywords_reach_vllm_beside_the_settings"
+    ),
     "lora_staging_dir": Proven("rollouts/test_vllm_requests.py::test_a_staging_folder_of_one_s_own_is_kept"),
     "base_url": Proven("rollouts/test_vllm_server.py::test_a_server_that_answers_is_used"),
     "server_timeout": Proven("rollouts/test_vllm_server.py::test_nobody_there_is_a_sentence_with_the_command"),
