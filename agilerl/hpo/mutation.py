@@ -150,7 +150,7 @@ class Mutations:
         ):
             if value != 0:
                 raise ConfigError(
-                    f"Mutations: {name} ({key} of a manifest) must be 0, found {value}: the base model is frozen, so "
+                    f"Mutations: {name} must be 0, found {value} ({key} of a manifest): the base model is frozen, so "
                     "its layers and activations cannot change; the architecture of an agent is its adapter rank "
                     "(architecture=...)."
                 )
