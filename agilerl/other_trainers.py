@@ -15,6 +15,7 @@ PROMPTS = "environment.data_batch_size_per_gpu (prompts of one iteration)"
 PROMPT_LENGTH = "algorithm.max_model_len (prompt and completion together)"
 BOUNDS = "algorithm.clip_coef=[low, high]"
 STEPS = "training.max_steps (completions, all agents together)"
+PASSES = f"training.num_epochs (passes of each agent over the rows), or {STEPS}"
 EXAMS = "training.evaluation_interval (iterations)"
 SAVES = "training.checkpoint_steps (iterations)"
 WARMUP = "training.lr_schedule.warmup (share of the run)"
@@ -41,7 +42,7 @@ NAMES: dict[str, dict[str, str]] = {
         "ref_model_mixup_alpha": "algorithm.ref_sync_alpha",
         "rpo_alpha": "algorithm.nll_alpha",
         "mask_truncated_completions": "algorithm.mask_truncated",
-        "num_train_epochs": STEPS,
+        "num_train_epochs": PASSES,
         "eval_steps": EXAMS,
         "save_steps": SAVES,
         "save_total_limit": "training.keep_checkpoints",
@@ -60,6 +61,9 @@ NAMES: dict[str, dict[str, str]] = {
         "bf16": "training.dtype=bfloat16",
         "activation_offloading": "algorithm.activation_offload",
         "padding_free": "algorithm.use_sequence_packing",
+        "chat_template_path": "network.chat_template_path",
+        "chat_template_kwargs": "network.chat_template_kwargs",
+        "generation_kwargs": "algorithm.temperature, top_p and so on, each by its name",
         "vllm_gpu_memory_utilization": "algorithm.vllm_config.gpu_memory_utilization",
         "vllm_server_base_url": "algorithm.vllm_config.base_url",
         "vllm_tensor_parallel_size": "algorithm.vllm_config.tensor_parallel_size",
@@ -91,10 +95,12 @@ NAMES: dict[str, dict[str, str]] = {
         "grad_clip": "algorithm.max_grad_norm",
         "lam": "algorithm.gae_lambda",
         "rollout.temperature": "algorithm.temperature",
+        "val_kwargs.temperature": "training.eval_temperature (0 is greedy)",
+        "val_kwargs.n": "training.eval_samples",
         "rollout.gpu_memory_utilization": "algorithm.vllm_config.gpu_memory_utilization",
         "model.lora_rank": "network.lora_config.r",
         "lora_rank": "network.lora_config.r",
-        "trainer.total_epochs": STEPS,
+        "trainer.total_epochs": PASSES,
         "trainer.total_training_steps": STEPS,
         "trainer.test_freq": EXAMS,
         "trainer.save_freq": SAVES,
@@ -109,6 +115,7 @@ NAMES: dict[str, dict[str, str]] = {
         "train_batch_size": BATCH,
         "micro_train_batch_size": MICRO,
         "generate_max_len": LENGTH,
+        "eval_n_samples_per_prompt": "training.eval_samples",
         "prompt_max_len": PROMPT_LENGTH,
         "max_len": "algorithm.max_model_len",
         "init_kl_coef": BETA,
@@ -157,7 +164,7 @@ def ours(path: str, value: Any = None) -> str | None:
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not any(path.rpartition(".")[2] in names for names in NAMES.values()):
         for key, inner in value.items():
             yield from _leaves(f"{path}.{key}", inner)
     else:

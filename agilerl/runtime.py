@@ -124,6 +124,7 @@ class Runtime:
         self._finalizer = weakref.finalize(self, _give_back, base, self.store, base.store)
         attach(base.model, self.store)
         base.store = self.store
+        base.tokenizer_end = getattr(tokenizer, "eos_token_id", None)
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)

@@ -79,6 +79,8 @@ class BaseModel:
     """The bank whose layers are attached; None if none is attached yet."""
     options: SharedOptions = field(default_factory=SharedOptions)
     """Options of the computation; :meth:`configure` changes them."""
+    tokenizer_end: int | None = None
+    """The end token of the tokenizer in use."""
 
     def __post_init__(self) -> None:
         self.source = self.source or self.name
@@ -160,19 +162,20 @@ class BaseModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion, from the generation configuration."""
+        """Tokens that end a completion: those of the generation configuration, and the tokenizer's.
+
+        Models that were tuned to a chat format often have its end token in the tokenizer alone.
+        """
         generation = getattr(self.model, "generation_config", None)
         eos = generation.eos_token_id if generation is not None and generation.eos_token_id is not None else None
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
-        if eos is None:
-            return ()
-        found = tuple(eos) if isinstance(eos, Sequence) and not isinstance(eos, str) else (eos,)
+        found = () if eos is None else tuple(eos) if isinstance(eos, Sequence) and not isinstance(eos, str) else (eos,)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
             raise ConfigError(
                 f"the model {self.name!r}: expected integers as eos_token_id, found {eos!r}; write the id of the token "
                 "into its config.json and generation_config.json"
             )
-        return found
+        return found if self.tokenizer_end is None or self.tokenizer_end in found else (*found, self.tokenizer_end)
 
     def configure(self, options: SharedOptions) -> None:
         """Apply options to all later computations.

@@ -75,6 +75,9 @@ def test_names_of_trl_are_those_of_its_version() -> None:
         ("actor_rollout_ref.rollout.n=8", "algorithm.group_size"),
         ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.beta"),
         ("network.lora_config.lora_rank=8", "network.lora_config.r"),
+        ("algorithm.chat_template_kwargs={enable_thinking: false}", "network.chat_template_kwargs"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "training.eval_samples"),
+        ("training.num_train_epochs=3", "training.num_epochs"),
     ],
 )
 def test_overrides(override: str, key: str) -> None:

@@ -15,13 +15,14 @@ from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.gyms import ReasoningGym
-from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids
+from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids, render_prompt
 from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.collect import collect_answers
 from agilerl.rollouts.engine import Ask
 from agilerl.rollouts.episodes import collect_episodes
+from agilerl.runtime import Runtime
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 
@@ -280,3 +281,18 @@ def test_decoding_knows_the_models_ends(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("several ends", tmp_path)
     ids = [tokenizer.convert_tokens_to_ids(c) for c in "ab"]
     assert decode_completions(tokenizer, [[ids[0], tokenizer.pad_token_id, ids[1]]]) == ["a"]
+
+
+def test_a_completion_ends_at_the_tokenizers_end_where_the_model_does_not_name_it() -> None:
+    asked = [{"role": "user", "content": "Spell this word backward (example: sun -> nus): moon"}]
+    found = []
+    for ends in (4, 0, [5, 6]):
+        loaded = Runtime.from_pretrained("embedded")
+        loaded.base.model.generation_config.eos_token_id = ends
+        runtime = Runtime(loaded.base, tokenizer=loaded.tokenizer)
+        assert runtime.base.eos_token_ids.count(4) == 1
+        ids = render_prompt(runtime.tokenizer, asked)
+        ((said,),) = runtime.engine.generate([GenerationRequest(None, ids, 1, SamplingSettings(30, temperature=0.0))])
+        assert said.token_ids[-1] == runtime.tokenizer.eos_token_id == 4
+        found.append((said.token_ids, said.finish_reason))
+    assert found == [(found[0][0], "stop")] * 3
