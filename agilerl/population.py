@@ -30,6 +30,7 @@ from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
 from agilerl.hpo.strategies import OBJECTIVES
+from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
@@ -153,7 +154,7 @@ class Population:
         """Identifies its rollouts, so that those of another population are recognised."""
         self.task = task
         self.runtime = agents[0].runtime
-        self.tokenizer = tokenizer if tokenizer is not None else self.runtime.tokenizer
+        self.tokenizer = self.runtime.tokenizer if tokenizer is None else padded(tokenizer)
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate

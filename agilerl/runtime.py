@@ -29,7 +29,6 @@ from agilerl.models.base import (
     from_model,
     load_base,
     load_tokenizer,
-    with_padding,
 )
 from agilerl.models.flat import Packed, Rows, flatten
 from agilerl.models.lora import attach, detach, token_keys, token_values
@@ -46,6 +45,7 @@ from agilerl.models.sharding import (
     sharding_of,
 )
 from agilerl.models.slots import AdapterStore, Dropout, Route
+from agilerl.padding import padded, with_padding
 from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
@@ -112,7 +112,7 @@ class Runtime:
         options: SharedOptions | None = None,
         engine: Any = None,
     ) -> None:
-        self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens
+        self.base, self.tokenizer, self.seed, self.max_tokens = base, padded(tokenizer), seed, max_tokens
         self.lora_config = copy.deepcopy(lora_config) if lora_config is not None else adapters.default_lora_config()
         adapters.check_lora_config(self.lora_config)
         self.store = AdapterStore(

@@ -53,9 +53,9 @@ from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
-from agilerl.models.base import padding_id
 from agilerl.models.operators import Part, add_noise, merged, resize
 from agilerl.models.slots import AdamWSettings
+from agilerl.padding import padding_id
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json

@@ -14,6 +14,7 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import AgileRLError, EnvError
+from agilerl.padding import padded
 from agilerl.streams import stream
 
 ODD_ACTIONS = (
@@ -302,7 +303,7 @@ def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
     observation, _ = env.reset(seed=0)
     system = [] if env.system_prompt is None else [{"role": "system", "content": env.system_prompt}]
     try:
-        chat = ChatFormat(tokenizer, tools=env.tools)
+        chat = ChatFormat(padded(tokenizer), tools=env.tools)
         ids = chat.prompt([*system, *as_messages(observation)])
     except AgileRLError as error:
         yield _error("template", f"the tokenizer cannot render the conversation: {error}")

@@ -36,6 +36,7 @@ from agilerl.envs.prompts import (
 )
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import EnvError
+from agilerl.padding import padded
 from agilerl.rewards.grader import Grader
 
 Batch = TypeVar("Batch")
@@ -56,6 +57,7 @@ class Gym(ABC, Generic[Batch]):
     def _begin(
         self, tokenizer: Any, batch_size: int, accelerator: Accelerator | None, max_context_length: int | None
     ) -> None:
+        tokenizer = padded(tokenizer)
         check_tokenizer(tokenizer)
         self.tokenizer, self.max_context_length = tokenizer, max_context_length
         self.data_batch_size_per_gpu, self.accelerator = batch_size, accelerator
@@ -145,7 +147,7 @@ class ReasoningGym(Gym[list[Prompt]]):
             train_dataset: anything that ``read_dataset`` takes (a Hugging Face ``Dataset``, a sequence of dicts, a
                 file, a hub name), or a mixture; in any of the forms of ``DatasetTask``.
             test_dataset: the same; what ``eval_mode()`` uses.
-            tokenizer: Hugging Face tokenizer with a pad token.
+            tokenizer: Hugging Face tokenizer; without a pad token its end token pads.
             reward_fn: ``(completion, answer, question) -> float``; None means no grade, NaN in the rewards.
             conversation_template: list of ``{"role", "content"}`` with ``{question}`` (and ``{answer}``, or any
                 column); a final assistant message is a prefill, which is not part of the completion. None is the prompt
@@ -158,7 +160,7 @@ class ReasoningGym(Gym[list[Prompt]]):
 
         Raises:
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
-            ConfigError: a malformed template, a tokenizer without pad token, a batch size below 1.
+            ConfigError: a malformed template, a tokenizer without pad and end token, a batch size below 1.
         """
         task = DatasetTask(
             train_dataset, test_dataset, reward_fn=reward_fn, conversation_template=conversation_template, seed=seed
@@ -414,7 +416,7 @@ class SFTGym(DataGym):
         Args:
             train_dataset: anything that ``read_dataset`` takes, or a mixture.
             test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
-            tokenizer: Hugging Face tokenizer with a pad token.
+            tokenizer: Hugging Face tokenizer; without a pad token its end token pads.
             response_column: preferred column of the response to ``prompt``.
             loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
                 needs an append-only chat template.
@@ -425,7 +427,7 @@ class SFTGym(DataGym):
 
         Raises:
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
-            ConfigError: a tokenizer without pad token, a batch size below 1, an unknown ``loss_on``.
+            ConfigError: a tokenizer without pad and end token, a batch size below 1, an unknown ``loss_on``.
         """
         self.response_column, self.loss_on = response_column, checked_loss_on(loss_on)
         super().__init__(

@@ -20,6 +20,7 @@ from agilerl.envs.prompts import (
     end_token_ids,
 )
 from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.padding import padded
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""
@@ -51,7 +52,7 @@ class TokenObservationWrapper:
 
         Args:
             env: a TextEnv, or anything that ``as_text_env`` turns into one.
-            tokenizer: Hugging Face tokenizer with a pad token.
+            tokenizer: Hugging Face tokenizer; without a pad token its end token pads.
             max_turns: most actions of an episode, 1 or more.
             pad_id: padding token; by default the tokenizer's.
             apply_chat_template: if False, observations are written as they are.
@@ -65,6 +66,7 @@ class TokenObservationWrapper:
         Raises:
             ConfigError: a setting out of range, or a chat template that does not suit the environment.
         """
+        tokenizer = padded(tokenizer)
         self._task = EpisodeTask(
             lambda: env,
             max_turns=max_turns,

@@ -1,7 +1,5 @@
 """The one frozen base model: loading it, checking it, and its two halves, body and head."""
 
-import copy
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,9 +47,8 @@ from agilerl.models.quantised import (
     stored_numbers,
 )
 from agilerl.models.slots import AdapterStore
+from agilerl.padding import with_padding
 from agilerl.templates import with_chat_template
-
-_log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 """The name of the tiny model that is shipped with the package."""
@@ -553,63 +550,6 @@ def load_tokenizer(
         check_tokenizer_parts(tokenizer, name)
     padded = with_padding(tokenizer, name, pad_token=pad_token, pad_token_id=pad_token_id)
     return with_chat_template(padded, chat_template_path, chat_template_kwargs)
-
-
-def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad_token_id: int | None = None) -> Any:
-    """Return a tokenizer with the given pad token, or else its own, or else its end token (which is logged).
-
-    Padding is never trained on, whatever its token: the masks exclude it. The given tokenizer is not changed. Raises
-    ConfigError for a token that it does not have, for two that disagree, and if no token is available.
-    """
-    if pad_token is not None or pad_token_id is not None:
-        wanted = padding_id(tokenizer, pad_token, pad_token_id)
-    elif tokenizer.pad_token_id is not None:
-        return tokenizer
-    elif tokenizer.eos_token_id is not None:
-        wanted = tokenizer.eos_token_id
-        _log.warning(
-            "The tokenizer of %r has no pad token: its end token %r is used; pad_token or pad_token_id sets another.",
-            name,
-            tokenizer.eos_token,
-        )
-    else:
-        raise ConfigError(
-            f"the tokenizer of {name!r} has neither a pad token nor an end token to pad with; name one of its tokens: "
-            "pad_token=... or pad_token_id=... (in a manifest network.pad_token or network.pad_token_id)"
-        )
-    if wanted != tokenizer.pad_token_id:
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(wanted)
-    return tokenizer
-
-
-def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) -> int:
-    """Return the id of a pad token that is given by name, by id or by both.
-
-    Raises ConfigError unless it is one of the tokenizer's tokens, and name and id agree.
-    """
-    if pad_token_id is not None:
-        found = None
-        if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) and 0 <= pad_token_id < len(tokenizer):
-            found = tokenizer.convert_ids_to_tokens(pad_token_id)
-        if found is None:
-            raise ConfigError(
-                f"pad_token_id={shown(pad_token_id)} is not a token of the tokenizer, which has {len(tokenizer)}; "
-                f"leave it out, or use one of them, for instance the end token ({tokenizer.eos_token_id})"
-            )
-        if pad_token is not None and pad_token != found:
-            raise ConfigError(
-                f"pad_token_id={pad_token_id} is the token {found!r}, but pad_token={shown(pad_token)}; give only one "
-                "of the two"
-            )
-        return pad_token_id
-    number = tokenizer.convert_tokens_to_ids(pad_token) if isinstance(pad_token, str) else None
-    if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:
-        raise ConfigError(
-            f"pad_token={shown(pad_token)} is not a token of the tokenizer; leave it out, or use one of its tokens, "
-            f"for instance the end token {tokenizer.eos_token!r}"
-        )
-    return int(number)
 
 
 def check_device(device: Any, name: str = "device") -> None:

@@ -9,18 +9,27 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from agilerl import Population
 from agilerl.algorithms import GRPO, SFT
 from agilerl.config.manifest import load_manifest
+from agilerl.envs import DatasetTask
+from agilerl.envs.gyms import PreferenceGym, ReasoningGym
+from agilerl.envs.tokenized import TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.models.base import check_device, load_tokenizer
 from agilerl.models.tiny import tiny_model_path
+from agilerl.rewards import exact_match
 from agilerl.runtime import Runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.algorithms.conftest import lora
+from tests.envs.scripted import Echo
 from tests.tiny_models import PAD, random_model
 
 pytestmark = pytest.mark.model
+
+ROWS = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(8)]
+PAIRS = [{"prompt": row["question"], "chosen": row["answer"] + "0" * n, "rejected": "x"} for n, row in enumerate(ROWS)]
 
 
 @pytest.fixture
@@ -114,6 +123,31 @@ def test_the_tokenizer_of_a_user_is_not_changed() -> None:
     before = tokenizer.pad_token
     runtime = Runtime.from_pretrained("embedded", tokenizer=tokenizer, pad_token="z")
     assert (runtime.tokenizer.pad_token, tokenizer.pad_token) == ("z", before)
+
+
+def test_a_users_tokenizer_without_a_pad_token_pads_with_its_end_token_wherever_it_is_given(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = AutoTokenizer.from_pretrained(folder)
+    base = Runtime.from_pretrained("embedded").base
+    with caplog.at_level(logging.WARNING, logger="agilerl"):
+        runtime = Runtime(base, tokenizer=own)
+        agents = GRPO.population(2, runtime=runtime, group_size=2, batch_size=4, max_output_tokens=4)
+        people = Population(agents, DatasetTask(ROWS[:4], ROWS[4:], reward_fn=exact_match), tokenizer=own)
+        gym = ReasoningGym(ROWS[:4], ROWS[4:], own, exact_match, None, data_batch_size_per_gpu=2)
+        pairs = PreferenceGym(PAIRS, PAIRS, own, data_batch_size_per_gpu=2)
+        turns = TokenObservationWrapper(Echo(), own, 2)
+    end = own.eos_token_id
+    found = [runtime.tokenizer, people.tokenizer, gym.tokenizer, pairs.tokenizer, turns.tokenizer]
+    assert [one.pad_token_id for one in found] == [end] * 5
+    assert (turns.pad_id, agents[0].pad_token_id, own.pad_token_id) == (end, end, None)
+    assert len(caplog.records) == 1
+    people.learn(people.rollout())
+    ids = agents[0].get_action(gym.reset(), training=False).completion_ids
+    gym.step(ids)
+    batch = pairs.reset()
+    padding = torch.arange(batch.ids.shape[1]) >= batch.lengths[:, None]
+    assert set(batch.ids[padding].tolist()) == {end}
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------
