@@ -2,7 +2,7 @@
 
     python -m benchmarking.evolution run OUT [--tasks gcd ...] [--strata right ...] [--arms ours ...] [--seeds 8]
                                              [--tokens 180000]
-    python -m benchmarking.evolution table OUT
+    python -m benchmarking.evolution table OUT [--against formula_decay]
     python -m benchmarking.evolution plot OUT --to docs/evolution
     python -m benchmarking.evolution pack OUT --to benchmarking/results/evolution.json
 
@@ -438,6 +438,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="*", default=[180_000])
+    parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
     given = parser.parse_args()
     if given.what == "one":
@@ -451,7 +452,7 @@ def main() -> None:
         found = [r for r in results(Path(given.out)) if all(r[key] in names for key, names in wanted.items())]
         if given.what == "plot" and given.to is None:
             parser.error("plot needs --to")
-        print(table(found) if given.what == "table" else "\n".join(map(str, plot(found, given.to))))
+        print(table(found, given.against) if given.what == "table" else "\n".join(map(str, plot(found, given.to))))
     else:
         runs = [
             Run(task, stratum, arm, seed, tokens)

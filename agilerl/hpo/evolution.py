@@ -78,6 +78,8 @@ class Evolution:
         named = isinstance(strategy, str)
         if settings and not named:
             raise ConfigError(f"settings are those of a named strategy, found strategy={type(strategy).__name__}")
+        if not named and not callable(getattr(strategy, "plan", None)):
+            raise ConfigError(f"strategy: expected a name or an object with plan, found {type(strategy).__name__}")
         self.strategy: SelectionStrategy = (
             make_strategy(strategy, size, settings or {}) if isinstance(strategy, str) else strategy  # type: ignore[assignment]
         )

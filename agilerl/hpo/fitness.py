@@ -162,6 +162,14 @@ class Evidence:
         """Whether the agent may take the other's place; a tie never is."""
         return self.probability >= self.needed and self.probability > 0.5 and not self.against
 
+    def about_replacing(self, donor: int) -> str:
+        """Return the verdict on an agent that a clone of ``donor`` replaces if this is enough."""
+        return (
+            f"left: agent {donor} is better with {self}"
+            if self.is_enough
+            else f"kept: {self} that agent {donor} is better"
+        )
+
     def __str__(self) -> str:
         sign = ">=" if self.probability >= self.needed and self.probability > 0.5 else "<"
         said = f"P = {self.probability:.3f} {sign} "

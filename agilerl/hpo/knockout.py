@@ -14,6 +14,7 @@ from agilerl.hpo.selection import (
     check_one_objective,
     check_population,
     keep_all,
+    places,
 )
 
 
@@ -106,9 +107,9 @@ class PulseSelection:
         else:
             verdicts[present] = f"kept: P = {sure:.3f} < {self.challenge:g} that agent {best} is better"
             winner = present
-        for index in ranked:
-            if index != winner:
-                verdicts.setdefault(index, f"left: did not win against agent {present}")
+            verdicts[best] = f"left: better than agent {present} with P = {sure:.3f} < {self.challenge:g} only"
+        for index, text in places(fitness, ranked, [winner]).items():
+            verdicts.setdefault(index, text)
         return winner
 
     def _guarded(
@@ -208,7 +209,6 @@ class KnockoutSelection:
                 verdicts[seeded] = f"kept: {found} that agent {rival} is better"
                 verdicts[rival] = f"left: better than agent {seeded} with {found} only"
                 kept[-1] = seeded
-        for place, index in enumerate(ranked, start=1):
-            if index not in kept:
-                verdicts.setdefault(index, f"left: place {place} of {len(ranked)}, {fitness[index].value:.3f}")
+        for index, text in places(fitness, ranked, kept).items():
+            verdicts.setdefault(index, text)
         return set(kept)

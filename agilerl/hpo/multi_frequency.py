@@ -93,6 +93,7 @@ class MultiFrequencySelection:
         agents, size = list(fitness), self.population_size // self.n_subpopulations
         parts = [agents[start : start + size] for start in range(0, len(agents), size)]
         births: dict[int, Birth] = {}
+        verdicts: dict[int, str] = {}
         mutants: set[int] = set()
         for number, ratio in enumerate(self.ratios):
             if (generation + 1) % ratio:
@@ -100,10 +101,13 @@ class MultiFrequencySelection:
             for change in self._evolve(number, parts, fitness, generation, seed):
                 child = next_index + len(births)
                 births[change.dead] = Birth(child, change.parent, change.hyperparameters_from)
+                why = f"among the worst of part {number}" if change.mutates else "open for migration"
+                values = f"{fitness[change.dead].value:.3f} against {fitness[change.parent].value:.3f}"
+                verdicts[change.dead] = f"left: {why}, {values} of agent {change.parent}, which was cloned"
                 mutants.update([child] if change.mutates else [])
         slots = tuple(births[index].child if index in births else index for index in agents)
         nominated = tuple(index for index in slots if index in mutants)
-        return Plan(generation, elite, slots, tuple(births.values()), tuple(births), nominated)
+        return Plan(generation, elite, slots, tuple(births.values()), tuple(births), nominated, verdicts=verdicts)
 
     @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], list[int]]:

@@ -379,7 +379,8 @@ def _one_way(gene: Gene, current: float, moved: float) -> float:
     here = gene.to_unit(current)
     length = abs(gene.to_unit(moved) - here)
     turned = float(gene.from_unit(min(here + length, 1.0) if upwards else max(here - length, 0.0)))
-    return turned if turned != current else _nudge(gene, current, upwards)
+    # exp(log(min)) may be above a value that is next to min, so the sign is checked and not only that it moved.
+    return turned if turned != current and (turned > current) == upwards else _nudge(gene, current, upwards)
 
 
 def _nudge(gene: Gene, current: float, upwards: bool) -> float:

@@ -1,6 +1,6 @@
 """Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any, Protocol, TypeVar
@@ -229,6 +229,15 @@ def keep_all(fitness: Mapping[int, Fitness], generation: int, reason: str = "") 
     return Plan(generation, ranking(fitness)[0], tuple(fitness), reason=reason)
 
 
+def places(fitness: Mapping[int, Fitness], ranked: Sequence[int], kept: Collection[int]) -> dict[int, str]:
+    """Return the verdict on each agent that leaves for its place among ``ranked``."""
+    return {
+        index: f"left: place {place} of {len(ranked)}, {fitness[index].value:.3f}"
+        for place, index in enumerate(ranked, start=1)
+        if index not in kept
+    }
+
+
 def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int | None = None) -> None:
     """Raise ConfigError unless there are agents, as many as expected, all with an index below ``next_index``."""
     if not fitness:
@@ -314,9 +323,12 @@ class TruncationSelection:
         candidates = {*ranked[-count:], *ranked[len(finite) :]} - set(donors)
         everyone = list(fitness.values())
         births: dict[int, Birth] = {}
+        verdicts: dict[int, str] = {}
         for index in sorted(candidates):
             donor = donors[int(stream(seed, "selection", generation, index).integers(len(donors)))]
-            if evidence(fitness[donor], fitness[index], self.confidence, everyone).is_enough:
+            found = evidence(fitness[donor], fitness[index], self.confidence, everyone)
+            verdicts[index] = found.about_replacing(donor)
+            if found.is_enough:
                 births[index] = Birth(next_index + len(births), donor)
         return Plan(
             generation,
@@ -325,6 +337,7 @@ class TruncationSelection:
             births=tuple(births.values()),
             deaths=tuple(births),
             mutants=tuple(births[index].child for index in fitness if index in births),
+            verdicts=verdicts,
         )
 
 
@@ -374,4 +387,5 @@ class SuccessiveHalving:
             slots=tuple(index for index in fitness if index in kept),
             deaths=tuple(index for index in fitness if index not in kept),
             reason=f"halving: {len(ranked)} to {count} agents",
+            verdicts=places(fitness, ranked, kept),
         )

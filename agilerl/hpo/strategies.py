@@ -86,12 +86,18 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
         raise ConfigError(f"{name} has no setting {unknown[0]}; it has {', '.join(SETTINGS[name]) or 'none'}")
     given, made = dict(settings), strategy_class(name)
     if name in ("knockout", "pulses"):
-        later = strategy_class("pulses")(**given.pop("pulses", {}))
+        own, known = given.pop("pulses", {}), _keywords("pulses")
+        if not isinstance(own, Mapping) or not set(own) <= set(known):
+            raise ConfigError(f"pulses: expected a mapping with some of {', '.join(known)}, found {own!r}")
+        later = strategy_class("pulses")(**own)
         strategy: SelectionStrategy = later if name == "pulses" else made(population_size, later=later, **given)
         return strategy
     if name == "halving":
         truncation = {key: given.pop(key) for key in SETTINGS["truncation"] if key in given}
-        if given.pop("between", "none") == "truncation":
+        between = given.pop("between", "none")
+        if between not in ("none", "truncation"):
+            raise ConfigError(f"between: expected none or truncation, found {between!r}")
+        if between == "truncation":
             given["between"] = strategy_class("truncation")(**truncation)
     if name == "tournament":
         given = {"tournament_size": min(2, population_size), "elitism": True, **given}

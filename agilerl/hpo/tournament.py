@@ -88,14 +88,15 @@ class TournamentSelection:
             wins[elite] += 1
         deaths = tuple(sorted(index for index in fitness if not wins[index]))
         parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]
-        pairs = [pair for pair in zip(deaths, parents, strict=True) if self._passes(fitness, *pair)]
+        verdicts: dict[int, str] = {}
+        pairs = [pair for pair in zip(deaths, parents, strict=True) if self._passes(fitness, *pair, verdicts)]
         births = [Birth(next_index + offset, parent) for offset, (_, parent) in enumerate(pairs)]
         deaths = tuple(dead for dead, _ in pairs)
         replaced = {dead: birth.child for dead, birth in zip(deaths, births, strict=True)}
         slots = tuple(replaced.get(index, index) for index in fitness)
         children = {birth.child for birth in births}
         mutants = tuple(index for index in slots if index in children)
-        return Plan(generation, elite, slots, tuple(births), deaths, mutants)
+        return Plan(generation, elite, slots, tuple(births), deaths, mutants, verdicts=verdicts)
 
     @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], None]:
@@ -108,11 +109,15 @@ class TournamentSelection:
         elite, population = apply_plan(plan, pop)
         return elite, population, None
 
-    def _passes(self, fitness: Mapping[int, Fitness], dead: int, parent: int) -> bool:
-        """Say whether an agent may be replaced: without a gate always, and never by a tie with one."""
+    def _passes(self, fitness: Mapping[int, Fitness], dead: int, parent: int, verdicts: dict[int, str]) -> bool:
+        """Say whether an agent may be replaced: without a gate always, and never by a tie with one; and why."""
         if self.gate is None:
+            values = f"{fitness[dead].value:.3f} against {fitness[parent].value:.3f} of agent {parent}"
+            verdicts[dead] = f"left: won no tournament, {values}, which was cloned"
             return True
-        return evidence(fitness[parent], fitness[dead], float(self.gate)).is_enough
+        found = evidence(fitness[parent], fitness[dead], float(self.gate))
+        verdicts[dead] = found.about_replacing(parent)
+        return found.is_enough
 
     def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
         """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""

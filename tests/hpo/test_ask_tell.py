@@ -111,6 +111,10 @@ def test_exams_may_be_means_alone_and_a_broken_member_leaves() -> None:
         (lambda: Evolution({"lr": 1e-3}, GENES), "depth"),
         (lambda: made().factor(1.5), "1.5"),
         (lambda: made(object(), settings={"period": 2}), "object"),
+        (lambda: made(object()), "object with plan"),
+        (lambda: made(settings={"pulses": {"evry": 2}}), "evry"),
+        (lambda: made(settings={"pulses": 3}), "found 3"),
+        (lambda: made("halving", settings={"between": "tournament"}), "between"),
     ],
 )
 def test_mistakes_are_named(wrong: Any, says: str) -> None:

@@ -19,6 +19,7 @@ def test_the_better_half_stays_in_its_slots():
     assert plan.deaths == (0, 4)
     assert plan.births == ()
     assert plan.reason == "halving: 5 to 3 agents"
+    assert plan.verdicts == {0: "left: place 5 of 5, 0.100", 4: "left: place 4 of 5, 0.200"}
 
 
 def test_sizes_go_down_to_the_floor_at_every_period():

@@ -140,6 +140,13 @@ def test_a_monotone_gene_moves_one_way_and_stays_at_its_end(case, way):
     assert Gene.from_state(json.loads(json.dumps(gene.state()))) == gene
 
 
+def test_a_monotone_gene_next_to_its_end_does_not_turn_back():
+    low = 0.12290001634898663  # exp(log(low)) is above it
+    gene = Gene("g", "float", min=low, max=low + 1, monotone="down")
+    value = math.nextafter(low, 1)
+    assert {mutate_value(gene, value, stream(seed, "test")) for seed in range(20)} == {low}
+
+
 def test_a_monotone_gene_steps_as_far_as_any_other():
     both, up = moves(LR, 1e-5), moves(replace(LR, monotone="up"), 1e-5)
     distances = [abs(math.log(value / 1e-5)) for value in both]

@@ -97,6 +97,9 @@ def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
     assert (kept.slots, kept.deaths) == ((2,), (4, 5))
     assert kept.births == ()
     assert kept.verdicts[2].startswith("kept: P = ")
+    numbers = kept.verdicts[2].removeprefix("kept: ").removesuffix(" that agent 4 is better")
+    assert kept.verdicts[4] == f"left: better than agent 2 with {numbers} only"
+    assert kept.verdicts[5] == "left: place 3 of 3, 0.025"
 
 
 def test_one_that_takes_over_is_challenged_again_at_once() -> None:

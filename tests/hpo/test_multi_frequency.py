@@ -40,6 +40,10 @@ def test_from_slower_to_faster_the_whole_agent_moves():
     assert plan.births == (Birth(8, 0), Birth(9, 4))
     assert plan.slots == (0, 1, 9, 8, 4, 5, 6, 7)
     assert plan.mutants == (8,)  # only the copy of the winner, not the migrant
+    assert plan.verdicts == {
+        2: "left: open for migration, 0.300 against 0.900 of agent 4, which was cloned",
+        3: "left: among the worst of part 0, 0.200 against 0.500 of agent 0, which was cloned",
+    }
 
 
 def test_from_faster_to_slower_only_the_weights_move():

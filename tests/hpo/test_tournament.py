@@ -29,6 +29,8 @@ def test_a_tournament_of_everyone_copies_the_best_everywhere():
         assert plan.slots == (4, 1, 5, 6)
         assert plan.deaths == (0, 2, 3)
         assert plan.mutants == (4, 5, 6)
+        assert set(plan.verdicts) == {0, 2, 3}
+        assert plan.verdicts[3].startswith("left: won no tournament, 0.200 against 0.400 of agent 1")
 
 
 def test_winners_have_the_documented_probabilities():

@@ -1,6 +1,7 @@
 """Truncation selection replaces on evidence, not on noise."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -40,10 +41,14 @@ def test_the_gate_closes_on_weak_evidence():
     # Three equal agents, one a prompt behind: the best and the worst differ, but not by more than chance.
     scores = [[1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 0, 0, 1, 0, 0, 1], [1, 1, 0, 0, 1, 0, 0, 0]]
     fitness = {i: Fitness.from_scores(row) for i, row in enumerate(scores)}
-    assert TruncationSelection().plan(fitness, 0, 0, 4).births == ()
+    kept = TruncationSelection().plan(fitness, 0, 0, 4)
+    assert kept.births == ()
+    assert re.fullmatch(r"kept: P = 0\.\d{3} < 0\.8 that agent 0 is better", kept.verdicts[3])
     # The same means from forty times the prompts are evidence.
     fitness = {i: Fitness.from_scores(row * 40) for i, row in enumerate(scores)}
-    assert TruncationSelection().plan(fitness, 0, 0, 4).deaths == (3,)
+    replaced = TruncationSelection().plan(fitness, 0, 0, 4)
+    assert replaced.deaths == (3,)
+    assert re.fullmatch(r"left: agent 0 is better with P = [01]\.\d{3} >= 0\.8", replaced.verdicts[3])
 
 
 def test_every_broken_agent_is_replaced():
