@@ -163,6 +163,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in headings, target
 
 
+@pytest.mark.parametrize("trainer", ["agilerl", "harmony", "trl", "tunix"])
+def test_what_is_better_is_tested(trainer: str) -> None:
+    page = (ROOT / "docs" / f"coming_from_{trainer}.md").read_text(encoding="utf-8")
+    section = page.split("## What is better here\n", 1)[1].split("\n## ", 1)[0]
+    statements = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    assert statements
+    for statement in statements:
+        (file, test) = re.findall(r"`(tests/\S+\.py)::(\w+)` \|$", statement)[0]
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), statement
+
+
 @pytest.mark.processes
 def test_manifest_reference_is_fresh() -> None:
     """`make docs` writes it."""

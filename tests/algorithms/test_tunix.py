@@ -1,4 +1,4 @@
-"""docs/tunix.md: each of our names in it exists, each of our values is accepted, and what was asked for is there."""
+"""docs/coming_from_tunix.md: our names in it exist, our values are accepted, and what was asked for is there."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from agilerl.algorithms import ALGORITHMS, GRPO
 from agilerl.functional import LOSS_NORM_ALIASES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tunix.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "coming_from_tunix.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> list[list[str]]:
