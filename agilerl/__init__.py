@@ -1,8 +1,12 @@
 """agilerl: evolutionary hyperparameter search in reinforcement learning of language models."""
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from agilerl.errors import DISTRIBUTION as DISTRIBUTION
+from agilerl.errors import mixed_installation
 
 if TYPE_CHECKING:
     from agilerl.algorithms import (
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     HAS_VLLM: bool
 
 __version__ = "0.1.0"
+
+if _mixed := mixed_installation():
+    warnings.warn(_mixed, stacklevel=2)
 
 __all__ = [
     "CISPO",

@@ -20,7 +20,7 @@ def memory_bytes() -> int | None:
     limits = [_container_limit()]
     try:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         limits.append(None)
     return min((limit for limit in limits if limit), default=None)
 

@@ -9,20 +9,21 @@ from typing import Any
 
 
 @contextmanager
-def deferred(name: str, load: Callable[[], Any]) -> Iterator[None]:
+def deferred(name: str, load: Callable[[], Any], *, required: bool = True) -> Iterator[None]:
     """Let ``import name`` inside the block bind a stand-in; ``load`` imports the library when it is first used.
 
     The stand-in passes every attribute on. Only modules that are imported inside the block hold it; afterwards
-    ``import name`` gives every module the library itself. Nothing is deferred if the library is missing or has been
-    imported before.
+    ``import name`` gives every module the library itself. Nothing is deferred if the library has been imported before.
+    If it is missing, ``import name`` fails inside the block, unless it is not ``required``: then ``load`` says so.
     """
     spec = None if name in sys.modules else find_spec(name)
-    if spec is None:
+    if name in sys.modules or (spec is None and required):
         yield
         return
     stand_in: Any = ModuleType(name)
     # Without these, code that looks through all modules would ask for them, and import the library.
-    stand_in.__spec__, stand_in.__loader__, stand_in.__file__ = spec, spec.loader, spec.origin
+    stand_in.__spec__, stand_in.__loader__ = spec, None if spec is None else spec.loader
+    stand_in.__file__ = None if spec is None else spec.origin
 
     def withdraw() -> None:
         if sys.modules.get(name) is stand_in:

@@ -1,4 +1,10 @@
-"""Every error that a user may cause or see, in one small hierarchy."""
+"""Every error that a user may cause or see, in one small hierarchy, and what is said about the installation."""
+
+import os
+import sys
+
+DISTRIBUTION = "lora-evolution"
+"""The name of the package for pip and uv. On PyPI ``agilerl`` is another project, whose modules have the same name."""
 
 
 class AgileRLError(Exception):
@@ -43,6 +49,24 @@ class MemoryExhaustedError(EngineError):
 def how_to_install(extra: str) -> str:
     """Return the command that installs an optional dependency group, for instance ``math``, for a message.
 
-    It installs from source, because the project of this name on PyPI is a different one.
+    It works in the environment of the package, whether that came from an index, a wheel or a checkout: pip and uv leave
+    what is installed and add what the group lists.
     """
-    return f"pip install -e '.[{extra}]' in the folder of agilerl's source"
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def mixed_installation() -> str | None:
+    """Return what is wrong if another distribution has put its files among this package's; None if none has.
+
+    Lists one folder, the one that this package is in, so that ``import agilerl`` can afford it.
+    """
+    home = os.path.dirname(os.path.abspath(__file__))
+    repair = f"run: pip uninstall --yes agilerl {DISTRIBUTION}; then install {DISTRIBUTION} again"
+    package = sys.modules["agilerl"]
+    if getattr(package, "DISTRIBUTION", None) != DISTRIBUTION:
+        return f"agilerl is another project's package in {package.__file__}, not {DISTRIBUTION}'s in {home}; {repair}"
+    for name in sorted(os.listdir(os.path.dirname(home))):
+        if name.startswith("agilerl-") and name.endswith(".dist-info"):
+            other = name.removesuffix(".dist-info").replace("-", " ")
+            return f"the distribution {other} has put its files among those of {DISTRIBUTION} in {home}; {repair}"
+    return None

@@ -46,7 +46,8 @@ GROUND = "agilerl.sizes"
 
 OPTIONAL = (
     *("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
-    *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl"),
+    *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl", "reasoning_gym"),
+    *("pycosat", "cellpylib"),
 )
 UNSAFE_IMPORTS = (
     *("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"),

@@ -1,52 +1,120 @@
-"""How the package is installed: PyPI has another project by its name, so pages and messages say ``-e``."""
+"""How the package is installed: under a name of its own, by lines that work, and not among another project's files."""
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from agilerl.errors import how_to_install
+from agilerl.errors import DISTRIBUTION, how_to_install
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 READ = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "Makefile",
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")),
     *(
         path
-        for folder in ("agilerl", "benchmarking", "docs", "tutorials")
+        for folder in ("agilerl", "benchmarking", "docs", "tutorials", "tools")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in {".py", ".md", ".yaml", ".sh", ".jinja", ".ipynb"}
     ),
 ]
-BY_NAME = re.compile(r"""(?:pip3?|uv|uvx|pipx)(?:\s+[\w-]+)*\s+["'`]*agilerl\b(?!/)""")
-EXTRA = re.compile(r"""-e(?:ditable)? ["']?\.\[([\w,]+)\]|how_to_install\(["'](\w+)["']\)""")
-
-
-def test_nothing_is_installed_by_the_name_of_another_project():
-    assert all(BY_NAME.search(text) for text in ("pip install 'agilerl[ray]'", "pip install agilerl", "uv add agilerl"))
-    found = [f"{path.relative_to(ROOT)}: {line}" for path in READ for line in lines(path) if BY_NAME.search(line)]
-    assert found == []
+INSTALLS = re.compile(r"(?:pip3?|uv|uvx|pipx)[\"']?(?: pip)? (?:install|add|run|tool) +(?P<what>[^`|\n#;&]*)")
+"""An install line, from its first argument to the end of the line or of the code."""
+BY_NAME = re.compile(r"""(?<![\w./-])agilerl(?=[\s\[=<>~!"'`]|$)""")
+"""The name of the import where that of a distribution belongs."""
+EXTRAS = re.compile(r"""(?:lora-evolution|["'. ]\.)\[([\w,-]+)\]|how_to_install\(["']([\w-]+)["']\)""")
 
 
 def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
+def install_lines() -> list[tuple[str, str]]:
+    return [(f"{p.relative_to(ROOT)}", m["what"]) for p in READ for line in lines(p) for m in INSTALLS.finditer(line)]
+
+
+def test_the_distribution_has_a_name_of_its_own():
+    assert PROJECT["name"] == DISTRIBUTION == "lora-evolution"
+
+
+def test_nothing_is_installed_by_the_name_of_another_project():
+    wrong = ("pip install 'agilerl[ray]'", "pip install agilerl", "uv pip install agilerl", "uv add agilerl==1")
+    for line in wrong:
+        (found,) = INSTALLS.finditer(line)
+        assert BY_NAME.search(found["what"])
+    said = install_lines()
+    assert len(said) > 30
+    assert [(place, what) for place, what in said if BY_NAME.search(what)] == []
+
+
 def extras_said() -> list[str]:
-    found = {match for path in READ for line in lines(path) for match in EXTRA.findall(line)}
+    found = {match for path in READ for line in lines(path) for match in EXTRAS.findall(line)}
     return sorted({name for pair in found for names in pair if names for name in names.split(",")})
 
 
 @pytest.mark.parametrize("extra", extras_said())
 def test_what_is_to_be_installed_exists(extra: str):
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert extra in known
-    assert f"pip install -e '.[{extra}]'" in how_to_install(extra)
+    assert extra in PROJECT["optional-dependencies"]
+    assert how_to_install(extra) == f"pip install 'lora-evolution[{extra}]'"
+
+
+def test_every_extra_is_said_somewhere():
+    assert set(PROJECT["optional-dependencies"]) - set(extras_said()) == set()
+
+
+def test_files_that_install_lines_name_exist():
+    named = {word for _, what in install_lines() for word in what.split() if word.endswith(".txt")}
+    assert {"constraints.txt"} <= named
+    assert [word for word in named if not (ROOT / word).is_file()] == []
 
 
 def test_the_messages_share_one_home_for_it():
-    said = [path.relative_to(ROOT) for path in READ if path.suffix == ".py" and "install -e '.[" in path.read_text()]
+    said = [
+        path.relative_to(ROOT)
+        for path in READ
+        if path.suffix == ".py" and f"install '{DISTRIBUTION}[" in path.read_text()
+    ]
     # A docstring may show the command; a message takes it from there.
-    assert [str(path) for path in said] == ["agilerl/envs/tools/builtin.py", "agilerl/errors.py"]
+    assert [str(path) for path in said] == ["agilerl/envs/tools/builtin.py"]
+
+
+# -- another distribution's files among ours --------------------------------------------------------------------------
+
+
+def started(place: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.run(command, cwd=place, env={"PYTHONPATH": str(place)}, capture_output=True, text=True)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder that the package is installed in."""
+    shutil.copytree(ROOT / "agilerl", tmp_path / "agilerl", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.mark.processes
+def test_the_import_says_that_another_distribution_is_in_its_folder(site: Path):
+    assert started(site, "-c", "import agilerl").stderr == ""
+    (site / "agilerl-2.58.0.dist-info").mkdir()
+    (site / "agilerl_arena-1.0.dist-info").mkdir()  # a distribution with another name
+    said = started(site, "-c", "import agilerl")
+    assert said.returncode == 0
+    assert "UserWarning: the distribution agilerl 2.58.0 has put its files" in said.stderr
+    assert "pip uninstall --yes agilerl lora-evolution" in said.stderr
+    shown = started(site, "-m", "agilerl", "env", "--json")
+    assert "agilerl 2.58.0" in shown.stdout.partition("versions")[0]
+
+
+@pytest.mark.processes
+def test_commands_refuse_to_run_on_another_projects_modules(site: Path):
+    (site / "agilerl" / "__init__.py").write_text("__version__ = '2.58.0'\n")
+    for command in (("env",), ("train", "--dry-run"), ("--help",)):
+        said = started(site, "-m", "agilerl", *command)
+        assert (said.returncode, said.stdout) == (2, "")
+        assert said.stderr.startswith("error: agilerl is another project's package in ")
+        assert said.stderr.count("\n") == 1

@@ -17,6 +17,12 @@ def main() -> None:
     Exit codes: 2: a mistake of the user; 1: a write failed, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
     Ctrl-C and SIGTERM; 141: the reader of the output is gone.
     """
+    from agilerl.errors import DISTRIBUTION, mixed_installation
+
+    if getattr(sys.modules["agilerl"], "DISTRIBUTION", None) != DISTRIBUTION:
+        # Another project's modules are in this one's places, so nothing more of it can be relied on.
+        print(f"error: {mixed_installation()}", file=sys.stderr)
+        sys.exit(2)
     from agilerl.arguments import shown
     from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
 

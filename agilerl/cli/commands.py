@@ -223,9 +223,12 @@ def run_env(*, as_json: bool) -> None:
 
     from agilerl.cli.output import console
     from agilerl.cli.process_settings import described
+    from agilerl.errors import DISTRIBUTION, mixed_installation
     from agilerl.runs import collect_hardware, collect_versions
 
+    home = Path(__file__).resolve().parents[1]
     found: dict[str, Any] = {
+        "installation": {"installation": mixed_installation() or f"{DISTRIBUTION} in {home}"},
         "versions": collect_versions(),
         "hardware": collect_hardware(),
         "process": described(),

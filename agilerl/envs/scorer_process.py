@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import reasoning_gym.composite  # noqa: F401  (all datasets, and what they import)
+from agilerl.envs.upstream import build_dataset, known_tasks, quiet
 
-from agilerl.envs.upstream import build_dataset, quiet
+known_tasks()  # imports all datasets, and what they import
 
 _BUILT: dict[str, Any] = {}
 """Datasets by name and parameters."""

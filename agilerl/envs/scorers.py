@@ -92,7 +92,8 @@ def _forget_the_lock() -> None:
     _LOCK = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_the_lock)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_forget_the_lock)
 
 
 class Scorers:

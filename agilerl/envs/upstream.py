@@ -1,4 +1,7 @@
-"""The one place that talks to reasoning_gym: builds datasets and contains their side effects."""
+"""The one place that talks to reasoning_gym: builds datasets and contains their side effects.
+
+Where it is not installed, two of its datasets are there all the same (``agilerl.envs.arithmetic``).
+"""
 
 import io
 import keyword
@@ -10,13 +13,15 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from copy import copy
 from dataclasses import MISSING, Field, fields, replace
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import nearest, shown
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred
-from agilerl.errors import ConfigError
+from agilerl.envs import arithmetic
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.streams import sealed
 
 MANAGED = ("seed", "size")
@@ -36,7 +41,7 @@ NAME_OR_OPERATOR = re.compile(r"[A-Za-z]\w{0,31}|[-+*/%&|^~<>=]{1,3}", re.ASCII)
 
 
 def known_tasks() -> list[str]:
-    """Return the names of all reasoning_gym datasets, ``composite`` included."""
+    """Return the names of all reasoning_gym datasets, ``composite`` included; of two if it is not installed."""
     return sorted(_registry())
 
 
@@ -49,7 +54,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     registry = _registry()
     if name not in registry:
         raise ConfigError(
-            f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}"
+            f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}{_without()}"
         )
     known: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1])}
     checked = {}
@@ -81,9 +86,9 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
     Raises:
         ConfigError: reasoning_gym refuses the parameters; the message has its reason.
     """
-    library, arguments = _library(), dict(params)
+    arguments = dict(params)
     if name == "composite":
-        arguments["datasets"] = [library.composite.DatasetSpec(**spec) for spec in params["datasets"]]
+        arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
             if name in WORD_READERS and "data_file" not in arguments:
@@ -91,7 +96,8 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
                 made.config = replace(made.config, seed=seed, size=size)
                 made.seed, made.size = seed, size
                 return made
-            return library.create_dataset(name, seed=seed, size=size, **arguments)
+            create = _library().create_dataset if _installed() else arithmetic.create_dataset
+            return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"an internal check failed ({type(error).__name__})"
@@ -105,7 +111,12 @@ def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def curricula() -> list[str]:
-    """Return the names of the datasets that reasoning_gym has a curriculum for."""
+    """Return the names of the datasets that reasoning_gym has a curriculum for.
+
+    Raises ConfigError if it is not installed.
+    """
+    if not _installed():
+        raise ConfigError(f"a curriculum is reasoning_gym's, which is not installed; run: {how_to_install('tasks')}")
     return [name for name in known_tasks() if _library().factory.has_curriculum(name)]
 
 
@@ -154,14 +165,30 @@ def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed
 
 
 def _registry() -> Mapping[str, tuple[type, type]]:
-    registry: Mapping[str, tuple[type, type]] = _library().factory.DATASETS
+    registry: Mapping[str, tuple[type, type]] = _library().factory.DATASETS if _installed() else arithmetic.DATASETS
     return registry
 
 
 @cache
+def _installed() -> bool:
+    return find_spec("reasoning_gym") is not None
+
+
+def _without() -> str:
+    """Return what to add to a message about an unknown name if reasoning_gym is missing."""
+    if _installed():
+        return ""
+    return f". Without reasoning_gym there are only {' and '.join(arithmetic.DATASETS)}; run: {how_to_install('tasks')}"
+
+
+@cache
 def _library() -> Any:
-    """Return reasoning_gym; cellpylib, which two datasets use and which imports matplotlib, is imported by those."""
-    with deferred("cellpylib", _cellpylib):
+    """Return reasoning_gym, which must be installed.
+
+    cellpylib, which two datasets use and which imports matplotlib, is imported by those. pycosat, which zebra_puzzles
+    uses, has to be compiled; without it all the others work.
+    """
+    with deferred("cellpylib", _cellpylib), deferred("pycosat", _pycosat, required=False):
         import reasoning_gym.composite
         import reasoning_gym.factory
     return reasoning_gym
@@ -171,6 +198,14 @@ def _cellpylib() -> Any:
     import cellpylib
 
     return cellpylib
+
+
+def _pycosat() -> Any:
+    try:
+        import pycosat
+    except ImportError as error:
+        raise ConfigError("zebra_puzzles needs pycosat, which has to be compiled; run: pip install pycosat") from error
+    return pycosat
 
 
 def _checked_value(what: str, field: Field[Any], value: Any) -> Any:

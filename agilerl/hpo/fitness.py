@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtr
 
 from agilerl.arguments import Number, Share, checked
 from agilerl.errors import ConfigError
@@ -122,6 +121,8 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     Without scores the two standard errors are used as if independent. No evidence, and any tie, gives 0.5.
     Raises ConfigError if the two were scored on panels of different sizes.
     """
+    from scipy.special import stdtr  # a quarter of a second, which most uses of this file do not need
+
     if not (a.is_finite and b.is_finite):
         return 0.5 if a.is_finite == b.is_finite else float(a.is_finite)
     if not (a.scores and b.scores):

@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from agilerl.arguments import Location, checked, shown
-from agilerl.errors import CheckpointError, WriteError
+from agilerl.errors import CheckpointError, WriteError, how_to_install
 from agilerl.report import figures
 from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
 from agilerl.report.load import (
@@ -65,7 +64,7 @@ def render(runs: Sequence[RunRecord]) -> str:
     """Return the page as a string."""
     y_range = _common_range(runs)
     views = [_view(position, run, y_range) for position, run in enumerate(runs)]
-    library, script = inline_script(get_plotlyjs()), inline_script(_resource("script.js.jinja"))
+    library, script = inline_script(_plotly()), inline_script(_resource("script.js.jinja"))
     names = _distinct_names(runs)
     for view, name in zip(views, names):
         view["name"] = name
@@ -75,9 +74,19 @@ def render(runs: Sequence[RunRecord]) -> str:
         comparison=comparison(runs, names) if len(runs) > 1 else None,
         style=Markup(_resource("style.css.jinja")),
         library=Markup(library),
+        how_to_draw=how_to_install("report"),
         script=Markup(script),
         policy=_content_policy(library, script),
     )
+
+
+def _plotly() -> str:
+    """Return plotly's script, which draws the charts; nothing if it is not installed: the page then has the rest."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return ""
+    return str(get_plotlyjs())
 
 
 @cache

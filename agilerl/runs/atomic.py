@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,9 @@ from agilerl.runs import strict_json
 
 MANIFEST = "MANIFEST.json"
 """Name of the file in a committed folder that lists every other file with its size and sha256."""
+
+PLAIN_FILE = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"))
+"""Flags to open a file with, as far as the system has them: not for children, not through a link, bytes as they are."""
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
@@ -221,7 +225,9 @@ def _sha256(path: Path) -> str:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():
+        return  # Windows cannot open a folder, and keeps names itself
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

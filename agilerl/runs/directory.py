@@ -1,6 +1,5 @@
 """The run directory: its paths, the lock on it, the settings and the environment that the run was started with."""
 
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -18,11 +17,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+import filelock
+
 from agilerl.arguments import Location, Seed, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import remove_leftovers, write_json
+from agilerl.runs.atomic import PLAIN_FILE, remove_leftovers, write_json
 from agilerl.runs.journal import Closing, read_lines
 
 SCHEMA_VERSION = 1
@@ -345,23 +346,23 @@ class DirectoryLock:
         self.path = path
         self._descriptor: int | None = None
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FILE, 0o666)
         except OSError as error:
             raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            locked = filelock.lock_descriptor(descriptor, blocking=False)
+        except OSError as error:
+            os.close(descriptor)
+            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        if not locked:
             owner = _owner(descriptor)
             os.close(descriptor)
             raise CheckpointError(
                 f"{path.parent} is in use by {owner}. Wait until it ends, stop it, or choose another directory."
-            ) from error
-        except OSError as error:
-            os.close(descriptor)
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            )
         try:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
         except OSError as error:
             os.close(descriptor)
             raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
@@ -378,7 +379,7 @@ class DirectoryLock:
         if self._descriptor is not None:
             with suppress(OSError):  # then the file keeps the name of a process that no longer holds the lock
                 os.ftruncate(self._descriptor, 0)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            filelock.unlock_descriptor(self._descriptor)
             self._close()
 
     def _close(self) -> None:
@@ -391,7 +392,11 @@ def _owner(descriptor: int) -> str:
     """Return which process holds the lock; waits briefly for an owner that has not written its name yet."""
     deadline = time.monotonic() + 0.3
     while True:
-        words = os.pread(descriptor, 200, 0).decode(errors="replace").split()
+        try:
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            words = os.read(descriptor, 200).decode(errors="replace").split()
+        except OSError:  # on Windows a locked file cannot be read
+            words = []
         if words:
             return f"process {words[0]}" + (f" on {words[1]}" if len(words) > 1 else "")
         if time.monotonic() > deadline:
@@ -408,18 +413,20 @@ def _forget_in_child() -> None:
         lock._close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 # -- versions and hardware ---------------------------------------------------------------------------------------------
 
 
-_PACKAGES = ("agilerl", "torch", "transformers", "peft", "reasoning-gym", "safetensors", "numpy", "datasets")
+_PACKAGES = ("torch", "transformers", "peft", "reasoning-gym", "safetensors", "numpy", "datasets")
 
 
 def collect_versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that affect results, None for those not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions["agilerl"] = sys.modules["agilerl"].__version__  # not by its distribution: a checkout may have none
     for package in _PACKAGES:
         try:
             version: str | None = importlib.metadata.version(package)
@@ -457,7 +464,7 @@ def _cpu_model() -> str:
 def _memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return None
 
 

@@ -15,6 +15,7 @@ from agilerl.arguments import Location, checked
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
+from agilerl.runs.atomic import PLAIN_FILE
 
 _BLOCK, _TAIL = 1 << 20, 1 << 16
 """Bytes read at once: forward for a digest, backward for the last line."""
@@ -269,7 +270,7 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, whole
 
 
-_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0)
 
 
 class _AppendFile:

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
+_SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error: the run can be resumed)
@@ -31,7 +32,7 @@ class StopRequest:
     def lose_output(self, error: OSError) -> None:
         """Ask the run to stop because nothing can be printed any more, as SIGPIPE does with other programs."""
         self.lost = error
-        self.signal = self.signal or signal.SIGPIPE
+        self.signal = self.signal or 13  # SIGPIPE, which Windows has no name for
 
     @property
     def code(self) -> int:
@@ -54,7 +55,7 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
 
     def stop(number: int, _: FrameType | None) -> None:
         if request.signal is not None:
-            if number == signal.SIGHUP:
+            if number == _HANGUP:
                 return  # a closing terminal sends it more than once: from the kernel and from the shell
             signal.signal(number, before[number])
             signal.raise_signal(number)

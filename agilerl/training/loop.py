@@ -1,6 +1,7 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and a final held-out test."""
 
 import math
+import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -661,6 +662,11 @@ def _peak_memory(device: torch.device) -> int:
     """Return the peak memory in bytes so far: of the GPU if the run uses one, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -126,7 +126,7 @@ def test_a_pass_that_breaks_off_among_divided_weights_ends_the_run() -> None:
 def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, two = new_runtime(ALONE), Processes(0, 2)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lora-evolution\[deepspeed\]'"):
         runtime.share(two, "zero3")
     runtime.options = runtime.options.model_copy(update={"torch_compiler": "default"})
     with pytest.raises(ConfigError, match="torch_compiler='default' compiles layers"):

@@ -65,7 +65,7 @@ def test_interrupted_then_an_island_is_killed_and_the_bits_are_those_of_one_proc
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lora-evolution\[ray\]'"):
         launch(DistributedConfig(), [], print, lambda: stop_on_signals(print))
 
 

@@ -167,7 +167,7 @@ def test_our_own_forwards_without_gradients_cost_none(folder: Path) -> None:
 
 def test_without_bitsandbytes_the_sentence_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install -e '\.\[quantization\]'"):
+    with pytest.raises(ConfigError, match=r"bitsandbytes.*pip install 'lora-evolution\[quantization\]'"):
         load(folder, "nf4")
 
 

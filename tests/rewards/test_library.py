@@ -155,5 +155,5 @@ def test_the_library_goes_by_the_names_of_its_graders():
 
 def test_accuracy_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("agilerl.rewards.library.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[math\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lora-evolution\[math\]'"):
         library_grader("accuracy")

@@ -324,7 +324,7 @@ class LocalSearch:
     """Finds the passages that match a query best; ``LocalSearch(...).search`` is the tool.
 
     The same query gives the same passages in the same order; passages of equal score are in the corpus's order. Words
-    are compared in lower case, otherwise unchanged. Needs bm25s: ``pip install -e '.[search]'``.
+    are compared in lower case, otherwise unchanged. Needs bm25s: ``pip install 'lora-evolution[search]'``.
     """
 
     @checked

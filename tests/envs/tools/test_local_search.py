@@ -67,7 +67,7 @@ def test_bad_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(EnvError, match="found nothing"):
         LocalSearch(tmp_path / "missing.jsonl")
     monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[search\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lora-evolution\[search\]'"):
         LocalSearch(PASSAGES)
 
 
