@@ -1,5 +1,6 @@
 """How the package is installed: under a name of its own, by lines that work, and not among another project's files."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.errors import DISTRIBUTION, how_to_install
+from tests.training.small_runs import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -118,3 +120,55 @@ def test_commands_refuse_to_run_on_another_projects_modules(site: Path):
         assert (said.returncode, said.stdout) == (2, "")
         assert said.stderr.startswith("error: agilerl is another project's package in ")
         assert said.stderr.count("\n") == 1
+
+
+# -- systems that lack what Linux has ---------------------------------------------------------------------------------
+
+
+LACKING = """
+import importlib, os, pkgutil, signal, sys
+import torch, transformers, peft, filelock, accelerate  # libraries, which have their own ways
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None
+for name in ("fork", "register_at_fork", "O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_DIRECTORY", "O_PATH", "sysconf",
+             "sched_getaffinity", "pread", "pwrite", "killpg", "setsid", "geteuid", "getuid", "getegid"):
+    delattr(os, name)
+for name in ("SIGHUP", "SIGPIPE", "SIGALRM", "SIGKILL", "SIGCHLD", "setitimer"):
+    delattr(signal, name)
+import agilerl
+inside = ("agilerl.__main__", "agilerl.cli.__main__", "agilerl.rewards.sandbox_child", "agilerl.rewards.worker")
+for module in pkgutil.walk_packages(agilerl.__path__, "agilerl."):
+    if module.name not in inside:  # programs, the last two for processes that such a system cannot start
+        importlib.import_module(module.name)
+from agilerl.errors import RewardError
+from agilerl.rewards.sandbox import run_python
+try:
+    run_python("print(1)")
+except RewardError as error:
+    print(error)
+from agilerl.cli import main
+sys.argv = ["agilerl", "train", "training.max_steps=128", "training.pop_size=1", "environment.eval_prompts=8",
+            "environment.test_prompts=4", "environment.data_batch_size_per_gpu=8", "--out", "run"]
+main()
+"""
+
+
+@pytest.mark.processes
+def test_a_run_needs_nothing_that_only_posix_has(tmp_path: Path):
+    (tmp_path / "try.py").write_text(LACKING)
+    done = subprocess.run([sys.executable, "try.py"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("graders in processes of their own need Linux or macOS")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"]["elite"]["n"] == 4
+    assert (tmp_path / "run" / "elite" / "adapter_model.safetensors").exists()
+
+
+def test_no_module_that_is_imported_needs_posix():
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "agilerl").rglob("*.py"))
+        for line in lines(path)
+        if re.match(r"(import|from) (fcntl|resource|termios|pwd|grp|pty)\b", line)
+    ]
+    # They run as processes of their own, on Linux and macOS.
+    assert found == ["agilerl/rewards/sandbox_child.py: import resource", "agilerl/rewards/worker.py: import resource"]

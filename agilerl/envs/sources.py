@@ -189,15 +189,17 @@ def without_decoding(dataset: Any) -> Any:
 
 
 _UNFOLD = """
-import resource, sys
+import sys
 limit = int(sys.argv[2])
 import pyarrow as pa, pyarrow.parquet as pq
 pa.set_cpu_count(1)
-with open("/proc/self/statm") as file:
-    now = int(file.read().split()[0]) * resource.getpagesize()
-for what, most in ((resource.RLIMIT_AS, now + limit), (resource.RLIMIT_CPU, 300), (resource.RLIMIT_CORE, 0)):
-    hard = resource.getrlimit(what)[1]
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+if sys.platform == "linux":  # elsewhere only what has been read is counted
+    import resource
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    for what, most in ((resource.RLIMIT_AS, now + limit), (resource.RLIMIT_CPU, 300), (resource.RLIMIT_CORE, 0)):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 try:
     size, file = 0, pq.ParquetFile(sys.argv[1])
     for field in file.schema_arrow:

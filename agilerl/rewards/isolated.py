@@ -21,7 +21,7 @@ from typing import Any
 from agilerl.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import Grader
-from agilerl.rewards.sandbox import CHILD
+from agilerl.rewards.sandbox import CHILD, check_system
 from agilerl.rewards.waiting import Answer, WaitingGrader
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -157,6 +157,7 @@ class _Worker:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process and wait until it has imported the grader."""
+        check_system()
         path = [path or os.getcwd() for path in sys.path]
         limits: dict[str, Any] | None = None
         options: dict[str, Any] = {}

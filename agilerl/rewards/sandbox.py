@@ -27,6 +27,12 @@ GRACE = 0.9
 """Seconds that the child process has to clean up after a timeout before it is killed too."""
 
 
+def check_system() -> None:
+    """Raise RewardError on a system whose processes cannot be limited and ended as a sandbox needs it."""
+    if not hasattr(os, "fork"):
+        raise RewardError("graders in processes of their own need Linux or macOS; on Windows, run this in WSL")
+
+
 @dataclass(frozen=True)
 class SandboxResult:
     """The result of a program."""
@@ -93,6 +99,7 @@ def run_python(
     for name, value in limits.items():
         if not value > 0:
             raise ConfigError(f"run_python: expected {name} above 0, found {value}")
+    check_system()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as given:
         # A file, not a pipe: a program that never reads its input cannot block the writer.

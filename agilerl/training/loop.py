@@ -662,11 +662,12 @@ def _peak_memory(device: torch.device) -> int:
     """Return the peak memory in bytes so far: of the GPU if the run uses one, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # Windows, which keeps the peak of its own
         import psutil
 
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
+        found = psutil.Process().memory_info()
+        return int(getattr(found, "peak_wset", found.rss))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
