@@ -19,6 +19,8 @@ LONGEST = (
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
     *("test_isolated", "test_command_line", "test_templates", "test_what_scorers_evaluate", "test_user_types"),
     *(
+        "test_agents_arguments",
+        "test_other_arguments",
         "test_loops",
         "test_helpers",
         "test_manifests",
