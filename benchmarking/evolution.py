@@ -352,7 +352,7 @@ def table(found: Sequence[Mapping[str, Any]], against: str = "formula_decay") ->
                 continue
             tests = [r["test"] for r in own.values()]
             gaps = [100 * (r["test"] - base[seed]) for seed, r in own.items() if seed in base]
-            seconds = np.mean([r["cpu_seconds"] for r in own.values()])
+            seconds = np.median([r["cpu_seconds"] for r in own.values()])
             gap = f"{interquartile_mean(gaps):+.1f}" if gaps else ""
             span = "{:+.1f} {:+.1f}".format(*interval(gaps)) if len(gaps) > 1 else ""
             middle = float(np.median([reached(r) for r in own.values()]))

@@ -96,3 +96,17 @@ def test_the_pages_show_the_committed_results() -> None:
         ("genes", genes.table, "evolution"),
     ):
         assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    found = results(ROOT / "benchmarking" / "results" / "evolution.json")
+    readme = (ROOT / "README.md").read_text()
+    names = {"formula": "one agent", "formula_decay": "one agent, annealed", "ours": "**the default search**"}
+    for arm, name in (*names.items(), ("random", "four agents, no selection (random)")):
+        tests = [
+            [r["test"] for r in found if (r["task"], r["arm"], r["stratum"]) == ("gcd", arm, stratum)]
+            for stratum in ("right", "high", "low")
+        ]
+        shown = next(line for line in readme.splitlines() if line.startswith(f"| {name} |"))
+        cells = [float(cell) for cell in shown.split("|")[2:5]]
+        assert cells == pytest.approx([interquartile_mean(own) for own in tests], abs=6e-4), name
