@@ -4,7 +4,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -20,6 +20,7 @@ from agilerl.data import Completion, MicroBatch, RolloutBatch, cut
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
+from agilerl.functional import router_balance_loss
 from agilerl.models import adapters
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import (
@@ -76,6 +77,8 @@ class AgentRows:
     """[B] int32 number of each row, which decides what is left out."""
     collision: bool = False
     """Ask for the collision entropies too, which cost the head a second time."""
+    routers: bool = False
+    """Ask for the load-balancing loss of a mixture's routers too."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class TokenOutputs:
     """Value of the state before each action token, for parts that asked for values."""
     collision: Tensor | None = None
     """Collision entropy ``-log sum_v p(v)^2``, for parts that asked for it."""
+    router_loss: Tensor | None = None
+    """[b] load-balancing loss of each row's tokens, with gradient, for parts that asked for it."""
 
 
 class Runtime:
@@ -315,7 +320,10 @@ class Runtime:
         Positions off an action mask carry no gradient.
         """
         device = self.base.device
-        hidden, sources = self._hidden(parts)
+        routing = any(part.routers for part in parts)
+        none: AbstractContextManager[list[Tensor]] = nullcontext([])
+        with self.base.recorded_routers() if routing else none as routers:
+            hidden, sources = self._hidden(parts)
         masks = [p.batch.action_mask.cpu() for p in parts]
         # What foretells token t + 1 is the state at token t.
         places = [source[:, :-1][mask].to(device) for source, mask in zip(sources, masks)]
@@ -333,8 +341,22 @@ class Runtime:
                 if part.collision:
                     temperatures = torch.full((len(places[i]),), part.temperature)
                     collision = spread(self.base.collision_entropy(hidden.index_select(0, places[i]), temperatures))
-                outputs.append(TokenOutputs(spread(logp), None if own is None else spread(own), collision=collision))
+                balance = self._router_loss(part.batch, sources[i], routers) if part.routers else None
+                entropies = None if own is None else spread(own)
+                outputs.append(TokenOutputs(spread(logp), entropies, collision=collision, router_loss=balance))
         return outputs
+
+    def _router_loss(self, batch: RolloutBatch, source: Tensor, routers: Sequence[Tensor]) -> Tensor:
+        """Return the load-balancing loss of each row ``[b]``; ``source`` ``[b, T]`` are the places of its tokens."""
+        assert self.base.experts_per_token is not None
+        real = torch.arange(source.shape[1]) < batch.lengths.cpu()[:, None]
+        # Each place once, though rows share prompts: the gradient of a repeated index would add up in any order.
+        places, token = source[real].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        wide = torch.promote_types(torch.float32, routers[0].dtype)
+        members = torch.zeros((len(batch), len(places)), dtype=wide)
+        members[torch.nonzero(real)[:, 0], token] = 1.0
+        own = [logits.index_select(0, places.to(logits.device)) for logits in routers]
+        return router_balance_loss(own, members.to(self.base.device), self.base.experts_per_token)
 
     def _said(
         self,

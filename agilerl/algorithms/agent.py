@@ -145,6 +145,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             pad_token=pad_token,
             pad_token_id=pad_token_id,
         )
+        self.runtime.base.check_routers(self.config.router_aux_loss_coef)
         self.pad_token_id, self.pad_token = self._padding(pad_token_id, pad_token), pad_token
         self.cosine_lr_schedule_config = cosine_lr_schedule_config
         self.position = 0

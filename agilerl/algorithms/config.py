@@ -41,6 +41,9 @@ class LLMConfig(AlgorithmConfig):
     """Term that keeps AdamW's denominator from zero."""
     weight_decay: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
     """Decoupled weight decay of the adapter."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the load-balancing loss of a mixture's routers (arXiv 2101.03961), added to every other loss. Routers
+    are frozen: adapters learn hidden states that spread over the experts. 0: none."""
     micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
     """Trajectories of one forward and backward pass; None fits as many as about 4,096 tokens hold."""
     max_model_len: Annotated[int | None, Field(ge=2)] = 1024

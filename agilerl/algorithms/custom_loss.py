@@ -42,6 +42,7 @@ so, any other by the mean.
 
 _RESERVED = (
     *("loss", "mean_loss", "mean_kl", "grad_norm", "learning_rate", "num_tokens", "skipped_steps"),
+    "router_aux_loss",
     *("reward", "reward_std", "frac_reward_zero_std"),
 )
 

@@ -65,6 +65,7 @@ class LLMKeywords(AgentKeywords, total=False):
     adam_beta2: float
     adam_eps: float
     weight_decay: float
+    router_aux_loss_coef: float
     micro_batch_size_per_gpu: int | None
     max_model_len: int | None
     seed: int

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator
+from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator, tangent_loss
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
 from agilerl.algorithms.sharing import Lesson
@@ -58,10 +58,11 @@ class Share:
     def cut(self) -> tuple[list["_Piece"], int]:
         """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
 
-        Idle rows are idle under the algorithm's own objective only; another loss sees every row.
+        Idle rows are idle under the algorithm's own objective only; another loss sees every row, as a router's does.
         """
+        self.agent.runtime.base.check_routers(self.agent.config.router_aux_loss_coef)
         own = self.loss if self.loss is not None else self.agent.loss
-        idle = self.experience.idle if own is None else None
+        idle = self.experience.idle if own is None and not self.router_coefficient else None
         busy = self.rows if idle is None else self.rows[~idle[self.rows]]
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
@@ -71,6 +72,11 @@ class Share:
         if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
             most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
         return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped
+
+    @property
+    def router_coefficient(self) -> float:
+        """Weight of the load-balancing loss; a loss that is known by its derivative gets nothing added."""
+        return self.agent.config.router_aux_loss_coef if self.loss is not tangent_loss else 0.0
 
     @property
     def most(self) -> MicroBatch:
@@ -105,7 +111,15 @@ class _Piece:
         dropout = float(agent.lora_config.lora_dropout or 0.0)
         draws = self.share.draws[self.rows] if dropout else None
         collision = bool(getattr(agent.config, "use_weighting", False)) and not values
-        return AgentRows(slot, self.batch, temperature, values, dropout, draws, collision)
+        routers = self.share.router_coefficient > 0 and not values
+        return AgentRows(slot, self.batch, temperature, values, dropout, draws, collision, routers)
+
+    @property
+    def router_weights(self) -> Tensor:
+        """[b] weight of each row's load-balancing loss: what it has of the optimizer step's denominator."""
+        share, mask = self.share, self.batch.action_mask
+        own = [loss_denominator(share.agent, share.loss, mask[row : row + 1]) for row in range(len(mask))]
+        return torch.tensor(own) * (share.router_coefficient / (share.denominator or 1.0))
 
     @cached_property
     def tokens(self) -> int:
@@ -276,6 +290,9 @@ def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     losses = []
     for i, (piece, output) in enumerate(zip(pack, outputs)):
         loss = compute_loss(agents[i], piece.share.loss, _inputs(piece, output, values.get(i)), piece.metrics)
+        if output.router_loss is not None:
+            loss = loss + (piece.router_weights.to(output.router_loss) * output.router_loss).sum()
+            piece.metrics.add("router_aux_loss", output.router_loss.detach())
         piece.is_finite = bool(torch.isfinite(loss))
         losses.append(loss)
     total = torch.stack(losses).sum()

@@ -3,7 +3,7 @@
 Signs are those of a loss: lower is better.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -403,3 +403,23 @@ def _as_tensor_like(value: float | Tensor, like: Tensor) -> Tensor:
 def _check_mode(mode: str) -> None:
     if mode not in get_args(LossNorm):
         raise ValueError(f"loss_norm must be one of {', '.join(get_args(LossNorm))}, found {mode!r}")
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+def router_balance_loss(logits: Sequence[Tensor], rows: Tensor, top_k: int) -> Tensor:
+    """Return the load-balancing loss ``[b]`` of each row: ``E sum_e f_e P_e``, E experts, no gradient through f.
+
+    f_e is the mean number of times that a token of the row chooses expert e (``top_k`` in all), P_e its mean
+    probability; means are over the row's tokens in all layers. It is ``top_k`` where all experts are used alike.
+    ``logits``: each layer's ``[n, E]`` of n tokens; ``rows`` ``[b, n]``: 1 where a token is in a row, else 0. Source:
+    arXiv 2101.03961, eq. 4 to 6, in the form for several experts a token of the transformers library.
+    """
+    tokens = rows.sum(dim=1, keepdim=True) * len(logits)
+    chosen, probability = rows.new_zeros(()), rows.new_zeros(())
+    for layer in logits:
+        p = layer.to(rows.dtype).softmax(dim=-1)
+        top = torch.zeros_like(p).scatter_(1, p.detach().topk(top_k, dim=-1).indices, 1.0)
+        chosen, probability = chosen + rows @ top, probability + rows @ p
+    return logits[0].shape[-1] * (chosen / tokens * (probability / tokens)).sum(dim=-1)

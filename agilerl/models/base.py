@@ -109,6 +109,9 @@ class BaseModel:
         """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
+        self._routers: list[Tensor] | None = None
+        self.experts_per_token: int | None = self._balanced_experts(config)
+        """Experts that a token chooses, of a mixture whose load-balancing loss is known; else None."""
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
         self.flattens = False
@@ -205,6 +208,8 @@ class BaseModel:
 
         No padding mask is needed: attention is causal and the padding lies to the right of every real token.
         """
+        if self._routers is not None:
+            kwargs["output_router_logits"] = True
         decoding = kwargs.get("past_key_values") is not None
         if self.store is not None:
             self.store.batch_rows = ids.shape[0]
@@ -213,7 +218,20 @@ class BaseModel:
                 return cast(Tensor, self.body(input_ids=ids, use_cache=True, **kwargs)[0])
         offload = self.options.activation_offload and self.device.type == "cuda" and torch.is_grad_enabled()
         with offloaded(self.model, pin=True) if offload else nullcontext():
-            return cast(Tensor, self.body(input_ids=ids, use_cache=False, **kwargs)[0])
+            found = self.body(input_ids=ids, use_cache=False, **kwargs)
+        if self._routers is not None:
+            self._routers += found.router_logits
+        return cast(Tensor, found[0])
+
+    @contextmanager
+    def recorded_routers(self) -> Iterator[list[Tensor]]:
+        """Yield a list that gets each router's logits ``[N, E]``, a row for each of :meth:`hidden`'s N states."""
+        found: list[Tensor] = []
+        self._routers = found
+        try:
+            yield found
+        finally:
+            self._routers = None
 
     def packed(self, ids: Tensor, lengths: Tensor, parts: Sequence[int], route: RouteOf) -> Tensor:
         """Return the result of :meth:`hidden`, computed without the padding; ``lengths [B]`` are the rows' tokens.
@@ -223,7 +241,10 @@ class BaseModel:
         """
         batch = pack(ids, lengths, parts, whole=self.options.attn_implementation == "flex_attention")
         with route(batch):
-            return batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
+            hidden = batch.unpack(self.hidden(batch.ids, position_ids=batch.positions))
+        if self._routers is not None:
+            self._routers[:] = [logits[batch.source.flatten()] for logits in self._routers]
+        return hidden
 
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows.
@@ -277,6 +298,26 @@ class BaseModel:
             "chunk_rows": self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
             "wide": self.options.cast_logprobs_to_fp32,
         }
+
+    def _balanced_experts(self, config: Any) -> int | None:
+        """Return the experts that a token chooses; None if transformers has no load-balancing loss for the model."""
+        recorded = getattr(self.body, "_can_record_outputs", None) or {}
+        chosen = getattr(config, "num_experts_per_tok", None)
+        if "router_logits" not in recorded or getattr(config, "router_aux_loss_coef", None) is None:
+            return None
+        return None if chosen is None else int(chosen)
+
+    def check_routers(self, coefficient: float) -> None:
+        """Raise ConfigError unless the load-balancing loss can be had, or its coefficient is 0."""
+        if not coefficient:
+            return
+        wrong = None
+        if self.experts_per_token is None:
+            wrong = f"{type(self.model).__name__} is not a mixture of experts whose load-balancing loss is known"
+        elif self.options.torch_compiler is not None:
+            wrong = f"torch_compiler={self.options.torch_compiler!r} compiles the routers"
+        if wrong:
+            raise ConfigError(f"router_aux_loss_coef={coefficient:g} reads a model's routers, but {wrong}; set it to 0")
 
     def check_head(self) -> None:
         """Compare body + head with the model's own logits on a few tokens.
