@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.objective import record_batch
-from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, load_teacher
+from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, check_temperature, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, nearest, shown
@@ -36,6 +36,7 @@ from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
+from agilerl.rollouts.teacher import TeacherEndpoint
 
 Panels = Literal["exam", "test", "second"]
 ALONE = Sharing()
@@ -167,6 +168,7 @@ class Population:
         if sharing.teacher is not None:
             self._teacher_slot = load_teacher(self.runtime.store, Path(sharing.teacher).expanduser())
             weakref.finalize(self, self.runtime.store.release, self._teacher_slot)
+        self._endpoint = None if sharing.teacher_url is None else self._teacher_endpoint(sharing)
         self.teacher: int | None = None
         """Agent whose policy the others are drawn to with ``sharing.distillation``: the last selection's elite."""
         # Fixed here once, because an exam must not change when a gene does.
@@ -360,7 +362,8 @@ class Population:
 
     def _lessons(self, agents: Sequence[LLMAlgorithm], rollout: Rollout) -> list[Lesson]:
         """Return what each agent learns from others in this update."""
-        sharing, teacher = self.sharing, self._teacher_slot
+        sharing = self.sharing
+        teacher: int | TeacherEndpoint | None = self._teacher_slot if self._endpoint is None else self._endpoint
         if teacher is None:
             teacher = next((a.slot for a in self.agents if a.index == self.teacher), None)
         found = []
@@ -379,6 +382,18 @@ class Population:
             taught = teacher if teacher != agent.slot else None
             found.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
         return found
+
+    def _teacher_endpoint(self, sharing: Sharing) -> TeacherEndpoint:
+        """Return the endpoint that teaches; raises ConfigError unless it has the tokenizer of the base."""
+        assert sharing.teacher_url is not None
+        assert sharing.teacher_model is not None
+        for agent in self.agents:
+            check_temperature(agent, agent.genes)
+        url, timeout = sharing.teacher_url, sharing.teacher_timeout
+        endpoint = TeacherEndpoint(url, sharing.teacher_model, sharing.teacher_api, timeout=timeout)
+        weakref.finalize(self, endpoint.close)
+        endpoint.check(self.tokenizer)
+        return endpoint
 
     def _check_own(self, rollout: Rollout) -> None:
         own, foreign = [agent.index for agent in self.active], rollout.mark not in (None, self._mark)

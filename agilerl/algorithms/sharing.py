@@ -5,7 +5,7 @@ schedule see more rows, or other advantages. Both are off by default.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +31,7 @@ from agilerl.functional import (
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.engine import teaches_nothing
+from agilerl.rollouts.teacher import TeacherAPI, TeacherEndpoint
 
 Prompts = Literal["flat", "all"]
 
@@ -44,6 +45,15 @@ class Sharing:
     teacher: Location | None = None
     """Folder of the adapter that teaches: a PEFT folder, or a checkpoint of an agent, for the same base.
     None: the elite of the last selection, which teaches all agents but itself."""
+    teacher_url: str | None = None
+    """Address of an OpenAI-compatible endpoint whose model teaches, in place of a folder. Its key is read from the
+    environment variable ``TEACHER_API_KEY``."""
+    teacher_model: str | None = None
+    """The model's name there."""
+    teacher_api: TeacherAPI = "prompt_logprobs"
+    """How it is asked for log-probs of given tokens."""
+    teacher_timeout: Positive = 120.0
+    """Seconds for one of its answers."""
     experience: Whole = 0
     """Completions of other agents for each prompt."""
     experience_for: Prompts = "flat"
@@ -55,6 +65,15 @@ class Sharing:
         check_fields(self)
         if self.teacher is not None and self.distillation == 0:
             raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} teaches nobody: distillation is 0; set it")
+        wrong = None
+        if self.teacher_url is not None and self.distillation == 0:
+            wrong = "teacher_url teaches nobody: distillation is 0; set it"
+        elif self.teacher_url is not None and self.teacher is not None:
+            wrong = "teacher and teacher_url are two teachers; remove one of them"
+        elif (self.teacher_url is None) != (self.teacher_model is None):
+            wrong = "teacher_url and teacher_model go together; set both or neither"
+        if wrong:
+            raise ConfigError(f"sharing.{wrong}")
 
     def __bool__(self) -> bool:
         return self.distillation > 0 or self.experience > 0
@@ -68,8 +87,8 @@ class Lesson:
     """Completions that others have sampled for its own prompts, graded, in the groups of its own; with their
     samplers' log-probs."""
     cap: float = 2.0
-    teacher: int | None = None
-    """Slot of the elite, or of the adapter that teaches."""
+    teacher: int | TeacherEndpoint | None = None
+    """Slot of the elite, or of the adapter that teaches, or an endpoint."""
     weight: float = 0.0
 
     def applied(self, agent: Learner, own: RolloutBatch, experience: Experience) -> Experience:
@@ -102,18 +121,32 @@ def load_teacher(store: AdapterStore, folder: Path) -> int:
     return slot
 
 
-def with_teacher(agent: Learner, experience: Experience, teacher: int, weight: float) -> Experience:
+def check_temperature(agent: Learner, genes: Collection[str] = ()) -> None:
+    """Raise ConfigError unless an agent samples at temperature 1, always: an endpoint's log-probs are of it."""
+    if temperature_of(agent) != 1 or "temperature" in genes:
+        found = "the gene temperature" if "temperature" in genes else f"temperature={temperature_of(agent):g}"
+        raise ConfigError(
+            f"sharing.teacher_url: an endpoint's log-probs are those at temperature 1, found {found}; set "
+            "algorithm.temperature to 1, and let it be no gene"
+        )
+
+
+def with_teacher(agent: Learner, experience: Experience, teacher: int | TeacherEndpoint, weight: float) -> Experience:
     """Return the experience with ``-weight (log pi - log teacher)`` added to the advantage of each token.
 
-    The teacher's log-probs cost a forward of its slot, whose tokens count as trained on.
+    The log-probs of a teacher in a slot cost a forward, whose tokens count as trained on; those of an endpoint do not.
     """
     batch = experience.batch
     mask = batch.action_mask.cpu()
     own = experience.old_logp
     if own is None:
         own = behaviour_logprobs(agent, batch)
-    theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
-    agent.tokens["trained"] += int(batch.lengths.sum())
+    if isinstance(teacher, TeacherEndpoint):
+        check_temperature(agent)
+        theirs = teacher.logprobs(batch, agent.runtime.processes, agent.runtime.lockstep)
+    else:
+        theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
+        agent.tokens["trained"] += int(batch.lengths.sum())
     advantages = experience.advantages.cpu() + distillation_advantages(own.cpu(), theirs, mask, weight)
     idle = None if experience.idle is None else ~nonzero_advantage_rows(advantages, mask)
     gap = float(masked_mean(own.cpu() - theirs, mask))

@@ -14,6 +14,7 @@ from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig, Params
+from agilerl.config.vllm import server_url
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
@@ -406,6 +407,10 @@ class SelectionConfig(Section):
         return self
 
 
+TEACHER_KEY = "TEACHER_API_KEY"
+"""Environment variable with the key of an endpoint that teaches."""
+
+
 class SharingConfig(Section):
     """What agents learn from each other while they train; nothing by default."""
 
@@ -414,6 +419,15 @@ class SharingConfig(Section):
     teacher: Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))] | None = None
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
     base. None: the elite of the last selection."""
+    teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
+    """Address of an OpenAI-compatible endpoint whose model teaches, in place of a folder: any model with the base's
+    tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
+    teacher_model: Annotated[str | None, Field(min_length=1)] = None
+    """The model's name at ``teacher_url``."""
+    teacher_api: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    """How the endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` and ``logprobs``."""
+    teacher_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds for one answer of the endpoint."""
     experience: Annotated[int, Field(ge=0)] = 0
     """Completions of other agents that an agent learns from besides its own, for each prompt."""
     experience_for: Literal["flat", "all"] = "flat"
@@ -425,7 +439,18 @@ class SharingConfig(Section):
     def _teaches(self) -> Self:
         if self.teacher is not None and self.distillation == 0:
             raise ValueError(f"sharing.teacher={self.teacher!r} teaches nobody: sharing.distillation is 0; set it")
+        if self.teacher_url is not None and self.distillation == 0:
+            raise ValueError("sharing.teacher_url teaches nobody: sharing.distillation is 0; set it")
+        if self.teacher_url is not None and self.teacher is not None:
+            raise ValueError("sharing.teacher and sharing.teacher_url are two teachers; remove one of them")
+        if (self.teacher_url is None) != (self.teacher_model is None):
+            raise ValueError("sharing.teacher_url and sharing.teacher_model go together; set both or neither")
         return self
+
+    @property
+    def elite_teaches(self) -> bool:
+        """Whether agents are drawn to the elite of the last selection."""
+        return self.distillation > 0 and self.teacher is None and self.teacher_url is None
 
 
 class RunConfig(Section):

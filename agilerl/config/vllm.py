@@ -37,7 +37,8 @@ _OF_TRL = {
 """What TRL calls settings of ours."""
 
 
-def _url(text: str | None) -> str | None:
+def server_url(text: str | None) -> str | None:
+    """Return an address without its ``/v1``; raises ValueError for what is none, or for one with a password."""
     if text is None:
         return None
     wrong = ValueError(f"expected the address of a server, for instance http://localhost:8000, found {text!r}")
@@ -57,7 +58,7 @@ def _url(text: str | None) -> str | None:
     ):
         raise wrong
     if parts.username or parts.password:
-        raise ValueError("expected an address without a password; put the server's key into VLLM_API_KEY instead")
+        raise ValueError("expected an address without a password; put the key into the environment variable for it")
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -115,7 +116,7 @@ class VLLMConfig(BaseModel):
     lora_staging_dir: str | None = None
     """Folder that adapters pass through; None: one in memory (``/dev/shm``) if possible. A server on another machine
     must see it under the same path."""
-    base_url: Annotated[str | None, AfterValidator(_url)] = None
+    base_url: Annotated[str | None, AfterValidator(server_url)] = None
     """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``
     and only sent if you allow it: to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
     server_timeout: Annotated[float, Field(gt=0)] = 240.0

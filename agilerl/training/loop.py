@@ -474,7 +474,7 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
     )
     seconds = perf_counter() - start
     elite = evolution.plan.elite
-    if config.sharing.distillation and config.sharing.teacher is None:
+    if config.sharing.elite_teaches:
         progress.teacher = elite if elite in evolution.plan.slots and elite not in evolution.sick else None
     return evolved(population.everyone, evolution, progress.generation, progress.iteration, exam, seconds)
 

@@ -16,7 +16,7 @@ from agilerl.algorithms.sharing import Sharing
 from agilerl.arguments import shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
-from agilerl.config.run import RunConfig
+from agilerl.config.run import TEACHER_KEY, RunConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.distributed.islands import IslandPopulation
@@ -366,6 +366,10 @@ def _spare_retries(name: str) -> None:
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
     """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
+    teacher = config.sharing.teacher_url
+    if teacher is not None and os.environ.get(TEACHER_KEY):
+        where, typed = "sharing.teacher_url", config.typed_addresses
+        check_key(where, TEACHER_KEY, teacher, typed, without=f"unset {TEACHER_KEY}")
     if not options.use_vllm:
         return
     settings = options.vllm_config or VLLMConfig()

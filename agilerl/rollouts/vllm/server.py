@@ -35,7 +35,7 @@ _CONNECTIONS = 64
 _POLL = 0.5
 _PATIENCE = 5.0
 """Seconds to wait for an answer that the server need not compute."""
-_SAMPLE = "What is 12 + 34? Résumé: naïve <b>HTML</b>\n\t1,234.5"
+SAMPLE = "What is 12 + 34? Résumé: naïve <b>HTML</b>\n\t1,234.5"
 """A text that different tokenizers cut differently."""
 
 
@@ -127,8 +127,8 @@ class VLLMServer:
     def _check_tokenizer(self, model: str) -> None:
         if self.tokenizer is None:
             return
-        theirs = self._post("/tokenize", {"model": model, "prompt": _SAMPLE, "add_special_tokens": False})
-        own = self.tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+        theirs = self._post("/tokenize", {"model": model, "prompt": SAMPLE, "add_special_tokens": False})
+        own = self.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
         if theirs.get("tokens") != own:
             raise ConfigError(
                 f"the server at {self.url} cuts a text into other tokens than the trainer does; serve the model with "
@@ -207,7 +207,7 @@ class VLLMServer:
         retrying = Retrying(
             stop=stop_after_attempt(_ATTEMPTS),
             wait=wait_exponential(multiplier=0.2, max=5),
-            retry=retry_if_exception(_passes),
+            retry=retry_if_exception(passes),
             reraise=True,
         )
         try:
@@ -260,7 +260,7 @@ def _leave(client: httpx2.Client, url: str, names: set[str]) -> None:
     client.close()
 
 
-def _passes(error: BaseException) -> bool:
+def passes(error: BaseException) -> bool:
     """Whether a failed request is worth another try."""
     if isinstance(error, httpx2.HTTPStatusError):
         return error.response.status_code in (429, 502, 503, 504)
