@@ -425,7 +425,7 @@ class SharingConfig(Section):
     teacher_model: Annotated[str | None, Field(min_length=1)] = None
     """The model's name at ``teacher_url``."""
     teacher_api: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
-    """How the endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` (``logprobs``)."""
+    """How log-probs of given tokens are asked for: by vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
     teacher_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds for one answer of the endpoint."""
     experience: Annotated[int, Field(ge=0)] = 0
