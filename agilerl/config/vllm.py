@@ -58,7 +58,10 @@ def server_url(text: str | None) -> str | None:
     ):
         raise wrong
     if parts.username or parts.password:
-        raise ValueError("expected an address without a password; put the key into the environment variable for it")
+        raise ValueError(
+            "expected an address without a password; put the key of a vLLM that samples into VLLM_API_KEY instead, "
+            "that of a teacher into TEACHER_API_KEY"
+        )
     return text.rstrip("/").removesuffix("/v1")
 
 

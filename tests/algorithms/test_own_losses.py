@@ -1,6 +1,7 @@
 """Own losses: three ways to say the same loss give the same gradient, which learns, clones and evolves as ever."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,7 @@ def test_any_algorithm_takes_an_own_loss(name: str) -> None:
     """Under a loss of one's own all algorithms do the same: here, make the batch likelier."""
     (grpo,) = make_agents(1)
     batch = batch_of(grpo)
+    batch = replace(batch, desirable=batch.groups % 2 == 0)  # labels, for those that want them
 
     def imitate(inputs: LossInputs) -> Tensor:
         return aggregate(-inputs.logp, inputs.mask, "seq-mean-token-mean", 16.0)

@@ -42,7 +42,7 @@ from agilerl.envs import (
     score_completions,
 )
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import PreferenceTask, SFTTask
+from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.tools import (
     LocalSearch,
     PythonTool,
@@ -72,6 +72,7 @@ from agilerl.llm_envs import (
     SFTGym,
     SyncMultiTurnVecEnv,
     TokenObservationWrapper,
+    UnpairedGym,
 )
 from agilerl.report import build_report
 from agilerl.rewards import (
@@ -154,6 +155,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "ReasoningGymTask": lambda w: (ReasoningGymTask, {"name": "spell_backward"}),
     "SFTTask": lambda w: (SFTTask, {"task": w.task}),
     "PreferenceTask": lambda w: (PreferenceTask, {"task": w.task}),
+    "UnpairedTask": lambda w: (UnpairedTask, {"task": w.task}),
     "Mutations": lambda w: (Mutations, dict(zip(CHANCES, (1, 0, 0, 0, 0, 1)))),
     "HyperparameterConfig": lambda w: (HyperparameterConfig, {"lr": RLParameter(0.1, 1)}),
     "RLParameter": lambda w: (RLParameter, {"min": 0.1, "max": 1}),
@@ -199,6 +201,10 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "FormatRewardWrapper": lambda w: (FormatRewardWrapper, {"env": GridNavigation()}),
     "PreferenceGym": lambda w: (
         PreferenceGym,
+        {"train_dataset": PAIRS, "test_dataset": PAIRS, "tokenizer": w.tokenizer},
+    ),
+    "UnpairedGym": lambda w: (
+        UnpairedGym,
         {"train_dataset": PAIRS, "test_dataset": PAIRS, "tokenizer": w.tokenizer},
     ),
     "SFTGym": lambda w: (SFTGym, {"train_dataset": ROWS, "test_dataset": ROWS, "tokenizer": w.tokenizer}),
