@@ -150,6 +150,7 @@ AGENT: dict[str, Entry] = {
     "adam_beta2": to(0.9),
     "adam_eps": to(1e-2),
     "weight_decay": to(0.1),
+    "router_aux_loss_coef": Proven("algorithms/test_router_loss.py::test_the_gradient_is_that_of_transformers"),
     "micro_batch_size_per_gpu": to(1),
     "max_model_len": to(12, _episodes=False),
     "seed": to(7),
