@@ -37,6 +37,8 @@ from agilerl.training.resolved import usual_rate
 from agilerl.training.setup import Session
 
 SPLITS: tuple[Split, ...] = ("exam", "test")
+_FEW, _SMALL_SHARE = 32, 0.1
+"""Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 
 
 def plan_document(session: Session, out: Path) -> dict[str, Any]:
@@ -136,6 +138,10 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     if plan["rows"]:
         counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
         table.add_row("rows", ", ".join(counts))
+        distinct = plan["rows"]["train"] - plan["rows"].get("repeated", 0)
+        if distinct < _FEW or distinct < _SMALL_SHARE * plan["rows"]["read"]:
+            advice = "give more rows, or lower eval_prompts and test_prompts"
+            table.add_row("", f"warning: only {distinct:,} distinct prompts are left for training; {advice}")
     table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population.everyone)} agents")
     for index, values in plan["population"].items():
         table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")
