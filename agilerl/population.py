@@ -33,7 +33,7 @@ from agilerl.hpo.strategies import OBJECTIVES
 from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
-from agilerl.rollouts.collect import grader_metrics
+from agilerl.rollouts.collect import Collected, grader_metrics
 from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
 from agilerl.rollouts.teacher import TeacherEndpoint
@@ -452,26 +452,8 @@ class Population:
     def _examine(
         self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, all_agents: bool
     ) -> list[Fitness]:
-        panel, limit, reserve = self.places(split), self.context_length, self.eval_max_new_tokens or 1
-        size = len(panel)
-        of_task, first, _ = self._rows_of(split)
-        asks = [
-            Ask(
-                slot,
-                place,
-                self.eval_samples,
-                self._exam_sampling,
-                limit,
-                number,
-                of_task,
-                (first + number,),
-                reserve,
-                state=self._state(agent),
-            )
-            for slot, agent in who
-            for number, place in enumerate(panel)
-        ]
-        groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
+        size = len(self.places(split))
+        groups, report = self.answers(split, who, samples=self.eval_samples, temperature=self.eval_temperature)
         lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
         results = []
         for k, (_, agent) in enumerate(who):
@@ -495,6 +477,42 @@ class Population:
             return group[0].episode_return
         graded = [t.episode_return for t in group if not math.isnan(t.episode_return)]
         return fmean(graded) if graded else math.nan
+
+    def answers(
+        self,
+        split: Panels,
+        who: Sequence[tuple[int | None, LLMAlgorithm | None]],
+        *,
+        samples: int = 1,
+        temperature: float = 0.0,
+    ) -> Collected:
+        """Return the trajectories of each one's answers to each question of a panel, and what failed.
+
+        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
+        all questions, then of the next. With ``samples`` above 1, draws are the same for all of them.
+        """
+        of_task, first, _ = self._rows_of(split)
+
+        def sampling(prompt_length: int) -> SamplingSettings:
+            return replace(self._exam_sampling(prompt_length), temperature=temperature)
+
+        asks = [
+            Ask(
+                slot,
+                place,
+                samples,
+                sampling,
+                self.context_length,
+                number,
+                of_task,
+                (first + number,),
+                self.eval_max_new_tokens or 1,
+                state=self._state(agent),
+            )
+            for slot, agent in who
+            for number, place in enumerate(self.places(split))
+        ]
+        return self.runtime.collect(self.task, self.tokenizer, asks)
 
     def _costs(
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool

@@ -1,5 +1,6 @@
 """The manifest as a file: read, overridden, checked; the YAML that it may hold is plain data and nothing else."""
 
+import copy
 import math
 import re
 import types
@@ -49,6 +50,30 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
         locate_template(values.get("network"), path.parent)
     if replay is not None:
         _put_replay(values, replay)
+    typed = _override(values, overrides)
+    config = _config_of(values)
+    config._typed = typed
+    return config
+
+
+@checked
+def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of a run that has begun, from its ``run.json``, with ``key.path=value`` overrides.
+
+    Raises ConfigError for every wrong setting.
+    """
+    values = copy.deepcopy(dict(document))
+    typed = _override(values, overrides)
+    locate(values.get("environment"))
+    locate_code(values)
+    locate_template(values.get("network"))
+    config = RunConfig.from_dict(values)
+    config._typed = typed
+    return config
+
+
+def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
+    """Put ``key.path=value`` into a manifest; return the addresses among the values."""
     changed = [_split(override) for override in overrides]
     environment = values.get("environment")
     if isinstance(environment, dict):
@@ -56,9 +81,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
             environment.pop(name, None)
     for keys, value in changed:
         _put(values, keys, value)
-    config = _config_of(values)
-    config._typed = tuple(address for _, value in changed for address in addresses_in(value))
-    return config
+    return tuple(address for _, value in changed for address in addresses_in(value))
 
 
 @checked

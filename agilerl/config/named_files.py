@@ -253,20 +253,29 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     return found
 
 
-def check_unchanged(config: RunConfig, recorded: Mapping[str, Any], run: Path) -> None:
+def check_unchanged(
+    config: RunConfig, recorded: Mapping[str, Any], run: Path, *, begun: RunConfig | None = None
+) -> None:
     """Raise CheckpointError unless every file is, byte for byte, the one that the run in a directory began with.
+
+    With ``begun``, the run's own settings, files that only the other ones name are the user's, and not checked.
 
     Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
     file whose content the stranger does not know, wherever on this machine it says that its rows are.
     """
+    own = None if begun is None else set(_named(begun))
     for kind, path in _named(config):
+        if own is not None and (kind, path) not in own:
+            continue
         of_kind = recorded.get(kind)
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
         if before is None or digests(config)[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
+            resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
+            remedy = f"go on with it as it is: {resumes}" if begun is None else "name another file on the command line"
             raise CheckpointError(
-                f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or go "
-                f"on with it as it is: agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
+                f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or "
+                f"{remedy}"
             )
 
 

@@ -10,6 +10,9 @@ import numpy as np
 from agilerl.arguments import Number, Share, checked
 from agilerl.errors import ConfigError
 
+_Z95 = 1.959963984540054
+"""Quantile of the normal distribution for 95 %, both sides."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
@@ -57,6 +60,11 @@ class Fitness:
         """The number that agents are ranked by: the mean, or minus infinity when it is not finite."""
         return self.mean if self.is_finite else -math.inf
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the mean: Wilson's if every score is 0 or 1, else Student's t; NaN when unknown."""
+        return interval(self.mean, self.stderr, self.n)
+
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data, numbers that are not finite included."""
         values = {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
@@ -78,6 +86,46 @@ class Fitness:
         }
         costs = {name: cost.to_dict() for name, cost in self.costs.items()}
         return {**values, "costs": costs} if costs else values
+
+
+def is_accuracy(mean: float, stderr: float, n: int) -> bool:
+    """Return whether a standard error is that of n scores that are all 0 or 1."""
+    if not (0 <= mean <= 1 and n > 1):
+        return False
+    spread = mean * (1 - mean)
+    expected = (math.sqrt(spread / n), math.sqrt(spread / (n - 1)))
+    return any(math.isclose(stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
+
+
+def interval(mean: float, stderr: float, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over n prompts, NaN when unknown.
+
+    For scores that are all 0 or 1 it is Wilson's (1927), which stays within them and has a width even where all are
+    alike: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Else mean +- t_{n - 1} stderr.
+    """
+    if is_accuracy(mean, stderr, n):
+        middle, half = mean + _Z95**2 / (2 * n), _Z95 * math.sqrt(mean * (1 - mean) / n + _Z95**2 / (4 * n * n))
+        scale = 1 + _Z95**2 / n
+        return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(n - 1, 0.975)) * stderr if n > 1 else math.nan
+    return mean - half, mean + half
+
+
+@checked
+def paired_difference(a: Fitness, b: Fitness) -> Fitness:
+    """Return the differences a - b over the prompts that both have a score for, as a fitness: mean, stderr and scores.
+
+    Raises ConfigError if the two were not scored on panels of one size.
+    """
+    if not a.scores or len(a.scores) != len(b.scores):
+        raise ConfigError(
+            f"Paired comparison needs the same exam for both, found {len(a.scores)} and {len(b.scores)} prompts."
+        )
+    difference = np.subtract(a.scores, b.scores)
+    known = difference[np.isfinite(difference)]
+    return Fitness.from_scores(known.tolist()) if known.size else Fitness(math.nan, n=0)
 
 
 @checked

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agilerl.hpo.fitness import Fitness, pareto_front
+from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
 from agilerl.hpo.spread import EMBEDDED_RATE
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
@@ -28,11 +28,7 @@ class Score:
     @property
     def is_accuracy(self) -> bool:
         """True if the standard error is that of rewards that are all 0 or 1."""
-        if not (0 <= self.mean <= 1 and self.n > 1):
-            return False
-        spread = self.mean * (1 - self.mean)
-        expected = (math.sqrt(spread / self.n), math.sqrt(spread / (self.n - 1)))
-        return any(math.isclose(self.stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
+        return is_accuracy(self.mean, self.stderr, self.n)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The run directory: journal, checkpoints, completions, lock. Importing it loads neither torch nor pyarrow."""
 
 from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files
-from agilerl.runs.directory import RunDirectory, RunLayout, collect_hardware, collect_versions, read_run
+from agilerl.runs.directory import RunDirectory, RunLayout, collect_hardware, collect_versions, find_adapter, read_run
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "agent_files",
     "collect_hardware",
     "collect_versions",
+    "find_adapter",
     "read_lines",
     "read_run",
 ]

@@ -108,6 +108,14 @@ def verify_folder(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def add_file(folder: Path, name: str, text: str) -> None:
+    """Write a UTF-8 text file into a committed folder, and enter it in the manifest of the folder."""
+    write_text(folder / name, text)
+    data = text.encode()
+    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_json(folder / MANIFEST, {**_read_manifest(folder), name: entry})
+
+
 def remove_folder(folder: Path) -> None:
     """Delete a folder; if the process dies half-way, no half-deleted folder is left under its name."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

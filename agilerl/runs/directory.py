@@ -34,6 +34,10 @@ ARITHMETIC_VERSION = 4
 not resumed, because its result would differ. Version 1 did not write it."""
 
 _LOCK = ".lock"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that makes a folder a PEFT adapter."""
+_ABOVE = 4
+"""Folders above an adapter in which its run is looked for: RUN/checkpoints/000123/agent_4/actor."""
 _RUN_KEYS = {
     "schema_version": int,
     "config": dict,
@@ -208,6 +212,35 @@ class RunDirectory(RunLayout, Closing):
     def __repr__(self) -> str:
         state = "finished" if self.is_finished else "unfinished"
         return f"<RunDirectory {self.root}: seed {self.info['seed']}, {state}>"
+
+
+@checked
+def find_adapter(path: Location) -> tuple[Path, Path | None]:
+    """Return the PEFT folder that a path stands for, and the directory of its run (None: it lies in none).
+
+    The path is a run, which stands for its elite; or an adapter: ``elite/``, an agent of a checkpoint, any PEFT folder.
+    Raises CheckpointError if there is neither, or if the run has no elite yet.
+    """
+    root = Path(path)
+    if (root / "run.json").is_file():
+        read_run(root)
+        layout = RunLayout(root)
+        if (layout.elite / ADAPTER_CONFIG).is_file():
+            return layout.elite, root
+        agents = sorted(layout.checkpoints.glob("[0-9]*/agent_*"))
+        hint = f"; or name an agent of a checkpoint, such as {agents[-1]}" if agents else ""
+        raise CheckpointError(
+            f"expected a run with an elite, found none in {root}; resume it with agilerl resume {shlex.quote(str(root))}"
+            f"{hint}"
+        )
+    folder = root / "actor" if (root / "actor" / ADAPTER_CONFIG).is_file() else root
+    if not (folder / ADAPTER_CONFIG).is_file():
+        found = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"
+        raise CheckpointError(
+            f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {found}"
+        )
+    above = list(folder.absolute().parents)[:_ABOVE]
+    return folder, next((place for place in above if (place / "run.json").is_file()), None)
 
 
 @checked

@@ -10,7 +10,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
 from agilerl.hpo import lineage
 from agilerl.population import Population
-from agilerl.runs.atomic import MANIFEST, commit_folder, remove_folder
+from agilerl.runs.atomic import MANIFEST, add_file, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
@@ -97,13 +97,16 @@ class RunWriter:
         commit_folder(self.run.elite, write)
 
     def finish(self, summary: dict[str, Any], elite: int | None) -> None:
-        """Add the elite's lineage to the summary, and write it and the report."""
+        """Add the elite's lineage to the summary, and write the elite's model card, the summary and the report."""
         if elite is not None:
             line = lineage.winning_lineage(read_lines(self.run.lineage), elite)
             summary["lineage"] = [
                 {"agent": a.agent, "from_generation": a.from_generation, "hyperparameters": a.hyperparameters}
                 for a in line
             ]
+            from agilerl.report.card import CARD, model_card
+
+            add_file(self.run.elite, CARD, model_card(self.run.root, summary))
         summary["seconds"] = summary.pop("seconds")  # the last entry
         self.run.finish(summary)
         from agilerl.report import build_report

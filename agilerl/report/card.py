@@ -1,0 +1,207 @@
+"""The model card of an elite: what its run says about it, as the README.md of its folder. It does not need torch."""
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agilerl.bounds import check_file
+from agilerl.errors import CheckpointError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.schedule import hyperparameter_schedule
+from agilerl.report.load import Score, number
+from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.strict_json import read_json
+
+EMBEDDED = "embedded"
+CARD = "README.md"
+_OF_EMBEDDED = "apache-2.0"
+_CARD_BYTES = 2_000_000
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#|!~$])")
+_LONGEST = 300
+_TESTS = {"base": "base model", "median_first_generation": "median agent of the first generation", "elite": "elite"}
+_TOKENS = {"generated": "generated", "trained": "trained on", "evaluated": "in exams"}
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM accepts as --max-lora-rank."""
+
+
+def model_card(
+    run: Path, summary: Mapping[str, Any] | None = None, *, name: str | None = None, licence: str | None = None
+) -> str:
+    """Return the model card of a run's elite: Markdown, with the header that the hub reads.
+
+    ``summary`` is that of a run that is about to finish (None: its ``summary.json``), ``name`` the model's (None: base,
+    task and algorithm), ``licence`` that of the base (None: as :func:`base_licence` finds it). Equal runs give equal
+    cards. Texts of the run are escaped, and folders of this machine are not named. Raises CheckpointError for what is
+    no run with an elite.
+    """
+    info = read_run(run)
+    summary = finished_summary(run) if summary is None else summary
+    try:
+        return _card(RunLayout(run), info["config"], summary, name, licence)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
+        raise CheckpointError(
+            f"{run} does not hold what a run writes ({type(error).__name__}: {error}), so it has no model card; its "
+            "summary.json or run.json is damaged"
+        ) from error
+
+
+def finished_summary(run: Path) -> dict[str, Any]:
+    """Return the summary of a finished run with an elite; raises CheckpointError for any other."""
+    layout = RunLayout(run)
+    if not layout.is_finished:
+        raise CheckpointError(f"expected a finished run, found that of {run} unfinished; resume it: agilerl resume")
+    summary = read_json(layout.summary)
+    if not isinstance(summary.get("elite"), dict):
+        raise CheckpointError(f"the run in {run} has no elite: no agent of it was fit")
+    return summary
+
+
+def _card(
+    layout: RunLayout, config: Mapping[str, Any], summary: Mapping[str, Any], name: str | None, licence: str | None
+) -> str:
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    elite, base = summary["elite"], str(config["network"]["pretrained_model_name_or_path"])
+    algorithm, task, data = str(config["algorithm"]["name"]), _task(config["environment"]), _data(config["environment"])
+    licence = licence or base_licence(base)
+    called = name or f"{public_name(base)}-{task.rpartition(':')[2]}-{algorithm}"
+    tests = {who: _score(summary["test"][who]) for who in _TESTS if who in summary["test"]}
+    result = tests["elite"].mean
+    schedule: Mapping[str, Any] = {"genes": {}}
+    with suppress(CheckpointError):  # lines of agents may be missing, and the card says what there is
+        schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+    header = ModelCardData(
+        library_name="peft",
+        base_model=base if is_hub_name(base) else None,
+        license=licence,
+        pipeline_tag="text-generation",
+        tags=["agilerl", "lora"],
+        datasets=[path for path in data if is_hub_name(path)] or None,
+        model_name=called,
+        eval_results=[EvalResult("text-generation", "held-out", f"{task}, held-out test", "reward", round(result, 4))]
+        if math.isfinite(result)
+        else None,
+    )
+    rank, course = _rank(layout, config), config["training"].get("lr_schedule") or {}
+    tokens = summary.get("tokens") or {}
+    card = ModelCard.from_template(
+        header,
+        template_str=(files("agilerl.report") / "card.md.jinja").read_text(encoding="utf-8"),
+        title=plain(called),
+        shown_base=plain(public_name(base)),
+        algorithm=plain(algorithm),
+        licence_of_base=plain(licence or ""),
+        tests=[(_TESTS[who], t, Fitness(t.mean, t.stderr, t.n).interval) for who, t in tests.items()],
+        task=plain(task),
+        parameters=plain(_values(config["environment"].get("params") or {})),
+        data=[plain(public_name(path)) for path in data],
+        seed=int(config["training"]["seed"]),
+        generations=int(summary["generations"]),
+        agents=int(config["training"]["pop_size"]),
+        iterations=int(summary["iterations"]),
+        tokens=[f"{int(tokens.get(kind, 0)):,} {said}" for kind, said in _TOKENS.items()],
+        elite=int(elite["index"]),
+        elite_step=int(elite["step"]),
+        elite_values=plain(_values(elite["hyperparameters"])),
+        lineage=[
+            (int(one["agent"]), int(one["from_generation"]), plain(_values(one["hyperparameters"])))
+            for one in summary.get("lineage") or []
+        ],
+        genes=[plain(gene) for gene in schedule["genes"]],
+        steps=_steps(schedule),
+        total_tokens=schedule.get("total_tokens", 0),
+        course=f"{plain(course['name'])}, over the last {100 * float(course['decay']):g} % of the budget"
+        if course.get("name", "constant") != "constant"
+        else "",
+        called=re.sub(r"[^A-Za-z0-9_.-]+", "-", called).strip("-.") or "elite",
+        base=base if is_hub_name(base) else "BASE",
+        is_embedded=base == EMBEDDED,
+        rank=rank,
+        vllm_rank=next((most for most in _VLLM_RANKS if most >= rank), rank),
+    )
+    return str(card).rstrip() + "\n"
+
+
+def base_licence(base: str) -> str | None:
+    """Return the licence that the base's own card names; None if it names none, or is not on this machine.
+
+    Looks into the base's folder, or into the cache of the hub's client; nothing is loaded.
+    """
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    if base == EMBEDDED:
+        return _OF_EMBEDDED
+    path: Any = Path(base).expanduser() / CARD
+    if is_hub_name(base) and not path.is_file():
+        with suppress(Exception):  # the cache may be unreadable
+            path = try_to_load_from_cache(base, CARD)
+    with suppress(Exception):  # a card that cannot be read names no licence
+        check_file(Path(path), _CARD_BYTES)
+        found = ModelCard.load(Path(path)).data.get("license")
+        return found if isinstance(found, str) and re.fullmatch(r"[\w.+-]{1,60}", found) else None
+    return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a base or dataset is named as on the hub, and not by a file or folder."""
+    try:
+        exists = Path(name).expanduser().exists()
+    except (OSError, RuntimeError):
+        exists = True
+    return name != EMBEDDED and not exists and _HUB_NAME.fullmatch(name) is not None
+
+
+def public_name(name: str) -> str:
+    """Return a name for others: of a file or folder of this machine only the last part."""
+    return name if name == EMBEDDED or is_hub_name(name) else Path(name).name
+
+
+def plain(text: Any) -> str:
+    """Return a text as one line of Markdown that formats nothing, of at most 300 characters."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return _MARKUP.sub(r"\\\1", line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
+
+
+def _score(entry: Mapping[str, Any]) -> Score:
+    return Score(number(entry.get("mean")), number(entry.get("stderr")), int(entry.get("n") or 0))
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    shown = (f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
+    return ", ".join(shown)
+
+
+def _steps(schedule: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the schedule as rows: tokens trained on, and the values that change there."""
+    known: dict[int, dict[str, str]] = {}
+    for gene, steps in schedule["genes"].items():
+        for step in steps:
+            value = step["value"]
+            known.setdefault(step["tokens"], {})[gene] = plain(f"{value:.4g}" if isinstance(value, float) else value)
+    return [(f"{tokens:,}", [known[tokens].get(gene, "") for gene in schedule["genes"]]) for tokens in sorted(known)]
+
+
+def _task(environment: Mapping[str, Any]) -> str:
+    if environment.get("env_id"):
+        return public_name(str(environment["env_id"]))
+    names = [public_name(name) for name in _data(environment)]
+    return ", ".join(names) or str(environment.get("task"))
+
+
+def _data(environment: Mapping[str, Any]) -> list[str]:
+    """Return what was trained on, if that is rows: names on the hub or of files."""
+    return [str(part["path"]) for part in environment.get("dataset") or []]
+
+
+def _rank(layout: RunLayout, config: Mapping[str, Any]) -> int:
+    """Return the rank of the elite's adapter, which may have been mutated."""
+    agent = layout.elite / "agent.json"
+    found = read_json(agent)["lora"]["r"] if agent.is_file() else config["network"]["lora_config"]["r"]
+    return int(found)
