@@ -185,27 +185,221 @@ def schedule(
     run_schedule(run, out=out, extrapolate=extrapolate, as_json=as_json)
 
 
+Adapter = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_ADAPTER",
+        help="A run directory, which stands for its elite; or an adapter: RUN/elite, an agent of a checkpoint, a PEFT "
+        "folder.",
+        show_default=False,
+        parser=_path,
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, max=100.0, help="0: the most likely token.")]
+FinishedRun = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Directory of a finished run.", show_default=False, parser=_path)
+]
+
+
+@app.command(name="eval")
+def evaluate(
+    adapter: Adapter,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY.PATH=VALUE ...]",
+            help="Settings in place of the run's; for an adapter without a run also a manifest.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    samples: Annotated[
+        int, typer.Option("--samples", min=0, max=10_000, help="Answers drawn for each question, for pass@k; 0: none.")
+    ] = 4,
+    temperature: Temperature = 1.0,
+    full: Annotated[
+        float, typer.Option("--right-from", metavar="SCORE", help="Score from which on an answer is right for pass@k.")
+    ] = 1.0,
+    base: Annotated[bool, typer.Option("--base/--no-base", help="Ask the base the same questions.")] = True,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="Questions to list, the worst first.")] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            parser=_path,
+            metavar="FOLDER",
+            help="Write all answers, a task and results of lm-eval, and a log of Inspect.",
+        ),
+    ] = None,
+    allow_code: AllowCode = False,
+    allow_addresses: Annotated[
+        bool, typer.Option("--allow-addresses", help="Contact the addresses that the run names (judges, servers).")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate an adapter and its base on the same questions: means with intervals, pass@k, the paired difference.
+
+    The questions are those of the run's test, which neither training nor selection has used. Other ones:
+
+    agilerl eval runs/mine training.seed=7
+
+    agilerl eval runs/mine environment.params.max_value=99 --samples 16
+    """
+    from agilerl.cli.process_settings import apply
+
+    apply()  # before the imports, which it makes faster
+    from agilerl.cli.after import run_eval
+
+    run_eval(
+        adapter,
+        arguments or [],
+        samples=samples,
+        temperature=temperature,
+        full=full,
+        with_base=base,
+        worst=worst,
+        out=out,
+        allow_code=allow_code,
+        allow_addresses=allow_addresses,
+        quiet=quiet,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def chat(
+    adapter: Adapter,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings in place of the run's.", show_default=False),
+    ] = None,
+    *,
+    temperature: Temperature = 0.7,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    base: Annotated[bool, typer.Option("--base", help="Show the answers of the base as well.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to an adapter. Lines of a pipe are answered too, one after another.
+
+    agilerl chat runs/mine --base
+
+    echo "What is 3 + 4?" | agilerl chat runs/mine --temperature 0 --quiet
+    """
+    from agilerl.cli.process_settings import apply
+
+    apply()
+    from agilerl.cli.after import run_chat
+
+    run_chat(
+        adapter,
+        arguments or [],
+        temperature=temperature,
+        most_tokens=max_tokens,
+        beside_base=base,
+        quiet=quiet,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def merge(
+    adapter: Adapter,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.", show_default=False, parser=_path)],
+    *,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Type of the weights; auto: that of the base's files."),
+    ] = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Merge an adapter into its base, and write one model with its tokenizer, which needs no PEFT.
+
+    agilerl merge runs/mine merged
+    """
+    from agilerl.cli.process_settings import apply
+
+    apply()
+    from agilerl.cli.after import run_merge
+
+    run_merge(adapter, out, dtype=dtype, quiet=quiet)
+
+
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
+    run: FinishedRun,
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="New folder for the elite.", show_default=False, parser=_path),
+    ] = None,
     *,
     optuna: Annotated[
-        str, typer.Option("--optuna", metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
-    ],
+        str | None,
+        typer.Option("--optuna", metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="STUDY", help="Name of the study; default: the run's folder.")
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Write a run to an Optuna storage, where its dashboard shows it: each agent a trial, its exams as curves.
+    """Write the elite as a PEFT folder with its model card; or a run to an Optuna storage, for its dashboard.
+
+    agilerl export runs/mine mine-adapter
 
     agilerl export runs/mine --optuna sqlite:///runs.db
-
-    optuna-dashboard sqlite:///runs.db
     """
+    if (out is None) == (optuna is None):
+        raise typer.BadParameter("expected a folder for the elite or --optuna STORAGE, one of the two")
+    if out is not None:
+        from agilerl.cli.after import run_export
+
+        run_export(run, out, quiet=quiet)
+        return
+    assert optuna is not None
     from agilerl.report.study import export_study
 
     count = export_study(run, optuna, name)
     typer.echo(f"{count} trials written to {optuna}")
+
+
+@app.command()
+def push(
+    run: FinishedRun,
+    repository: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face hub.", show_default=False)
+    ],
+    *,
+    private: Annotated[bool, typer.Option("--private/--public", help="Who may see a repository that is made.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be uploaded, no more.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload the elite with its tokenizer and model card to the Hugging Face hub.
+
+    agilerl push runs/mine me/mine --dry-run
+    """
+    from agilerl.cli.after import run_push
+
+    run_push(run, repository, private=private, dry_run=dry_run, quiet=quiet, as_json=as_json)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.", show_default=False, parser=_path)
+    ],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", parser=_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which settings of runs differ and what came of them, and write them side by side as one HTML file."""
+    from agilerl.cli.after import run_compare
+
+    run_compare(runs, out, as_json=as_json)
 
 
 @app.command()

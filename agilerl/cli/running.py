@@ -40,7 +40,7 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
     An argument with ``=`` that is not a file is an override. Raises ConfigError for a second manifest, and for errors
     in the first.
     """
-    manifests = _manifests_in(arguments)
+    manifests = manifests_in(arguments)
     if len(manifests) > 1:
         raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
     overrides = [a for a in arguments if a not in manifests]
@@ -53,7 +53,7 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
 
 def manifest_name(arguments: Sequence[str]) -> str:
     """Return the name of a command line's manifest for messages."""
-    manifests = _manifests_in(arguments)
+    manifests = manifests_in(arguments)
     return shown(manifests[0]) if manifests else "the embedded default"
 
 
@@ -67,7 +67,8 @@ def check_task(config: RunConfig) -> None:
         check_params(name, e.params)
 
 
-def _manifests_in(arguments: Sequence[str]) -> list[str]:
+def manifests_in(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that are no overrides: an argument with ``=`` that is a file is none either."""
     return [a for a in arguments if "=" not in a or _is_file(a)]
 
 

@@ -230,8 +230,7 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
         agents = sorted(layout.checkpoints.glob("[0-9]*/agent_*"))
         hint = f"; or name an agent of a checkpoint, such as {agents[-1]}" if agents else ""
         raise CheckpointError(
-            f"expected a run with an elite, found none in {root}; resume it with agilerl resume {shlex.quote(str(root))}"
-            f"{hint}"
+            f"expected a run with an elite, found none in {root}; resume it: agilerl resume {shlex.quote(str(root))}{hint}"
         )
     folder = root / "actor" if (root / "actor" / ADAPTER_CONFIG).is_file() else root
     if not (folder / ADAPTER_CONFIG).is_file():

@@ -28,8 +28,9 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
-from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter
+from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
 from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model
+from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
 from agilerl.population import Population
 from agilerl.rollouts.vllm.colocated import check_installed
@@ -174,6 +175,43 @@ def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool 
     resolved, here = (one.with_rate(base.name, base.hidden_size, family) for one in (resolved, here))
     runtime.share(topology.island, here.config.distributed.base_sharding())
     return Loaded(resolved, here, made, runtime, topology)
+
+
+def load_agent(config: RunConfig) -> LLMAlgorithm:
+    """Load the base, and one agent with the adapter ``network.adapter``, without a task.
+
+    Raises as :func:`build` does.
+    """
+    resolved = resolve(config)
+    check_device(config.training.device, "training.device")
+    torch.set_num_threads(config.training.threads)
+    return first_generation(resolved, load_runtime(resolved), SOLITARY)[0]
+
+
+def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return the base of a configuration with the adapter in a PEFT folder merged into it, and its tokenizer.
+
+    W + scale B A is computed in fp32, whatever the run quantised, and rounded to ``dtype``; ``auto`` is the type of the
+    base's files. Raises CheckpointError if the adapter does not fit the base, and ConfigError as :func:`load_base`.
+    """
+    name, peft = config.network.pretrained_model_name_or_path, imported_peft()
+    path = resolve_model(name)
+    check_weights(path, "cpu", None)
+    _spare_retries(name)
+    files = model_config(path, {})
+    if getattr(files, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"the files of {name!r} are quantised, and merging rounds the adapter away; name the base that they were "
+            "made from: network.pretrained_model_name_or_path=..."
+        )
+    base = _guarded(name, lambda: load_base(name, dtype="float32"))
+    settings = read_config(folder)
+    scope = resolve(config).options.lora_target_scope
+    read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
+    own = files.dtype or "float32" if dtype == "auto" else dtype
+    merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
+    tokenizer = _guarded(name, lambda: load_tokenizer(name, **config.network.of_tokenizer))
+    return merged.to(getattr(torch, str(own).removeprefix("torch."))), tokenizer
 
 
 def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session:

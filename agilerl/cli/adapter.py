@@ -1,0 +1,210 @@
+"""The settings of a command about an adapter: those of its run, with overrides, less all that is about training.
+
+A run may come from a stranger. Nothing in it runs code, is read from elsewhere on this machine, or makes this machine
+contact an address, unless the user says so.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agilerl.addresses import addresses_in
+from agilerl.arguments import shown
+from agilerl.cli.running import check_task, manifests_in
+from agilerl.config.base_model import SharedOptions
+from agilerl.config.manifest import check_names, config_of_run, load_manifest
+from agilerl.config.named_files import check_unchanged
+from agilerl.config.run import RunConfig
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.runs import find_adapter, read_run
+from agilerl.runs.directory import ADAPTER_CONFIG, run_date
+from agilerl.runs.strict_json import read_json
+
+_ALGORITHM = ("name", "max_output_tokens", "max_model_len", *SharedOptions.model_fields)
+_TRAINING = (
+    *("seed", "eval_max_new_tokens", "threads", "device", "dtype"),
+    *("max_tokens_in_flight", "max_rows_in_flight", "max_error_rate"),
+)
+_OF_TRAINING = {"network": ("adapter", "lora_config"), "environment": ("data_batch_size_per_gpu", "eval_prompts")}
+"""Settings of these two sections that an evaluation does not take from the command line."""
+_OF_SAMPLING = ("use_vllm", "vllm_config")
+_SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules")
+_CONTACTS = ("judge",)
+"""Graders that contact an address although their settings need not name one."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An adapter, and what its run says of it."""
+
+    folder: Path
+    """The PEFT folder."""
+    run: Path | None
+    """The directory of its run; None: the adapter lies in none."""
+    config: RunConfig
+    """The settings to load and to examine it with."""
+
+    @property
+    def base(self) -> str:
+        """The base's name."""
+        return self.config.network.pretrained_model_name_or_path
+
+
+def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_addresses: bool = False) -> Subject:
+    """Return the adapter that a path stands for with its settings; does not import torch.
+
+    ``arguments`` are overrides ``section.key=value`` and, for an adapter without a run, a manifest. ``examined``: a
+    task is needed, so its names, files and addresses are checked too. Raises CheckpointError for a path that is
+    neither a run nor an adapter, and ConfigError for wrong settings, or for an address that the run names.
+    """
+    folder, run = find_adapter(path)
+    manifests = manifests_in(arguments)
+    overrides = [argument for argument in arguments if argument not in manifests]
+    _check_keys(overrides)
+    if run is not None:
+        if manifests:
+            raise ConfigError(
+                f"{shown(str(path))} is evaluated with the settings of its run, found the manifest "
+                f"{shown(manifests[0])} as well; give settings as section.key=value"
+            )
+        info = read_run(run)
+        given = _of_a_run(info["config"], info.get("given") or info["config"])
+        begun = config_of_run(given)
+        config = config_of_run(given, overrides).dated(run_date(info))
+        if examined:
+            check_unchanged(config, info.get("files", {}), run, begun=begun)
+            _check_unseen(config, begun)
+            if not allow_addresses:
+                _check_addresses(config)
+    else:
+        if len(manifests) > 1:
+            raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
+        if examined and not manifests and not any(one.startswith("environment.") for one in overrides):
+            raise ConfigError(
+                f"{shown(str(path))} belongs to no run that says what it was trained on; name a task or rows, such as "
+                "environment.task=reasoning_gym:chain_sum, or give a manifest"
+            )
+        config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
+    named = any(one.startswith("network.pretrained_model_name_or_path=") for one in overrides)
+    config = _about(folder, config, None if run is not None or named else _base_of(folder), examined=examined)
+    check_names(config)
+    if examined:
+        check_task(config)
+    return Subject(folder, run, config)
+
+
+def _of_a_run(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a run that an evaluation needs, with the values that the run had."""
+    set_or_known = {**given.get("algorithm", {}), **{k: whole["algorithm"].get(k) for k in _ALGORITHM[:2]}}
+    chosen = {name: value for name, value in set_or_known.items() if name in _ALGORITHM and value is not None}
+    candidates = whole.get("selection_strategy", {}).get("candidates", 1)  # on which the panels depend
+    return {
+        "environment": dict(whole.get("environment", {})),
+        "network": {k: v for k, v in whole.get("network", {}).items() if k not in ("adapter", "lora_config")},
+        "algorithm": chosen,
+        "training": {k: v for k, v in whole.get("training", {}).items() if k in _TRAINING and v is not None},
+        "selection_strategy": {"name": "none", "candidates": candidates},
+    }
+
+
+def _check_keys(overrides: Iterable[str]) -> None:
+    """Raise ConfigError for settings that an adapter that is trained no further does not have."""
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        section, _, name = key.partition(".")
+        name = name.partition(".")[0]
+        used = {"algorithm": _ALGORITHM[1:], "training": _TRAINING}
+        if section in ("mutation", "selection_strategy", "sharing", "distributed") or (
+            name in _OF_TRAINING.get(section, ()) or (section in used and name not in used[section])
+        ):
+            known = f"; of {section} it has {', '.join(used[section])}" if section in used else ""
+            raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{known}")
+
+
+def _about(folder: Path, config: RunConfig, base: str | None, *, examined: bool) -> RunConfig:
+    """Return the settings of a population of one agent that starts from an adapter, without those of training."""
+    shape = _adapter_config(folder)
+    network = config.network.model_dump(mode="json", exclude_unset=True)
+    network |= {"adapter": str(folder.absolute()), "lora_config": {k: shape[k] for k in _SHAPE if k in shape}}
+    network |= {} if base is None else {"pretrained_model_name_or_path": base}
+    agent = _agent_json(folder)
+    name = str(agent["algorithm"]) if agent else str(config.algorithm["name"])
+    used = [key for key in _ALGORITHM if examined or key not in _OF_SAMPLING]
+    made = RunConfig.from_dict(
+        {
+            "environment": config.environment.model_dump(mode="json", exclude_unset=True),
+            "network": network,
+            "algorithm": {k: v for k, v in config.algorithm.items() if k in used} | {"name": name},
+            "training": {
+                **{
+                    k: v
+                    for k, v in config.training.model_dump(mode="json", exclude_unset=True).items()
+                    if k in _TRAINING
+                },
+                "pop_size": 1,
+                "init": "same",
+            },
+            "selection_strategy": {"name": "none", "candidates": config.candidates},
+        }
+    )
+    made = made.typed_with(config)
+    return made if config.date is None else made.dated(config.date)
+
+
+def _agent_json(folder: Path) -> dict[str, Any] | None:
+    """Return what stands beside an adapter that an agent wrote."""
+    found = next((place / "agent.json" for place in (folder, folder.parent) if (place / "agent.json").is_file()), None)
+    values = None if found is None else read_json(found)
+    if values is not None and not all(isinstance(values.get(key), str) for key in ("algorithm", "base")):
+        raise CheckpointError(f"{found} does not name the algorithm and the base of an agent; the file is damaged")
+    return values
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / ADAPTER_CONFIG)
+
+
+def _base_of(folder: Path) -> str:
+    agent = _agent_json(folder)
+    name = agent["base"] if agent else _adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"{shown(str(folder / ADAPTER_CONFIG))} does not name a base; give network.pretrained_model_name_or_path="
+        )
+    return name
+
+
+def _check_unseen(config: RunConfig, begun: RunConfig) -> None:
+    """Raise ConfigError if the test would have rows that the run trained on; warn if it may have such questions."""
+    e, before = config.environment, begun.environment
+    panels = [(c.training.seed, c.environment.test_prompts, c.environment.bad_rows) for c in (config, begun)]
+    if e.dataset is not None and e.dataset_test is None:
+        trained = {part.path for part in before.dataset or ()}
+        if trained & {part.path for part in e.dataset} and (panels[0] != panels[1] or e.dataset != before.dataset):
+            raise ConfigError(
+                "with another training.seed, environment.test_prompts, bad_rows or mixture the test would have rows that "
+                "the run trained on; leave them as they were, or give rows of your own: environment.dataset_test=FILE"
+            )
+    elif e.dataset is None and before.holdout == "any" and (e, panels[0]) != (before, panels[1]):
+        warnings.warn(
+            "the run trained on questions of every kind but those of its own panels (environment.holdout=any), so it may "
+            "have seen some of these",
+            stacklevel=2,
+        )
+
+
+def _check_addresses(config: RunConfig) -> None:
+    """Raise ConfigError if an evaluation would contact an address that the run names and the user did not type."""
+    e = config.environment
+    named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(dict(config.algorithm))]
+    env_id = e.env_id or ""
+    named += [env_id] if env_id.startswith("openenv:") else []
+    named += [f"that of its grader {g.called}" for g in e.graders or () if g.name in _CONTACTS and not named]
+    unknown = [address for address in named if address not in config.typed_addresses]
+    if unknown:
+        raise ConfigError(
+            f"the settings of this run lead to an address, {shown(unknown[0])}; if you trust it, allow it with "
+            "--allow-addresses"
+        )
