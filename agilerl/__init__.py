@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from agilerl.hpo.tournament import TournamentSelection
     from agilerl.population import Population
     from agilerl.runtime import Runtime
+    from agilerl.training.saved import load
     from agilerl.training.trainer import LocalTrainer
 
     HAS_ARENA_DEPENDENCIES: bool
@@ -78,6 +79,7 @@ __all__ = [
     "SFTTask",
     "TournamentSelection",
     "UnpairedTask",
+    "load",
 ]
 
 _HOMES = {
@@ -107,6 +109,7 @@ _HOMES = {
     "SFTTask": "agilerl.envs.examples",
     "TournamentSelection": "agilerl.hpo.tournament",
     "UnpairedTask": "agilerl.envs.examples",
+    "load": "agilerl.training.saved",
 }
 
 _FLAGS = {

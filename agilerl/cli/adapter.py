@@ -184,13 +184,13 @@ def _check_unseen(config: RunConfig, begun: RunConfig) -> None:
         trained = {part.path for part in before.dataset or ()}
         if trained & {part.path for part in e.dataset} and (panels[0] != panels[1] or e.dataset != before.dataset):
             raise ConfigError(
-                "with another training.seed, environment.test_prompts, bad_rows or mixture the test would have rows that "
-                "the run trained on; leave them as they were, or give rows of your own: environment.dataset_test=FILE"
+                "with another training.seed, environment.test_prompts, bad_rows or mixture the test would have rows "
+                "that the run trained on; leave them as they were, or give other rows: environment.dataset_test=FILE"
             )
     elif e.dataset is None and before.holdout == "any" and (e, panels[0]) != (before, panels[1]):
         warnings.warn(
-            "the run trained on questions of every kind but those of its own panels (environment.holdout=any), so it may "
-            "have seen some of these",
+            "the run trained on all questions but those of its own panels (environment.holdout=any), so it may have "
+            "seen some of these",
             stacklevel=2,
         )
 

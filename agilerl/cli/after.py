@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from agilerl.runs.strict_json import read_json
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
+    from agilerl.rollouts import SamplingSettings
     from agilerl.training.evaluation import Answer, Evaluation, Results
 
 _CUT = 300
@@ -94,17 +96,17 @@ def run_eval(
         result = evaluate(session, samples=samples, temperature=temperature, full=full, with_base=with_base)
     finally:
         session.task.close()
+    asked = found.config.environment.model_dump(mode="json")
     result.settings.update(
         adapter=str(found.folder),
         base=found.base,
+        base_path=session.population.runtime.base.source,
         seed=found.config.training.seed,
         samples=samples,
         temperature=temperature,
         full=full,
         max_new_tokens=session.population.eval_max_new_tokens,
-        environment={
-            key: found.config.environment.model_dump(mode="json")[key] for key in ("task", "params", "env_id")
-        },
+        task={key: value for key, value in asked.items() if key in ("task", "params", "env_id")},
     )
     document = result.document()
     if out is not None:
@@ -202,6 +204,7 @@ def run_chat(
     from agilerl.cli.running import quieten_libraries
 
     quieten_libraries()
+    from agilerl.rollouts import SamplingSettings
     from agilerl.training.setup import load_agent
 
     agent = load_agent(found.config)
@@ -221,7 +224,9 @@ def run_chat(
         for name, messages in said.items():
             messages.append({"role": "user", "content": line})
             forgotten = len(messages)
-            reply = _reply(agent, messages, len(system), name == "base", temperature, most_tokens, turn)
+            sampling = SamplingSettings(max_new_tokens=most_tokens, temperature=temperature)
+            slot = None if name == "base" else agent.slot
+            reply = _reply(agent, messages, len(system), sampling=sampling, slot=slot, turn=turn)
             if len(messages) < forgotten:
                 say("(the context is full: the beginning of the conversation is forgotten)")
             messages.append({"role": "assistant", "content": reply})
@@ -255,16 +260,16 @@ def _reply(
     agent: "LLMAlgorithm",
     messages: list[dict[str, str]],
     system: int,
-    of_base: bool,
-    temperature: float,
-    most_tokens: int,
+    *,
+    sampling: "SamplingSettings",
+    slot: int | None,
     turn: int,
 ) -> str:
     """Return the answer to a conversation, whose oldest turns are removed if it has become too long."""
     from agilerl.envs.prompts import PromptTooLongError, decode_completions, render_prompt
-    from agilerl.rollouts import GenerationRequest, SamplingSettings
+    from agilerl.rollouts import GenerationRequest
 
-    runtime, room = agent.runtime, agent.runtime.base.context_length
+    runtime, most_tokens, room = agent.runtime, sampling.max_new_tokens, agent.runtime.base.context_length
     while True:
         try:
             ids = render_prompt(runtime.tokenizer, messages, max_tokens=max(1, room - min(most_tokens, room // 2)))
@@ -274,8 +279,8 @@ def _reply(
                 messages.pop()
                 raise
             del messages[system : system + 2]
-    sampling = SamplingSettings(max_new_tokens=max(1, min(most_tokens, room - len(ids))), temperature=temperature)
-    request = GenerationRequest(None if of_base else agent.slot, ids, 1, sampling, "chat", (turn,))
+    sampling = replace(sampling, max_new_tokens=max(1, min(most_tokens, room - len(ids))))
+    request = GenerationRequest(slot, ids, 1, sampling, "chat", (turn,))
     ((completion,),) = runtime.generate([request])
     return decode_completions(runtime.tokenizer, [completion.token_ids])[0]
 

@@ -72,9 +72,7 @@ def _task(name: str, folder: Path, found: Mapping[str, Any]) -> str:
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": _limit(found)},
-        "metric_list": [
-            {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True, "ignore_case": True}
-        ],
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1.0},
     }
     model = f"--model hf --model_args {_model_args(found)} --apply_chat_template"
@@ -85,7 +83,7 @@ def _task(name: str, folder: Path, found: Mapping[str, Any]) -> str:
 
 def _model_args(found: Mapping[str, Any]) -> str:
     settings = found["settings"]
-    return f"pretrained={settings.get('base', _UNKNOWN)},peft={settings.get('adapter', _UNKNOWN)}"
+    return f"pretrained={settings.get('base_path', _UNKNOWN)},peft={settings.get('adapter', _UNKNOWN)}"
 
 
 def _lm_eval(name: str, found: Mapping[str, Any], moment: datetime) -> dict[str, Any]:

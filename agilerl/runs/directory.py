@@ -228,10 +228,8 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
         if (layout.elite / ADAPTER_CONFIG).is_file():
             return layout.elite, root
         agents = sorted(layout.checkpoints.glob("[0-9]*/agent_*"))
-        hint = f"; or name an agent of a checkpoint, such as {agents[-1]}" if agents else ""
-        raise CheckpointError(
-            f"expected a run with an elite, found none in {root}; resume it: agilerl resume {shlex.quote(str(root))}{hint}"
-        )
+        hint = f", or name an agent of a checkpoint, such as {agents[-1]}" if agents else ""
+        raise CheckpointError(f"expected a run with an elite, found none in {root}; resume the run{hint}")
     folder = root / "actor" if (root / "actor" / ADAPTER_CONFIG).is_file() else root
     if not (folder / ADAPTER_CONFIG).is_file():
         found = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import ConfigDict, Field, model_validator
 
-from agilerl.algorithms import ALGORITHMS
+from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
-from agilerl.algorithms.state import AgentState, lora_of
-from agilerl.arguments import shown
+from agilerl.algorithms.state import AgentState, PlainState, lora_of
+from agilerl.arguments import Location, checked, shown
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import Topology
@@ -24,7 +24,7 @@ from agilerl.models.slots import LinearShape
 from agilerl.population import Population
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, CheckpointStore, agent_files
-from agilerl.runs.directory import RunDirectory
+from agilerl.runs.directory import RunDirectory, find_adapter
 from agilerl.runs.journal import damaged_lines, missing_records
 from agilerl.runs.strict_json import Count, SavedValues, read_json
 from agilerl.runtime import Runtime
@@ -279,6 +279,33 @@ class SavedCheckpoint:
     """The memory limits found so far."""
     bank_rank: int
     """Largest rank that the adapter bank has had room for."""
+
+
+@checked
+def load(
+    path: Location,
+    device: str | torch.device = "cpu",
+    *,
+    runtime: Runtime | None = None,
+    loss: Any = None,
+) -> LLMAlgorithm:
+    """Return the agent that a path stands for: the elite of a run, or the one in a folder that an agent was saved to.
+
+    The folder is ``elite/``, an agent of a checkpoint, or what ``save_checkpoint`` wrote; it says which algorithm's
+    ``load`` to use, and which base to load unless a ``runtime`` is given. Raises CheckpointError for anything else, and
+    without the ``loss`` of an agent that had a custom one.
+    """
+    folder, _ = find_adapter(path)
+    home = next((place for place in (folder, folder.parent) if (place / "agent.json").is_file()), None)
+    if home is None:
+        raise CheckpointError(
+            f"{folder} is a PEFT adapter without an agent: agent.json is missing; load it with PEFT, or start agents "
+            "from it with network.adapter"
+        )
+    name = read_json(home / "agent.json", PlainState)["algorithm"]
+    if name not in ALGORITHMS:
+        raise CheckpointError(f"{home} holds an agent of {shown(name)}; expected one of {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name].load(home, device, runtime=runtime, loss=loss)
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:
