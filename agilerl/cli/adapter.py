@@ -31,6 +31,8 @@ _OF_TRAINING = {"network": ("adapter", "lora_config"), "environment": ("data_bat
 """Settings of these two sections that an evaluation does not take from the command line."""
 _OF_SAMPLING = ("use_vllm", "vllm_config")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules")
+_ALL = 100_000
+"""The largest test that there is."""
 _CONTACTS = ("judge",)
 """Graders that contact an address although their settings need not name one."""
 
@@ -45,6 +47,8 @@ class Subject:
     """The directory of its run; None: the adapter lies in none."""
     config: RunConfig
     """The settings to load and to examine it with."""
+    all_rows: bool = False
+    """Whether the test is every row of ``environment.dataset``: rows that the user named for it."""
 
     @property
     def base(self) -> str:
@@ -63,6 +67,10 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
     manifests = manifests_in(arguments)
     overrides = [argument for argument in arguments if argument not in manifests]
     _check_keys(overrides)
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    all_rows = "environment.dataset" in keys and "environment.dataset_test" not in keys
+    if all_rows and "environment.test_prompts" not in keys:
+        overrides.append(f"environment.test_prompts={_ALL}")
     if run is not None:
         if manifests:
             raise ConfigError(
@@ -87,12 +95,12 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
                 "environment.task=reasoning_gym:chain_sum, or give a manifest"
             )
         config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
-    named = any(one.startswith("network.pretrained_model_name_or_path=") for one in overrides)
+    named = "network.pretrained_model_name_or_path" in keys
     config = _about(folder, config, None if run is not None or named else _base_of(folder), examined=examined)
     check_names(config)
     if examined:
         check_task(config)
-    return Subject(folder, run, config)
+    return Subject(folder, run, config, all_rows)
 
 
 def _of_a_run(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def run_eval(
     from agilerl.training.evaluation import evaluate
     from agilerl.training.setup import build
 
-    session = build(found.config, allow_code=allow_code)
+    session = build(found.config, allow_code=allow_code, all_rows=found.all_rows)
     loading_done()
     try:
         result = evaluate(session, samples=samples, temperature=temperature, full=full, with_base=with_base)
@@ -269,7 +269,7 @@ def _reply(
     from agilerl.envs.prompts import PromptTooLongError, decode_completions, render_prompt
     from agilerl.rollouts import GenerationRequest
 
-    runtime, most_tokens, room = agent.runtime, sampling.max_new_tokens, agent.runtime.base.context_length
+    runtime, most_tokens, room = agent.runtime, sampling.max_new_tokens, agent.context_length
     while True:
         try:
             ids = render_prompt(runtime.tokenizer, messages, max_tokens=max(1, room - min(most_tokens, room // 2)))

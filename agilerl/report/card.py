@@ -71,7 +71,7 @@ def _card(
     elite, base = summary["elite"], str(config["network"]["pretrained_model_name_or_path"])
     algorithm, task, data = str(config["algorithm"]["name"]), _task(config["environment"]), _data(config["environment"])
     licence = licence or base_licence(base)
-    called = name or f"{public_name(base)}-{task.rpartition(':')[2]}-{algorithm}"
+    called = re.sub(r"[^\w.-]+", "-", name or f"{public_name(base)}-{task.rpartition(':')[2]}-{algorithm}").strip("-.")
     tests = {who: _score(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}
@@ -85,7 +85,7 @@ def _card(
         tags=["agilerl", "lora"],
         datasets=[path for path in data if is_hub_name(path)] or None,
         model_name=called,
-        eval_results=[EvalResult("text-generation", "held-out", f"{task}, held-out test", "reward", round(result, 4))]
+        eval_results=[EvalResult("text-generation", "held-out", _of_header(task), "reward", round(result, 4))]
         if math.isfinite(result)
         else None,
     )
@@ -120,7 +120,7 @@ def _card(
         course=f"{plain(course['name'])}, over the last {100 * float(course['decay']):g} % of the budget"
         if course.get("name", "constant") != "constant"
         else "",
-        called=re.sub(r"[^A-Za-z0-9_.-]+", "-", called).strip("-.") or "elite",
+        called=called,
         base=base if is_hub_name(base) else "BASE",
         is_embedded=base == EMBEDDED,
         rank=rank,
@@ -167,6 +167,11 @@ def plain(text: Any) -> str:
     """Return a text as one line of Markdown that formats nothing, of at most 300 characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return _MARKUP.sub(r"\\\1", line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
+
+
+def _of_header(text: str) -> str:
+    """Return a text for the header without markup."""
+    return " ".join(re.sub(r"[^\w.,:/-]+", " ", text[:_LONGEST]).split())
 
 
 def _score(entry: Mapping[str, Any]) -> Score:

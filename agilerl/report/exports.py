@@ -22,8 +22,8 @@ def write_evaluation(folder: Path, found: Mapping[str, Any], *, made: datetime |
 
     * ``results.json``: the document.
     * ``questions.jsonl``: the questions with their right answers, for another model.
-    * ``lm_eval/``: NAME.yaml, a task of lm-eval on these questions; ``results_NAME.json`` and ``samples_NAME.jsonl``,
-      what lm-eval would have written about the adapter.
+    * ``lm_eval/``: NAME.yaml, a task of lm-eval on these questions, if all have a right answer; ``results_NAME.json``
+      and ``samples_NAME.jsonl``, what lm-eval would have written about the adapter.
     * ``inspect/NAME.json``: a log of Inspect (version 2) of the adapter, which ``inspect view`` shows.
 
     ``made`` is the time that they name (None: now). Raises CheckpointError if the folder exists, and WriteError.
@@ -33,9 +33,11 @@ def write_evaluation(folder: Path, found: Mapping[str, Any], *, made: datetime |
     def write(place: Path) -> None:
         _write(place / "results.json", json.dumps(found, indent=1, allow_nan=False))
         rows = [{"id": n, "question": a["question"], "answer": a["answer"]} for n, a in enumerate(found["answers"])]
+        has_answers = all(row["answer"] is not None for row in rows)  # episodes have none
         _write(place / "questions.jsonl", _lines(rows))
         (place / "lm_eval").mkdir()
-        _write(place / "lm_eval" / f"{name}.yaml", _task(name, folder, found))
+        if has_answers:
+            _write(place / "lm_eval" / f"{name}.yaml", _task(name, folder, found))
         results = _lm_eval(name, found, moment)
         _write(place / "lm_eval" / f"results_{name}.json", json.dumps(results, indent=1, allow_nan=False))
         _write(place / "lm_eval" / f"samples_{name}.jsonl", _lines(_lm_eval_samples(found)))

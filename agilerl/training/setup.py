@@ -105,13 +105,19 @@ class Loaded:
 
 
 def build(
-    config: RunConfig, checkpoint: Path | None = None, *, allow_code: bool = False, topology: Topology = SOLITARY
+    config: RunConfig,
+    checkpoint: Path | None = None,
+    *,
+    allow_code: bool = False,
+    topology: Topology = SOLITARY,
+    all_rows: bool = False,
 ) -> Session:
     """Load the base, make the task and the population, new or from a ``checkpoint`` folder; nothing is written.
 
     ``allow_code`` runs Python that the configuration names, such as ``rewards.py:my_reward``: never allow it for a file
     that you have not read. Each process makes its island's share of the agents; only the writer needs the
-    ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``.
+    ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``. ``all_rows``
+    puts every row of a dataset into the test, for an evaluation.
 
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
@@ -123,7 +129,7 @@ def build(
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
     with at_date(date):
-        session = assemble(load(resolved, topology, allow_code=allow_code), checkpoint, date)
+        session = assemble(load(resolved, topology, allow_code=allow_code, all_rows=all_rows), checkpoint, date)
     session.trackers = trackers
     return session
 
@@ -160,7 +166,9 @@ def _check_loadable(resolved: Resolved) -> None:
     check_device(resolved.config.training.device, "training.device")
 
 
-def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool = False) -> Loaded:
+def load(
+    resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool = False, all_rows: bool = False
+) -> Loaded:
     """Make the task and load the base, on the device of this process."""
     _check_loadable(resolved)
     if resolved.selection is None:
@@ -168,7 +176,7 @@ def load(resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool 
     here = resolved.seen_from(topology)
     check_device(here.config.training.device, "training.device")
     torch.set_num_threads(here.config.training.threads)
-    made = task(here.config, allow_code=allow_code)
+    made = task(here.config, allow_code=allow_code, all_rows=all_rows)
     runtime = load_runtime(here)
     base = runtime.base
     family = str(base.model.config.get_text_config().model_type)

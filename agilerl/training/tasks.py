@@ -19,7 +19,7 @@ from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
-from agilerl.envs.datasets import CuratedTask, fill_template
+from agilerl.envs.datasets import CuratedTask, DatasetTask, fill_template
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.graded import GradedTask, TaskGrader
@@ -45,16 +45,18 @@ class _TemplateTask(ReasoningGymTask):
         return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
 
 
-def task(config: RunConfig, *, allow_code: bool = False) -> Task | EpisodeTask:
+def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False) -> Task | EpisodeTask:
     """Build the task and draw its panels; raises ConfigError for an unknown one.
 
-    ``allow_code`` lets graders and environments be Python code named by the manifest.
+    ``allow_code`` lets graders and environments be Python code named by the manifest. With ``all_rows``, every row of
+    ``environment.dataset`` is in the test, in order: for an evaluation, which trains on none.
     """
     e, seed = config.environment, config.training.seed
     if e.env_type == "multiturn":
         return _episodes(e, seed, allow_code, e.test_prompts + second_panel(config))
     if e.dataset is not None:
-        made_of_rows = _from_data(e, e.dataset, e.env_type, seed, e.test_prompts + second_panel(config))
+        test_prompts = None if all_rows else e.test_prompts + second_panel(config)
+        made_of_rows = _from_data(e, e.dataset, e.env_type, seed, test_prompts)
         return _wrapped(config, made_of_rows, None, allow_code)
     known = e.task or ""
     family, _, name = known.partition(":")
@@ -121,10 +123,14 @@ def second_panel(config: RunConfig) -> int:
 
 
 def _from_data(
-    config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int, test_prompts: int
-) -> CuratedTask:
+    config: EnvironmentConfig, dataset: Sequence[DatasetConfig], purpose: Purpose, seed: int, test_prompts: int | None
+) -> DatasetTask:
+    """Return a task of rows; without ``test_prompts``, every row is in the test."""
     # Rows need an answer only if it is compared.
     own = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
+    if test_prompts is None:
+        rows, template = _rows(config, dataset), config.conversation_template
+        return DatasetTask(rows, rows, rows, reward_fn=own, conversation_template=template, purpose=purpose, seed=seed)
     sides = [None if given is None else _rows(config, given) for given in (config.dataset_exam, config.dataset_test)]
     return CuratedTask(
         _rows(config, dataset),

@@ -1,0 +1,485 @@
+"""The commands after a run: what they find out, what they write, and what they refuse."""
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from itertools import combinations
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, constants
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import agilerl as package
+from agilerl.cli.after import _readable
+from agilerl.errors import CheckpointError
+from agilerl.hpo.fitness import Fitness, interval, paired_difference
+from agilerl.models.tiny import tiny_model_path
+from agilerl.report.card import model_card
+from agilerl.runs import RunDirectory
+from agilerl.runs.atomic import verify_folder
+from agilerl.training.evaluation import Answer, Results
+from tests.cli.outcome import Outcome
+from tests.cli.test_start import started
+from tests.report.synthetic_run import ATTACK, make_run
+from tests.training.small_runs import run_here
+
+Agilerl = Callable[..., Outcome]
+QUESTION = "Find the Greatest Common Divisor (GCD) of these numbers: 12, 18. Give only the GCD as your final answer."
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_here(tmp_path_factory.mktemp("after") / "mine", "algorithm.lr=1e-3")
+
+
+@pytest.fixture(scope="module")
+def summary(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+@pytest.fixture
+def adapter(run: Path, tmp_path: Path) -> Path:
+    """The elite's adapter alone, outside any run."""
+    shutil.copytree(run / "elite", tmp_path / "adapter")
+    for name in ("agent.json", "MANIFEST.json", "README.md"):
+        (tmp_path / "adapter" / name).unlink()
+    return tmp_path / "adapter"
+
+
+@pytest.fixture
+def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a copy of the run with other settings in its run.json, as a stranger could have written it."""
+
+    def change(**sections: dict[str, Any]) -> Path:
+        shutil.copytree(run, tmp_path / "changed", ignore=shutil.ignore_patterns("run.json", "checkpoints"))
+        info = json.loads((run / "run.json").read_text())
+        for part in ("config", "given"):
+            for section, values in sections.items():
+                info[part].setdefault(section, {}).update(values)
+        made = RunDirectory.create(tmp_path / "made", info["config"], 0, given=info["given"], command=[])
+        made.close()
+        shutil.move(tmp_path / "made" / "run.json", tmp_path / "changed" / "run.json")
+        return tmp_path / "changed"
+
+    return change
+
+
+# -- eval -------------------------------------------------------------------------------------------------------------
+
+
+def test_eval_finds_the_numbers_of_the_final_test(run: Path, summary: dict[str, Any], agilerl: Agilerl) -> None:
+    done = agilerl("eval", str(run), "--json", "--samples", "4")
+    assert (done.code, done.errors) == (0, "")
+    found = json.loads(done.output)
+    for who, name in (("adapter", "elite"), ("base", "base")):
+        assert {key: found[who]["greedy"][key] for key in ("mean", "n", "stderr")} == summary["test"][name]
+        assert list(found[who]) == ["greedy", "pass@1", "pass@2", "pass@4"]
+        assert found[who]["pass@1"]["mean"] <= found[who]["pass@4"]["mean"]
+    means = [found[who]["greedy"]["mean"] for who in ("adapter", "base")]
+    assert found["difference"]["mean"] == pytest.approx(means[0] - means[1])
+    assert found["questions"] == len(found["answers"]) == summary["test"]["elite"]["n"]
+    assert all(len(one["base"]["samples"]) == 4 for one in found["answers"])
+
+
+def test_eval_of_the_elite_is_that_of_its_run(run: Path, agilerl: Agilerl) -> None:
+    whole, elite = (agilerl("eval", str(path), "--samples", "0", "--no-base") for path in (run, run / "elite"))
+    assert whole == elite
+    assert "10 questions of gcd, seed 42" in whole.output
+    assert "Worst of 10" in whole.output
+    assert "base" not in whole.output
+
+
+def test_eval_takes_other_questions(run: Path, agilerl: Agilerl) -> None:
+    def questions(*settings: str) -> list[str]:
+        done = agilerl("eval", str(run), *settings, "--json", "--samples", "0", "--no-base")
+        return [one["question"] for one in json.loads(done.output)["answers"]]
+
+    own = questions()
+    assert own == questions()
+    assert set(own) != set(questions("training.seed=7"))
+    assert len(questions("environment.test_prompts=12")) == 12
+    words = questions("environment.task=reasoning_gym:spell_backward", "environment.params={min_word_len: 3}")
+    assert all("backward" in question for question in words)
+
+
+def test_eval_plays_episodes(run: Path, agilerl: Agilerl) -> None:
+    env = (
+        "environment.env_type=multiturn",
+        "environment.env_id=agilerl/GuessTheNumber-v0",
+        "environment.test_prompts=3",
+    )
+    done = agilerl("eval", str(run), *env, "--samples", "2", "--out", "out", "--json")
+    assert done.code == 0, done.errors
+    found = json.loads(done.output)
+    assert [len(one["adapter"]["samples"]) for one in found["answers"]] == [2, 2, 2]
+    assert not list(Path("out/lm_eval").glob("*.yaml"))
+
+
+def test_eval_of_rows_of_a_file(run: Path, agilerl: Agilerl) -> None:
+    rows = [{"question": QUESTION.replace("12", str(n)), "answer": "6"} for n in range(2, 26)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = agilerl("eval", str(run), "environment.dataset=rows.jsonl", "--json", "--samples", "0")
+    assert done.code == 0, done.errors
+    assert [one["question"] for one in json.loads(done.output)["answers"]] == [row["question"] for row in rows]
+
+
+def test_eval_of_an_adapter_without_a_run(adapter: Path, agilerl: Agilerl) -> None:
+    refused = agilerl("eval", str(adapter))
+    assert refused.code == 2
+    assert "environment.task=" in refused.errors
+    settings = (
+        "environment.task=reasoning_gym:gcd",
+        "environment.params={max_value: 60}",
+        "environment.test_prompts=10",
+    )
+    done = agilerl("eval", str(adapter), *settings, "--json", "--samples", "0")
+    assert done.code == 0, done.errors
+    assert json.loads(done.output)["settings"]["base"] == str(tiny_model_path())
+
+
+def test_eval_writes_what_other_programs_read(run: Path, agilerl: Agilerl) -> None:
+    done = agilerl("eval", str(run), "--samples", "1", "--out", "found", "--quiet")
+    assert done == Outcome(0, "", "")
+    rows = [json.loads(line) for line in Path("found/questions.jsonl").read_text().splitlines()]
+    task = yaml.safe_load(Path("found/lm_eval/gcd.yaml").read_text())
+    assert task["dataset_kwargs"]["data_files"]["test"] == str(Path("found/questions.jsonl").absolute())
+    document = json.loads(Path("found/results.json").read_text())
+    results = json.loads(Path("found/lm_eval/results_gcd.json").read_text())["results"]["gcd"]
+    assert results["reward,none"] == document["adapter"]["greedy"]["mean"]
+    samples = [json.loads(line) for line in Path("found/lm_eval/samples_gcd.jsonl").read_text().splitlines()]
+    assert [one["doc"] for one in samples] == rows
+    log = json.loads(Path("found/inspect/gcd.json").read_text())
+    assert (log["version"], log["status"], len(log["samples"])) == (2, "success", 20)
+    assert [one["epoch"] for one in log["samples"][:2]] == [1, 2]
+    assert agilerl("eval", str(run), "--out", "found").code == 2  # never overwritten
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("environment.taks=x", "did you mean 'task'?"),
+        ("training.pop_size=8", "setting of training"),
+        ("algorithm.lr=1", "setting of training"),
+        ("mutation.mutation_sd=1", "setting of training"),
+        ("network.adapter=x", "setting of training"),
+        ("environment.task=reasoning_gym:gcdd", "did you mean 'gcd'?"),
+    ],
+)
+@pytest.mark.processes
+def test_a_wrong_setting_costs_no_import_of_torch(setting: str, word: str, run: Path, tmp_path: Path) -> None:
+    _, modules, errors = started("eval", str(run), setting, cwd=tmp_path)
+    assert errors.startswith("error: ")
+    assert word in errors
+    assert modules.isdisjoint({"torch", "transformers", "peft"})
+
+
+def _results(*scores: list[float]) -> Results:
+    return Results([], [[Answer("", score, 1, "stop") for score in one] for one in scores])
+
+
+def test_pass_at_k_is_the_share_of_all_subsets() -> None:
+    scores = [[0.0, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [0.5, 1, float("nan"), 1]]
+    found = _results(*scores).passed(1.0)
+    assert list(found) == [1, 2, 4]
+    for k in (1, 2):
+        shares = []
+        for one in scores:
+            subsets = list(combinations([s for s in one if s == s], k))
+            shares.append(sum(max(subset) >= 1 for subset in subsets) / len(subsets))
+        assert found[k].mean == pytest.approx(sum(shares) / 4)
+    assert found[4].n == 3
+    assert _results(*scores).passed(0.5)[1].mean > found[1].mean
+
+
+def test_intervals() -> None:
+    # Wilson: 10 of 10 has a width; textbook value for 8 of 10 is .490 to .943.
+    assert Fitness.from_scores([1.0] * 10).interval == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert Fitness.from_scores([1.0] * 8 + [0.0] * 2).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert interval(5.0, 1.0, 11) == pytest.approx((5 - 2.2281, 5 + 2.2281), abs=1e-4)
+    nan = float("nan")
+    both = paired_difference(Fitness(nan, scores=(1.0, 0.0, nan)), Fitness(nan, scores=(0.0, 0.0, 1.0)))
+    assert (both.mean, both.n) == (0.5, 2)
+
+
+# -- what a stranger's run may not do ----------------------------------------------------------------------------------
+
+
+def test_no_code_of_a_run_runs_unasked(changed: Any, agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "mark.py").write_text("open('MARK', 'w').close()\ndef score(completion):\n    return 1.0\n")
+    made = changed(environment={"graders": [{"name": f"{tmp_path}/mark.py:score"}]})
+    done = agilerl("eval", str(made), "--samples", "0")
+    assert done.code == 2
+    assert not Path("MARK").exists()
+
+
+def test_no_address_of_a_run_is_contacted_unasked(changed: Any, agilerl: Agilerl) -> None:
+    judge = {"name": "judge", "params": {"model": "m", "base_url": "http://127.0.0.1:9/v1", "api_key_env": None}}
+    made = changed(environment={"graders": [judge]})
+    done = agilerl("eval", str(made), "--samples", "0")
+    assert done.code == 2
+    assert "--allow-addresses" in done.errors
+
+
+def test_no_file_that_the_run_did_not_have_is_read(changed: Any, agilerl: Agilerl, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"question": "my password", "answer": "1"}\n' * 40)
+    made = changed(environment={"task": None, "params": {}, "dataset": [{"path": str(secret)}]})
+    done = agilerl("eval", str(made))
+    assert done.code == 2
+    assert str(secret) in done.errors
+    assert "password" not in done.output + done.errors
+
+
+def test_an_elite_with_foreign_files_is_not_sent_away(run: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    secret = tmp_path / "secret"
+    secret.write_text((copy / "elite" / "tokenizer.json").read_text())
+    (copy / "elite" / "tokenizer.json").unlink()
+    (copy / "elite" / "tokenizer.json").symlink_to(secret)
+    for command in (["export", str(copy), "out"], ["push", str(copy), "me/x", "--dry-run"]):
+        assert agilerl(*command).code == 2
+    assert not Path("out").exists()
+
+
+def test_a_hostile_run_writes_no_markup_into_its_card(tmp_path: Path) -> None:
+    make_run(tmp_path / "hostile", hostile=True)
+    info = json.loads((tmp_path / "hostile" / "run.json").read_text())
+    summary = json.loads((tmp_path / "hostile" / "summary.json").read_text())
+    summary["elite"]["hyperparameters"] = {ATTACK: 1.0, "a\n---\nlicense: mit": "`|[x](y)"}
+    summary |= {"iterations": 3, "tokens": {}}
+    summary["elite"] |= {"step": 3}
+    info["config"]["training"]["seed"] = 0
+    info["config"]["network"]["lora_config"] = {"r": 4}
+    made = RunDirectory.create(tmp_path / "made", info["config"], 0, command=[])
+    made.close()
+    card = model_card(tmp_path / "made", summary)
+    assert "<script" not in card
+    assert card.count("\n---\n") == 1
+    assert ModelCard(card).data.license is None
+
+
+def test_a_damaged_summary_is_a_sentence(run: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    summary = json.loads((copy / "summary.json").read_text())
+    summary["test"]["elite"] = "good"
+    (copy / "summary.json").write_text(json.dumps(summary))
+    done = agilerl("export", str(copy), "out")
+    assert done.code == 2
+    assert "is damaged" in done.errors
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_answers_the_lines_of_a_pipe(run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = f"{QUESTION}\n/new\n{QUESTION}\nand now?\n/quit\nnever read\n"
+    monkeypatch.setattr("sys.stdin", StringIO(typed))
+    done = agilerl("chat", str(run), "--temperature", "0", "--base", "--json")
+    assert done.code == 0, done.errors
+    first, again, further = (json.loads(line) for line in done.output.splitlines() if line.startswith("{"))
+    assert first == again
+    assert further["user"] == "and now?"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    end = model.generate(**ids, max_new_tokens=20, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert first["base"] == tokenizer.decode(end, skip_special_tokens=True)
+
+
+def test_chat_forgets_the_beginning_of_a_long_conversation(
+    run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(f"{QUESTION}\n" * 12))
+    done = agilerl("chat", str(run), "--temperature", "0", "--quiet", "algorithm.max_model_len=200")
+    assert done.code == 0, done.errors
+    assert "forgotten" in done.errors
+
+
+def test_a_model_cannot_command_the_terminal() -> None:
+    assert _readable("a\x1b[2Jb\nc\x07") == "a\ufffd[2Jb\nc\ufffd"
+
+
+# -- merge, export, load -----------------------------------------------------------------------------------------------
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.arange(1, 40)[None]).logits
+    return logits
+
+
+def test_a_merged_model_computes_what_the_adapter_does(run: Path, agilerl: Agilerl) -> None:
+    assert agilerl("merge", str(run), "merged", "--dtype", "float32").code == 0
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+    bare = _logits(base)
+    wanted = _logits(PeftModel.from_pretrained(base, str(run / "elite")))
+    merged = AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
+    assert torch.allclose(_logits(merged), wanted, atol=1e-5)
+    assert not torch.allclose(_logits(merged), bare, atol=1e-3)
+    assert AutoTokenizer.from_pretrained("merged").chat_template
+    assert agilerl("merge", str(run), "merged").code == 2  # never overwritten
+    assert agilerl("merge", str(run), "small", "--quiet") == Outcome(0, "", "")
+    own = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype="auto").dtype
+    assert AutoModelForCausalLM.from_pretrained("small", dtype="auto").dtype == own
+
+
+def test_an_adapter_of_other_layers_is_not_merged(adapter: Path, agilerl: Agilerl) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["r"] = 8
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    done = agilerl("merge", str(adapter), "merged")
+    assert done.code == 2
+    assert "does not fit" in done.errors
+    assert not Path("merged").exists()
+
+
+def test_the_elite_has_a_model_card(run: Path, summary: dict[str, Any]) -> None:
+    assert "README.md" in verify_folder(run / "elite")
+    card = ModelCard.load(run / "elite" / "README.md")
+    assert (card.data.library_name, card.data.license) == ("peft", "apache-2.0")
+    assert card.data.eval_results[0].metric_value == round(summary["test"]["elite"]["mean"], 4)
+    assert f"| elite | {summary['test']['elite']['mean']:.3f} |" in card.text
+    for word in ("vllm serve", "convert_lora_to_gguf.py", "### Lineage", "### Schedule", "reasoning\\_gym:gcd"):
+        assert word in card.text
+
+
+def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl) -> None:
+    done = agilerl("export", str(run), "out")
+    assert done.code == 0, done.errors
+    assert "vllm serve" in done.output
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path())
+    wanted = _logits(PeftModel.from_pretrained(base, "out"))
+    for place in (run, run / "elite", Path("out")):
+        agent = package.load(place)
+        with agent.select_adapter("actor"):
+            assert torch.allclose(_logits(agent.runtime.base.model), wanted, atol=1e-5)
+    assert agilerl("export", str(run), "out").code == 2
+    assert agilerl("export", str(run)).code == 2
+    assert agilerl("export", str(run), "other", "--optuna", "sqlite:///x.db").code == 2
+
+
+def test_load_says_what_is_missing(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"agent\.json"):
+        package.load(adapter)
+    with pytest.raises(CheckpointError, match="expected a run"):
+        package.load(tmp_path)
+    make_run(tmp_path / "unfinished", finished=False)
+    with pytest.raises(CheckpointError, match="resume"):
+        package.load(tmp_path / "unfinished")
+
+
+# -- push --------------------------------------------------------------------------------------------------------------
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """What the hub answers to an upload of small files; with ``refuses`` it takes none."""
+
+    received: list[tuple[str, Any]]
+    refuses = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        kind = self.path.rpartition("/")[2] if self.path.endswith("create") else self.path.split("/")[-2]
+        assert self.headers["Authorization"] == "Bearer hf_test"
+        if kind == "commit":
+            content: Any = [json.loads(line) for line in body.splitlines()]
+        else:
+            content = json.loads(body)
+        self.received.append((self.path, content))
+        here = f"http://127.0.0.1:{self.server.server_address[1]}"
+        answers: dict[str, Any] = {
+            "create": {"url": f"{here}/me/x"},
+            "commit": {"commitUrl": f"{here}/me/x/commit/{'a' * 40}", "commitOid": "a" * 40},
+            "api": {"errors": [], "warnings": []},
+        }
+        if kind == "preupload":
+            answers[kind] = {
+                "files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in content["files"]]
+            }
+        answer = json.dumps({"error": "no"} if self.refuses else answers[kind]).encode()
+        self.send_response(403 if self.refuses else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
+    """A server on this machine in the place of the hub."""
+    handler = type("Hub", (_Hub,), {"received": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_push_uploads_the_elite_with_its_card(run: Path, hub: type[_Hub], agilerl: Agilerl) -> None:
+    done = agilerl("push", str(run), "me/x", "--json")
+    assert done.code == 0, done.errors
+    told = json.loads(done.output)
+    (_, created), *_, (_, commit) = hub.received
+    assert (created["name"], created["organization"], created["visibility"]) == ("x", "me", "private")
+    files = {
+        line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in commit if line["key"] == "file"
+    }
+    assert set(files) == set(told["files"])
+    assert files["adapter_model.safetensors"] == (run / "elite" / "adapter_model.safetensors").read_bytes()
+    assert ModelCard(files["README.md"].decode()).data.eval_results[0].metric_type == "reward"
+    here = (str(run).encode(), str(tiny_model_path()).encode(), str(Path.home()).encode() + b"/")
+    assert not any(place in content for content in files.values() for place in here)
+
+
+def test_a_hub_that_refuses_is_a_sentence(run: Path, hub: type[_Hub], agilerl: Agilerl) -> None:
+    hub.refuses = True
+    done = agilerl("push", str(run), "me/x")
+    assert done.code == 1
+    assert done.errors.startswith("error: the hub did not take me/x")
+
+
+def test_push_without_a_token_or_a_proper_name(
+    run: Path, hub: type[_Hub], agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    assert "HF_TOKEN" in agilerl("push", str(run), "me/x").errors
+    assert agilerl("push", str(run), "../x").code == 2
+    assert agilerl("push", str(run), "me/x", "--dry-run").code == 0
+    assert hub.received == []
+
+
+# -- compare -----------------------------------------------------------------------------------------------------------
+
+
+def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -> None:
+    other = changed(algorithm={"lr": 0.5})
+    done = agilerl("compare", str(run), str(other))
+    assert done.code == 0, done.errors
+    lines = done.output.splitlines()
+    assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
+    assert not any(line.startswith("algorithm.beta") for line in lines)
+    assert Path(lines[-1]).is_file()
+    found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
+    assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
+    assert found["results"][0] == found["results"][1]
+    assert agilerl("compare", str(run)).code == 2
