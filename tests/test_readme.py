@@ -107,7 +107,13 @@ def test_train_commands_with_a_model_of_the_hub_are_valid_manifests(command: str
     assert load_manifest(None, overrides).network.pretrained_model_name_or_path in command
 
 
-@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] != "train"])
+IN_ORDER = ROOT / "docs" / "after_the_run.md"
+"""A page whose commands are about a run that it makes; tests/cli/test_after.py runs them one after another."""
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in all_of("agilerl") if words(c)[1] != "train" and c not in commands(IN_ORDER)]
+)
 def test_other_commands_run(command: str, workplace: Path) -> None:
     for run in (word for word in words(command)[2:] if word.startswith("runs/")):
         make_run(workplace / run)

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,8 +311,9 @@ def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
     with _as_a_whole(out):
         commit_folder(out, write, manifest=False)
     console.print(f"written: {out}\n", soft_wrap=True)
-    console.print(f"vLLM         vllm serve {out}", soft_wrap=True)
-    console.print(f"llama.cpp    python convert_hf_to_gguf.py {out} --outfile {out.name}.gguf", soft_wrap=True)
+    place, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
+    console.print(f"vLLM         vllm serve {place}", soft_wrap=True)
+    console.print(f"llama.cpp    python convert_hf_to_gguf.py {place} --outfile {file}", soft_wrap=True)
 
 
 # -- ``agilerl export`` and ``push``: the elite for others -------------------------------------------------------------
@@ -326,7 +329,8 @@ def run_export(run: Path, out: Path, *, quiet: bool) -> None:
     text = (out / "README.md").read_text(encoding="utf-8")
     for name, what in (("vllm serve", "vLLM"), ("python convert_lora_to_gguf.py", "llama.cpp")):
         command = next(line for line in text.splitlines() if line.startswith(name))
-        console.print(f"{what:<12} {re.sub(r'FOLDER', str(out), command)}", soft_wrap=True)
+        placed = re.sub(r"\bFOLDER\b", lambda _: shlex.quote(str(out)), command)
+        console.print(f"{what:<12} {placed}", soft_wrap=True)
 
 
 def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str | None = None) -> None:

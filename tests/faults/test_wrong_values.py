@@ -342,6 +342,7 @@ SEEN_ELSEWHERE = {
     "RunDirectory", "RunLayout",  # made by create and open
     "calculator",  # a tool: what it raises is told to the model
     "TextTagParser", "run_python", "register_environments", "collect_hardware", "collect_versions",
+    "find_adapter", "load",  # tests/cli/test_after.py
 }  # fmt: skip
 """Public names that take no arguments from a user, or that another test calls."""
 
