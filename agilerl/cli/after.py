@@ -301,7 +301,9 @@ def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
     quieten_libraries()
     from agilerl.training.setup import merged_model
 
-    model, tokenizer = merged_model(found.folder, found.config, dtype=dtype)
+    # DeepSpeed, if it is installed, is imported by others here, and writes to standard output.
+    with redirect_stdout(StringIO()):
+        model, tokenizer = merged_model(found.folder, found.config, dtype=dtype)
     loading_done()
 
     def write(folder: Path) -> None:
