@@ -301,16 +301,15 @@ def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
     quieten_libraries()
     from agilerl.training.setup import merged_model
 
-    # DeepSpeed, if it is installed, is imported by others here, and writes to standard output.
-    with redirect_stdout(StringIO()):
-        model, tokenizer = merged_model(found.folder, found.config, dtype=dtype)
+    model, tokenizer = merged_model(found.folder, found.config, dtype=dtype)
     loading_done()
 
     def write(folder: Path) -> None:
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
 
-    with _as_a_whole(out):
+    # DeepSpeed, if it is installed, is imported here, and logs to standard output.
+    with _as_a_whole(out), redirect_stdout(sys.stderr if not quiet else StringIO()):
         commit_folder(out, write, manifest=False)
     console.print(f"written: {out}\n", soft_wrap=True)
     place, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")

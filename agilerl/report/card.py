@@ -99,6 +99,7 @@ def _card(
         algorithm=plain(algorithm),
         licence_of_base=plain(licence or ""),
         tests=[(_TESTS[who], t, Fitness(t.mean, t.stderr, t.n).interval) for who, t in tests.items()],
+        answers=_answers(config["training"]),
         task=plain(task),
         parameters=plain(_values(config["environment"].get("params") or {})),
         data=[plain(public_name(path)) for path in data],
@@ -167,6 +168,13 @@ def plain(text: Any) -> str:
     """Return a text as one line of Markdown that formats nothing, of at most 300 characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return _MARKUP.sub(r"\\\1", line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
+
+
+def _answers(training: Mapping[str, Any]) -> str:
+    """Return how the test was answered."""
+    if not training.get("eval_temperature"):
+        return "greedy answers"
+    return f"{int(training.get('eval_samples', 1))} drawn at temperature {float(training['eval_temperature']):g} each"
 
 
 def _of_header(text: str) -> str:
