@@ -57,6 +57,8 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
             text = f"unknown key {shown(key)}; {ours(key, item['input']) or nearest(path[-1], owner.model_fields)}"
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"
+        elif item["type"] in ("model_type", "dict_type"):
+            text = f"{key}: expected a mapping of settings, found {shown(item['input'])}"
         elif item["type"] == "value_error":
             text = str(item["ctx"]["error"]) if not path else f"{key}: {item['ctx']['error']}"
         else:

@@ -206,6 +206,7 @@ def carried_out(settings: Sequence[str], out: Path, replay: Path | None = None) 
     elite = summary["test"]["elite"]
     return {
         "shipped": GRPO.load(out / "elite", runtime=session.population.runtime),
+        "commit": _commit(),
         "test": elite["mean"],
         "stderr": elite["stderr"],
         "exam": summary["elite"]["exam"],
@@ -306,11 +307,16 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
 
 
+def _commit() -> str:
+    """Return the commit of this checkout, short."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    return done.stdout.strip()
+
+
 def pack(out: Path, to: Path) -> None:
     """Write all results into one file, a line each."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     lines = ",\n".join(json.dumps(result) for result in results(out))
-    to.write_text(f'{{"commit": "{commit.stdout.strip()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
+    to.write_text(f'{{"commit": "{_commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
 
 
 def interquartile_mean(values: Sequence[float]) -> float:

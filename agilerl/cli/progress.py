@@ -105,6 +105,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
+        "without_effect": config.without_effect,
         "results": str(out),
     }
 
@@ -142,7 +143,7 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         if distinct < _FEW or distinct < _SMALL_SHARE * plan["rows"]["read"]:
             advice = "give more rows, or lower eval_prompts and test_prompts"
             table.add_row("", f"warning: only {distinct:,} distinct prompts are left for training; {advice}")
-    table.add_row("algorithm", f"{plan['algorithm']}, {len(session.population.everyone)} agents")
+    table.add_row("algorithm", f"{plan['algorithm']}, {_agents(len(session.population.everyone))}")
     for index, values in plan["population"].items():
         table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")
     table.add_row("genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves")
@@ -177,6 +178,8 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     )
     if session.config.training.trackers:
         table.add_row("trackers", ", ".join(session.config.training.trackers))
+    for sentence in plan["without_effect"]:
+        table.add_row("no effect", sentence)
     table.add_row("results", plan["results"])
     console.print(table)
     console.print()
@@ -192,6 +195,10 @@ def _exam_sampling(population: Population) -> str:
 def _islands_text(processes_per_island: int, agents: Sequence[Sequence[int]]) -> str:
     processes = f"{processes_per_island} process{'es' * (processes_per_island > 1)}"
     return f"{len(agents)} of {processes}; agents {', '.join(_span([own[0], own[-1]]) for own in agents)}"
+
+
+def _agents(count: int) -> str:
+    return f"{count} agent{'s' * (count != 1)}"
 
 
 def _ends(values: Sequence[int]) -> list[int]:

@@ -88,6 +88,11 @@ def _device(name: str) -> str:
     return name
 
 
+def _named(value: Any) -> Any:
+    """Let a name stand for a section that has it alone."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class LRScheduleConfig(Section):
     """The course of every agent's learning rate over the run: a factor on it, by the share of the budget spent."""
 
@@ -154,7 +159,8 @@ class TrainingConfig(Section):
     num_epochs: Annotated[int | None, Field(ge=1)] = None
     """Passes of every agent over the training rows of ``environment.dataset``; ``max_steps`` follows from it."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Stop after this many tokens generated, trained on and evaluated."""
+    """Stop after this many tokens generated, trained on and evaluated: at the end of the iteration that reaches it, to
+    which the last exam is added."""
     max_seconds: Annotated[float | None, Field(gt=0)] = None
     """Stop after this many seconds, at the end of an iteration."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
@@ -164,8 +170,9 @@ class TrainingConfig(Section):
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
     """Seed of everything random in the run."""
-    lr_schedule: LRScheduleConfig | None = None
-    """Course of the learning rate; None: constant, and for knockout and pulses linear over the last 40 %."""
+    lr_schedule: Annotated[LRScheduleConfig | None, BeforeValidator(_named)] = None
+    """Course of the learning rate, or its name alone; None: constant, and for knockout and pulses linear over the last
+    40 %."""
     replay: ReplayConfig | None = None
     """A schedule of hyperparameters for a run of one agent (``agilerl train --replay FILE``)."""
     init: Literal["spread", "same"] = "spread"
@@ -583,6 +590,27 @@ class RunConfig(Section):
         copy = self.model_copy(update=sections)
         copy._typed, copy._date = self._typed, self._date
         return copy
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Sentences about what was asked of the search that it does not do."""
+        said, strategy, mutation = [], self.selection_strategy.strategy, self.mutation
+        weights, barren = mutation.probabilities, strategy in (*ANNEALED, "none")
+        barren |= strategy == "halving" and self.selection_strategy.between != "truncation"
+        asked = [f"probabilities.{name}" for name in ("arch_mut", "params_mut") if getattr(weights, name)]
+        asked += ["probabilities.rl_hp_mut"] if "rl_hp_mut" in weights.model_fields_set and weights.rl_hp_mut else []
+        asked += ["crossover"] if mutation.crossover else []
+        if asked and barren:
+            said.append(
+                f"mutation.{', mutation.'.join(asked)}: {strategy} makes no mutated clones; name tournament, "
+                "truncation or multi_frequency"
+            )
+        learns = self.sharing.experience or (self.sharing.distillation and not (self.sharing.teacher or self.sharing.teacher_url))
+        if learns and self.training.pop_size == 1:
+            said.append("sharing: there is one agent, so nobody to learn from; raise training.pop_size")
+        if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
+            said.append(f"{strategy}: challengers differ by their learning rate, which is no gene here: there are none")
+        return said
 
     @property
     def lr_schedule(self) -> LRSchedule:

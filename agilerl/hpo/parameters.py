@@ -80,6 +80,10 @@ class Gene:
     monotone: Way | None = None
     """The one way that mutations move the value; None: both."""
 
+    def __post_init__(self) -> None:
+        if self.monotone not in (None, *typing.get_args(Way)):
+            raise ConfigError(f"{self.name}: monotone must be up, down or None, found {self.monotone!r}.")
+
     def state(self) -> dict[str, Any]:
         """Return the values for ``from_state``; what is unset and newer than the first files is left out."""
         values = asdict(self)

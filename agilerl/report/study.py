@@ -51,6 +51,7 @@ def export_study(run: Path, storage: str, name: str | None = None) -> int:
         )
     name = run.resolve().name if name is None else name
     try:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(study_name=name, storage=storage, direction="maximize")
     except optuna.exceptions.DuplicatedStudyError as error:
         raise ConfigError(f"{shown(storage)} has a study {shown(name)}; give another name with --name") from error

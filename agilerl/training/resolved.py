@@ -405,6 +405,9 @@ def _selection(config: RunConfig) -> SelectionStrategy | None:
     settings = s.settings
     if s.strategy == "tournament":
         settings |= {"tournament_size": config.tournament_size, "elitism": s.elitism}
+    if s.strategy in ANNEALED and not set(LEARNING_RATES) & set(config.genes):
+        # A challenger differs by its learning rate alone.
+        settings["pulses"] = {**settings.get("pulses", {}), "factors": []}
     try:
         return make_strategy(s.strategy, config.training.pop_size, settings)
     except ConfigError as error:

@@ -61,6 +61,37 @@ def test_the_document_has_all_of_it(session: Session) -> None:
     assert "evo_steps" not in given["training"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("mutation.crossover=0.5",), ["mutation.crossover", "knockout"]),
+        (("selection_strategy.name=none", "mutation.probabilities={params_mut: 1.0}"), ["params_mut", "none"]),
+        (("selection_strategy.name=halving", "mutation.probabilities={arch_mut: 1.0}"), ["arch_mut", "halving"]),
+        (("training.pop_size=1", "sharing.distillation=0.5"), ["sharing", "one agent"]),
+        (("mutation.rl_hp_selection={temperature: {}}",), ["learning rate"]),
+        (("selection_strategy.name=truncation", "mutation.crossover=0.5"), []),
+        (("selection_strategy={name: halving, between: truncation}", "mutation.crossover=0.5"), []),
+        ((), []),
+    ],
+)
+def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], words: list[str]) -> None:
+    found = load_manifest(None, list(overrides)).without_effect
+    assert len(found) == bool(words)
+    assert all(word in found[0] for word in words)
+
+
+def test_a_search_without_a_learning_rate_forks_no_challengers() -> None:
+    for gene, forks in (("temperature", False), ("lr", True)):
+        made = resolve(load_manifest(None, ["training.pop_size=1", f"mutation.rl_hp_selection={{{gene}: {{}}}}"]))
+        assert made.selection is not None
+        plan = made.selection.plan({0: Fitness(0.5, 0.1, 8)}, 2, 1, 1)
+        assert bool(plan.births) is forks
+
+
+def test_a_schedule_is_named_alone() -> None:
+    assert load_manifest(None, ["training.lr_schedule=cosine"]).lr_schedule.name == "cosine"
+
+
 def test_budgets_in_tokens_give_as_many_generations() -> None:
     tokens = made("training.max_steps=1000000", "training.max_tokens=40000")
     # 16 completions of at most 10 tokens, sampled and trained on, with their prompts: 40,000 are 60 to 90 iterations.
