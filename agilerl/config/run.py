@@ -605,7 +605,9 @@ class RunConfig(Section):
                 f"mutation.{', mutation.'.join(asked)}: {strategy} makes no mutated clones; name tournament, "
                 "truncation or multi_frequency"
             )
-        learns = self.sharing.experience or (self.sharing.distillation and not (self.sharing.teacher or self.sharing.teacher_url))
+        learns = self.sharing.experience or (
+            self.sharing.distillation and not (self.sharing.teacher or self.sharing.teacher_url)
+        )
         if learns and self.training.pop_size == 1:
             said.append("sharing: there is one agent, so nobody to learn from; raise training.pop_size")
         if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
