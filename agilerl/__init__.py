@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
     from agilerl.hpo.tournament import TournamentSelection
     from agilerl.population import Population
+    from agilerl.run import Run, train
     from agilerl.runtime import Runtime
     from agilerl.training.saved import load
     from agilerl.training.trainer import LocalTrainer
@@ -74,10 +75,12 @@ __all__ = [
     "RLOO",
     "RLParameter",
     "ReasoningGymTask",
+    "Run",
     "Runtime",
     "SFT",
     "SFTTask",
     "TournamentSelection",
+    "train",
     "UnpairedTask",
     "load",
 ]
@@ -105,9 +108,11 @@ _HOMES = {
     "PreferenceTask": "agilerl.envs.examples",
     "RLParameter": "agilerl.hpo.parameters",
     "ReasoningGymTask": "agilerl.envs.procedural",
+    "Run": "agilerl.run",
     "Runtime": "agilerl.runtime",
     "SFTTask": "agilerl.envs.examples",
     "TournamentSelection": "agilerl.hpo.tournament",
+    "train": "agilerl.run",
     "UnpairedTask": "agilerl.envs.examples",
     "load": "agilerl.training.saved",
 }

@@ -3,9 +3,10 @@
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
@@ -126,9 +127,53 @@ def code_name(name: str) -> str:
     return name.rpartition(":")[2] if names_code(name) else name
 
 
+_GIVEN = "python"
+"""The place of objects that Python handed over: ``python:my_reward``."""
+_given: dict[str, Any] = {}
+
+
+def given_name(code: Any) -> str:
+    """Return a name under which ``load_code`` finds a function, class or grader: its module's, if that can be imported.
+
+    Others (of a notebook, a script, a closure) are found by this process alone, as ``python:NAME``.
+    """
+    called = getattr(code, "__qualname__", type(code).__name__)
+    module = getattr(code, "__module__", None)
+    if module not in (None, "__main__") and all(part.isidentifier() for part in called.split(".")):
+        name, own = f"{module}:{called}", sys.modules.get(module)
+        if file_of(name) is not None and getattr(own, called.partition(".")[0], None) is not None:
+            found: Any = own
+            for part in called.split("."):
+                found = getattr(found, part, None)
+            if found is code:
+                return name
+    base = "".join(c if c.isalnum() else "_" for c in called.rpartition(".")[2]).strip("_") or "grader"
+    names = (f"{_GIVEN}:{base}{number or ''}" for number in itertools.count())
+    name = next(name for name in names if _given.get(name, code) is code)
+    _given[name] = code
+    return name
+
+
+def give(names: Sequence[str], codes: Sequence[Any]) -> None:
+    """Put objects in the place of those of an earlier process; raises ConfigError unless there is one for each name."""
+    wanted = [name for name in names if name.startswith(f"{_GIVEN}:")]
+    if len(wanted) != len(codes):
+        raise ConfigError(
+            f"reward: expected {len(wanted)} functions, for {', '.join(wanted) or 'nothing'}, found {len(codes)}"
+        )
+    _given.update(zip(wanted, codes))
+
+
+def is_given(name: str) -> bool:
+    """Say whether a name is that of an object which this process was given."""
+    return name in _given
+
+
 def file_of(name: str) -> Path | None:
     """Return the file that code is in, without running any; None if there is none, or if it is a part of Python."""
     place = name.rpartition(":")[0]
+    if place == _GIVEN:
+        return None
     if place.endswith(".py"):
         return Path(place).expanduser().absolute()
     parts, path = place.split("."), [os.getcwd(), *sys.path]
@@ -154,7 +199,14 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
             f"{where}={shown(name)} names code, and a manifest does not run code unless you allow it: read it, then "
             "give --allow-code (in Python: build(config, allow_code=True))"
         )
+    if name in _given:
+        return _given[name]
     place, _, attribute = name.rpartition(":")
+    if place == _GIVEN:
+        raise ConfigError(
+            f"{where}={shown(name)} was an object of the Python process that began the run; resume it from Python, "
+            "with the same object: agilerl.Run(path).resume(reward=...)"
+        )
     if not place or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:

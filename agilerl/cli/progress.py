@@ -229,7 +229,7 @@ def watch(
     If the console is lost, ``lost`` gets the error and the run continues without it, to a point from which it can be
     resumed.
     """
-    view = _View(session, console)
+    view = View(session, console)
     summary: dict[str, Any] = {}
     shown = True
     with view:
@@ -252,7 +252,7 @@ def watch(
     return summary
 
 
-class _View:
+class View:
     """One row per agent, a bar for the run and one for the phase."""
 
     def __init__(self, session: Session, console: Console) -> None:
@@ -272,7 +272,7 @@ class _View:
         self.phase = self.bars.add_task("start", total=None)
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
-    def __enter__(self) -> "_View":
+    def __enter__(self) -> "View":
         if self.live is not None:
             self.live.start()
         return self
@@ -345,10 +345,10 @@ class _View:
             self.console.print()
 
     @staticmethod
-    def _learned(metrics: Sequence[Mapping[str, float]]) -> "_Column":
+    def _learned(metrics: Sequence[Mapping[str, float]]) -> "Column":
         """Return the rewards, or the losses if the algorithm learns from data."""
         what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
-        return _Column(what, [_cell(m.get(what), "{:.3f}") for m in metrics], "right")
+        return Column(what, [_cell(m.get(what), "{:.3f}") for m in metrics], "right")
 
     def _iteration_line(self, event: IterationDone) -> str:
         what = "reward" if any("reward" in m for m in event.metrics.values()) else "loss"
@@ -361,26 +361,30 @@ class _View:
         spent = perf_counter() - self.started
         return spent / (event.progress - self.resumed_at) * (1 - event.progress)
 
-    def table(self) -> Table:
-        """Return one row per agent, with as many columns as fit the terminal."""
+    def columns(self) -> "list[Column]":
+        """Return what is shown of each agent, a cell for each."""
         agents = self.session.population.everyone
         metrics = [self.metrics.get(agent.index, {}) for agent in agents]
         fitness = [self.fitness.get(agent.index) for agent in agents]
         columns = [
-            _Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents], "right"),
-            _Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], "right", 3),
-            _Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
-            _Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
+            Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents], "right"),
+            Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], "right", 3),
+            Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
+            Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
             self._learned(metrics),
-            _Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
-            _Column("failures", [_counts(self.failures.get(agent.index)) for agent in agents], "left"),
-            _Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
-            _Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
-            _Column("tokens/s", [_cell(m.get("tokens_per_second"), "{:,.0f}") for m in metrics], "right", 2),
+            Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
+            Column("failures", [_counts(self.failures.get(agent.index)) for agent in agents], "left"),
+            Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
+            Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
+            Column("tokens/s", [_cell(m.get("tokens_per_second"), "{:,.0f}") for m in metrics], "right", 2),
         ]
         unused = set() if any("kl" in m for m in metrics) else {"KL"}
         unused |= set() if any(agent.index in self.failures for agent in agents) else {"failures"}
-        return _fitted([c for c in columns if c.name not in unused], self.console.width)
+        return [c for c in columns if c.name not in unused]
+
+    def table(self) -> Table:
+        """Return one row per agent, with as many columns as fit the terminal."""
+        return _fitted(self.columns(), self.console.width)
 
 
 def _usual_rate(session: Session) -> float | None:
@@ -404,7 +408,7 @@ class _Clock(ProgressColumn):
 
 
 @dataclass
-class _Column:
+class Column:
     """Header and cells; columns with a ``rank`` may be left out, the highest first."""
 
     name: str
@@ -414,10 +418,11 @@ class _Column:
 
     @property
     def width(self) -> int:
+        """Characters that its longest cell takes, with the gap."""
         return max(map(len, [self.name, *self.cells])) + _GAP
 
 
-def _fitted(columns: Sequence[_Column], width: int) -> Table:
+def _fitted(columns: Sequence[Column], width: int) -> Table:
     """Return a table that never wraps: if it is too wide, columns are left out first, then texts are cut."""
     shown = list(columns)
     while sum(c.width for c in shown) > width and any(c.rank for c in shown):
@@ -488,9 +493,9 @@ def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console
         for name, found in results.items()
     }
     columns = [
-        _Column("agent", [str(one["agent"]) for one in front], "right"),
-        *(_Column(name, cells, "right") for name, cells in said.items()),
-        _Column("genes", [genes_text(one["hyperparameters"]) or "-" for one in front], "left"),
+        Column("agent", [str(one["agent"]) for one in front], "right"),
+        *(Column(name, cells, "right") for name, cells in said.items()),
+        Column("genes", [genes_text(one["hyperparameters"]) or "-" for one in front], "left"),
     ]
     units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)
     console.print(f"\nFront of the last exam, dominated by no agent ({units})")

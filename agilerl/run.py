@@ -1,0 +1,390 @@
+"""A run as an object: ``agilerl.train(...)`` starts one and shows it, ``agilerl.Run(path)`` opens one.
+
+In a notebook the progress is a table that updates in place, in a terminal what ``agilerl train`` shows. The run
+directory, the settings and their checks are those of the command line, so either continues what the other began.
+"""
+
+import html
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from agilerl.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
+from agilerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from agilerl.algorithms import LLMAlgorithm
+    from agilerl.cli.progress import View
+    from agilerl.report.load import Score
+    from agilerl.training.events import Event
+    from agilerl.training.setup import Session
+
+SECTIONS = ("environment", "training", "network", "mutation", "selection_strategy", "sharing", "distributed")
+
+
+@checked
+def train(
+    *,
+    model: Name | None = None,
+    task: Name | None = None,
+    dataset: Any = None,
+    reward: Any = None,
+    algorithm: Name | Mapping[str, Any] | None = None,
+    population: Count | None = None,
+    evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
+    max_tokens: Count | None = None,
+    seed: Seed | None = None,
+    manifest: Location | None = None,
+    out: Location | None = None,
+    display: bool = True,
+    allow_code: bool = False,
+    **sections: Mapping[str, Any],
+) -> "Run":
+    """Train a population to the end of its budget, show the progress, and return the run.
+
+    Without arguments it is the embedded default of ``agilerl train``; ``manifest`` is another start.
+
+    Args:
+        model: ``embedded``, a local folder, or a name on the Hugging Face hub.
+        task: a task of reasoning_gym (``reasoning_gym:gcd``) or a text environment (``agilerl/TicTacToe-v0``).
+        dataset: rows of your own in place of a task: a file, a name on the hub, a list of dicts, a Hugging Face
+            ``Dataset``, a pandas ``DataFrame``. Rows in memory are written to ``OUT.rows.jsonl``, so that the run can
+            be resumed.
+        reward: a function ``f(completion, answer, question) -> float`` or any other grader, the name of one
+            (``accuracy``), or a list of these, whose scores are added.
+        algorithm: a name, or a section with ``name`` and hyperparameters.
+        population: number of agents.
+        evolve: names of the hyperparameters that evolve, or their ranges ``{"lr": {"min": 1e-5, "max": 1e-3}}``;
+            an empty list: none does, and nothing is selected.
+        max_tokens: budget of all agents together: tokens sampled, trained on and spent in exams.
+        seed: seed of the run.
+        manifest: a YAML file whose settings all others here override.
+        out: the run directory; by default ``runs/<task>-<time>``.
+        display: show the plan, the progress and the result.
+        allow_code: run Python that the manifest names. Objects that are passed here need no permission.
+        sections: any other setting, by section: ``training={"evo_steps": 4}``.
+
+    Raises ConfigError or EnvError for every wrong setting before training begins. If it is interrupted, the run can be
+    resumed: ``Run(out).resume()``.
+    """
+    from agilerl.config.manifest import load_manifest
+    from agilerl.config.run import default_out
+
+    unknown = next((name for name in sections if name not in SECTIONS), None)
+    if unknown is not None:
+        raise ConfigError(f"train() has no argument {unknown!r}; {nearest(unknown, [*_NAMES, *SECTIONS])}")
+    chosen = _overrides(model, task, algorithm, population, evolve, max_tokens, seed, sections)
+    graders = [] if reward is None else [_grader(one) for one in (reward if isinstance(reward, list) else [reward])]
+    if graders:
+        chosen.append(f"environment.graders={json.dumps([{'name': name} for name in graders])}")
+    file = None if manifest is None else Path(manifest)
+    if dataset is None or isinstance(dataset, str | Path):
+        rows, source = None, None if dataset is None else str(dataset)
+    else:
+        from agilerl.envs.sources import read_dataset
+
+        rows, source = read_dataset(dataset), "rows.jsonl"
+    if source is not None:
+        chosen.append(f"environment.dataset={json.dumps(source)}")
+    config = load_manifest(file, chosen)
+    root = Path(out) if out is not None else default_out(config)
+    if rows is not None:
+        place = root.with_name(f"{root.name}.rows.jsonl")
+        _write_rows(place, rows)
+        config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
+
+    from agilerl.training.loop import train as events_of
+    from agilerl.training.setup import build
+
+    session = build(config, allow_code=allow_code or bool(graders))
+    _follow(lambda: events_of(session, root), session, root, display)
+    return Run(root)
+
+
+_NAMES = tuple(name for name in inspect.signature(train).parameters if name != "sections")
+
+
+def _overrides(
+    model: str | None,
+    task: str | None,
+    algorithm: str | Mapping[str, Any] | None,
+    population: int | None,
+    evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
+    max_tokens: int | None,
+    seed: int | None,
+    sections: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+    """Return the arguments as settings of the command line, which says what is wrong with them."""
+    settings: dict[str, Any] = {}
+    for section, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
+        settings |= {f"{section}.{name}": value for name, value in values.items()}
+    if task is not None:
+        is_environment = not task.startswith("reasoning_gym:") and "/" in task
+        settings |= (
+            {"environment.env_type": "multiturn", "environment.env_id": task}
+            if is_environment
+            else {"environment.task": task}
+        )
+    if isinstance(algorithm, Mapping):
+        settings |= {f"algorithm.{name}": value for name, value in algorithm.items()}
+    given = {
+        "network.pretrained_model_name_or_path": model,
+        "algorithm.name": algorithm if isinstance(algorithm, str) else None,
+        "training.pop_size": population,
+        "training.max_tokens": max_tokens,
+        "training.seed": seed,
+    }
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if evolve is not None:
+        names = evolve if isinstance(evolve, Mapping) else {name: {} for name in evolve}
+        settings["mutation.rl_hp_selection"] = dict(names)
+        if not names:
+            settings["selection_strategy.name"] = "none"
+    if max_tokens is not None:  # a sample has at least one token, so these end no run before
+        settings.setdefault("training.max_steps", max_tokens)
+    return [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+
+
+def _grader(reward: Any) -> str:
+    """Return the name by which a manifest can refer to a grader: its own, its place in a module, or one made up."""
+    if isinstance(reward, str):
+        return reward
+    if not callable(reward):
+        raise ConfigError(f"reward: expected a function, a grader or the name of one, found {described(reward)}")
+    from agilerl.custom_code import given_name
+
+    return given_name(reward)
+
+
+def _write_rows(place: Path, rows: Any) -> None:
+    """Write rows as JSON lines, so that a resumed run reads the same; raises EnvError for values that JSON lacks."""
+    from agilerl.errors import EnvError
+    from agilerl.runs.atomic import write_text
+
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
+                "numbers, lists and dicts, or leave them out"
+            ) from error
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_text(place, "".join(f"{line}\n" for line in lines))
+
+
+class Run:
+    """A run directory, finished or not: its results, its records, its elite.
+
+    What it shows is read from the files when it is asked for, so a run that another process is training can be
+    followed. Raises CheckpointError if there is no run.
+    """
+
+    @checked
+    def __init__(self, path: Location) -> None:
+        from agilerl.runs.directory import RunLayout, read_run
+
+        self.path = Path(path)
+        self._layout = RunLayout(self.path)
+        self.config: dict[str, Any] = read_run(self.path)["config"]
+        """All settings, section by section."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has a result. Raises CheckpointError if parts of the result are missing."""
+        return self._layout.is_finished
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of ``summary.json``; empty until the run is finished."""
+        from agilerl.runs.strict_json import read_json
+
+        return read_json(self._layout.summary) if self._layout.summary.exists() else {}
+
+    @property
+    def test(self) -> "dict[str, Score]":
+        """Results on questions that neither training nor selection used.
+
+        ``base``, ``median_first_generation`` and ``elite``, as far as they are known, each with ``mean``, ``stderr``
+        (its standard error) and ``n``.
+        """
+        from agilerl.report.load import load_run
+
+        return {who: score for who, (_, score) in load_run(self.path).tests.items()}
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of the elite: a PEFT adapter with its tokenizer and a model card."""
+        if not self._layout.elite.is_dir():
+            why = "it has no elite" if self.is_finished else "it is not finished; resume() it"
+            raise CheckpointError(f"the run {shown(str(self.path))} has no adapter to give: {why}")
+        return self._layout.elite
+
+    @property
+    def elite(self) -> "LLMAlgorithm":
+        """The best agent, loaded anew with its base: ``run.elite.generate("2 + 2")``."""
+        from agilerl.training.saved import load
+
+        return load(self.adapter)
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """The lines of ``lineage.jsonl``: births, mutations, exams, deaths and the reasons for them."""
+        from agilerl.runs.journal import read_lines
+
+        return list(read_lines(self._layout.lineage))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``: ``pandas.DataFrame(run.metrics)`` makes a table of them."""
+        from agilerl.runs.journal import read_lines
+
+        return list(read_lines(self._layout.metrics))
+
+    def schedule(self) -> dict[str, Any]:
+        """Return the hyperparameters that the elite was trained with, against tokens: ``agilerl schedule``."""
+        from agilerl.hpo.schedule import hyperparameter_schedule
+
+        elite = self.summary.get("elite")
+        if elite is None:
+            raise CheckpointError(f"the run {shown(str(self.path))} has no elite to take a schedule from")
+        return hyperparameter_schedule(self.lineage, elite["index"])
+
+    @checked
+    def report(self, out: Location | None = None) -> Path:
+        """Write the report to ``out``, by default ``report.html`` in the run directory, and return its path."""
+        from agilerl.report import build_report
+
+        return build_report([self.path], self._layout.report if out is None else out)
+
+    def resume(self, *, reward: Any = None, display: bool = True, allow_code: bool = False) -> "Run":
+        """Train on from the newest intact checkpoint, to the same bits on a CPU; a finished run is returned as it is.
+
+        ``reward``: the functions that ``train`` was given, if the run began in another process.
+        """
+        if self.is_finished:
+            return self
+        from agilerl.custom_code import give, is_given
+        from agilerl.training.loop import resume
+        from agilerl.training.saved import open_run
+        from agilerl.training.setup import build
+
+        names = _code_in(self.config)
+        if reward is not None:
+            give(names, reward if isinstance(reward, list) else [reward])
+        allowed = allow_code or (bool(names) and all(map(is_given, names)))
+        saved = open_run(self.path, report=print if display else lambda _: None)
+        try:
+            session = build(saved.config, saved.checkpoint, allow_code=allowed)
+        except BaseException:
+            saved.run.close()
+            raise
+        _follow(lambda: resume(session, saved.run), session, self.path, display)
+        return self
+
+    def __repr__(self) -> str:
+        """Return one line: where, what, and how it ended."""
+        results = ", ".join(f"{who} {score.mean:.3f} ± {score.stderr:.3f}" for who, score in self._known().items())
+        return f"Run({str(self.path)!r}: {results or 'not finished'})"
+
+    def _repr_html_(self) -> str:
+        """Return the results as a table, for notebooks."""
+        rows = [[who, f"{score.mean:.3f}", f"{score.stderr:.3f}", str(score.n)] for who, score in self._known().items()]
+        return _html_table(["test", "mean", "stderr", "n"], rows) + f"<code>{html.escape(str(self.path))}</code>"
+
+    def _known(self) -> "dict[str, Score]":
+        found = self.test
+        return {who: found[who] for who in ("base", "median_first_generation", "elite") if who in found}
+
+
+def _code_in(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of code among the graders of a run."""
+    from agilerl.custom_code import names_code
+
+    graders = config.get("environment", {}).get("graders") or []
+    return [one["name"] for one in graders if names_code(one["name"])]
+
+
+# -- following a run ----------------------------------------------------------------------------------------------
+
+
+def _follow(start: "Callable[[], Iterator[Event]]", session: "Session", root: Path, display: bool) -> None:
+    """Carry out a run, showing it where a person is looking."""
+    from agilerl.custom_code import contained
+
+    events: Any = start()
+    try:
+        with closing(events), contained():
+            if not display:
+                for _ in events:
+                    pass
+            elif _in_notebook():
+                _show_in_notebook(events, session)
+            else:
+                from rich.console import Console
+
+                from agilerl.cli.progress import print_plan, watch
+
+                console = Console(markup=False, emoji=False, highlight=False)
+                print_plan(session, root, console)
+                watch(events, session, console)
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with agilerl.Run({str(root)!r}).resume()")
+        raise
+
+
+def _in_notebook() -> bool:
+    """Say whether cells show HTML: a terminal of IPython does not."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()  # type: ignore[no-untyped-call]
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:
+    """Show a table that is updated in place, at most four times a second."""
+    import IPython.display
+    from rich.console import Console
+
+    from agilerl.cli.progress import View
+    from agilerl.training.events import IterationDone, PhaseStarted
+
+    made: Any = IPython.display.HTML
+    display: Any = IPython.display.display
+
+    def page(*, done: float, phase: str, view: "View") -> Any:
+        columns = view.columns()
+        rows = [list(row) for row in zip(*(column.cells for column in columns))]
+        notes = "".join(f"<div>{html.escape(note.plain)}</div>" for note in view.notes)
+        bar = f'<progress value="{done:.3f}" max="1" style="width:24em"></progress> {done:.0%} {html.escape(phase)}'
+        return made(_html_table([column.name for column in columns], rows) + notes + f"<div>{bar}</div>")
+
+    view = View(session, Console(quiet=True))
+    done, phase, shown_at = 0.0, "start", 0.0
+    handle: Any = display(made("<div>start</div>"), display_id=True)
+    for event in events:
+        view.show(event)
+        if isinstance(event, IterationDone):
+            done = min(1.0, event.progress)
+        elif isinstance(event, PhaseStarted):
+            phase = event.name
+        if monotonic() - shown_at > 0.25:
+            handle.update(page(done=done, phase=phase, view=view))
+            shown_at = monotonic()
+    handle.update(page(done=1.0, phase="finished", view=view))
+
+
+def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table; what a run says is escaped."""
+    cells = [f"<tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>"]
+    cells += [f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table>{''.join(cells)}</table>"

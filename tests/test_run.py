@@ -1,0 +1,158 @@
+"""``agilerl.train`` and ``agilerl.Run``: a run as an object, from rows and functions of Python; in a notebook too."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agilerl
+from agilerl.custom_code import given_name, is_given
+from agilerl.errors import CheckpointError, ConfigError, EnvError
+from agilerl.rewards.grader import exact_match
+from tests.training.small_runs import environment
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = [{"question": f"{a} + {b}", "answer": str(a + b)} for a in range(10) for b in range(10)]
+SMALL: dict[str, Any] = {
+    "population": 2,
+    "max_tokens": 9000,
+    "environment": {"eval_prompts": 8, "test_prompts": 8, "data_batch_size_per_gpu": 8},
+    "algorithm": {"name": "GRPO", "group_size": 4, "batch_size": 32, "max_output_tokens": 4},
+    "training": {"evo_steps": 2},
+    "display": False,
+}
+
+
+def short(completion: str) -> float:
+    """Reward short completions, at once learnable."""
+    return 1.0 / (1 + len(completion))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> agilerl.Run:
+    return agilerl.train(
+        dataset=ROWS, reward=short, evolve=["lr"], out=tmp_path_factory.mktemp("runs") / "one", **SMALL
+    )
+
+
+def test_a_run_has_its_results(finished: agilerl.Run) -> None:
+    assert finished.is_finished
+    assert set(finished.test) == {"base", "median_first_generation", "elite"}
+    assert finished.test["elite"].n == 8
+    assert finished.summary["test"]["elite"]["mean"] == pytest.approx(finished.test["elite"].mean)
+    assert {line["event"] for line in finished.lineage} >= {"birth", "fitness", "elite"}
+    assert {line["kind"] for line in finished.metrics} >= {"train", "eval", "test"}
+    assert list(finished.schedule()["genes"]) == ["lr"]
+    assert finished.config["training"]["pop_size"] == 2
+    assert finished.elite.algo == "GRPO"
+    assert isinstance(finished.elite.generate("1 + 1"), str)
+    assert finished.report().name == "report.html"
+    again = agilerl.Run(finished.path)
+    assert repr(again) == repr(finished)
+    assert f"elite {finished.test['elite'].mean:.3f}" in repr(finished)
+    assert f"<td>{finished.test['base'].mean:.3f}</td>" in finished._repr_html_()
+    assert again.resume() is again
+
+
+def test_rows_in_memory_are_kept_beside_the_run(finished: agilerl.Run) -> None:
+    kept = finished.path.with_name("one.rows.jsonl")
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == ROWS
+    assert finished.config["environment"]["dataset"][0]["path"] == str(kept.absolute())
+
+
+def test_an_interrupted_run_goes_on_to_the_same_files(
+    finished: agilerl.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def interrupting(completion: str) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 150:
+            raise KeyboardInterrupt
+        return short(completion)
+
+    out = tmp_path / "two"
+    with pytest.raises(KeyboardInterrupt):
+        agilerl.train(dataset=ROWS, reward=interrupting, evolve=["lr"], out=out, **SMALL)
+    assert f"agilerl.Run({str(out)!r}).resume()" in capsys.readouterr().out
+    stopped = agilerl.Run(out)
+    assert not stopped.is_finished
+    with pytest.raises(CheckpointError, match="not finished"):
+        _ = stopped.adapter
+    assert stopped.resume(reward=short, display=False).is_finished
+    assert (out / "lineage.jsonl").read_bytes() == (finished.path / "lineage.jsonl").read_bytes()
+    name = "adapter_model.safetensors"
+    assert (stopped.adapter / name).read_bytes() == (finished.adapter / name).read_bytes()
+
+
+def test_what_is_shown_is_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agilerl.train(task="reasoning_gym:gcd", evolve=[], out=tmp_path / "shown", **{**SMALL, "display": True})
+    shown = capsys.readouterr().out
+    assert "genes      none" in shown
+    assert "Held-out test" in shown
+
+
+def test_objects_that_a_module_has_keep_their_name_and_others_get_one() -> None:
+    assert given_name(exact_match) == "agilerl.rewards.grader:exact_match"
+    first, second = (lambda completion: 0.0), (lambda completion: 1.0)
+    names = [given_name(first), given_name(second), given_name(first)]
+    assert names[0] == names[2] != names[1]
+    assert all(is_given(name) for name in names)
+
+
+@pytest.mark.processes
+def test_another_process_is_told_what_is_missing(tmp_path: Path) -> None:
+    def stops(completion: str) -> float:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "three"
+    with pytest.raises(KeyboardInterrupt):
+        agilerl.train(dataset=ROWS, reward=stops, evolve=["lr"], out=out, **SMALL)
+    assert agilerl.Run(out).config["environment"]["graders"][0]["name"] == "python:stops"
+    command = [sys.executable, "-m", "agilerl", "resume", str(out), "--allow-code"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "resume(reward=...)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+MISTAKES = [
+    ({"taks": "x"}, "taks"),
+    ({"training": 4}, "mapping"),
+    ({"population": 0}, "population"),
+    ({"reward": 3}, "reward"),
+    ({"task": "gcd"}, "did you mean"),
+    ({"evolve": ["lrr"]}, "lr"),
+    ({"algorithm": "GRPOO"}, "GRPO"),
+    ({"dataset": [{"question": "a", "answer": object()}]}, "JSON"),
+    ({"manifest": "nowhere.yaml"}, "nowhere.yaml"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "word"), MISTAKES, ids=[next(iter(m[0])) for m in MISTAKES])
+def test_a_mistake_is_told_before_anything_is_written(wrong: dict[str, Any], word: str, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, EnvError), match=word):
+        agilerl.train(out=tmp_path / "none", display=False, **wrong)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError):
+        agilerl.Run(tmp_path / "none")
+
+
+@pytest.mark.processes
+def test_the_notebook_runs_and_shows_a_table(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "tutorials" / "first_run.ipynb", as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env=environment())
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert "<th>fitness</th>" in pages[0]
+    assert "100% finished" in pages[0]
+    assert "median_first_generation" in pages[-1]
+    assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
