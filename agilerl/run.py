@@ -77,7 +77,16 @@ def train(
     unknown = next((name for name in sections if name not in SECTIONS), None)
     if unknown is not None:
         raise ConfigError(f"train() has no argument {unknown!r}; {nearest(unknown, [*_NAMES, *SECTIONS])}")
-    chosen = _overrides(model, task, algorithm, population, evolve, max_tokens, seed, sections)
+    chosen = _overrides(
+        sections,
+        model=model,
+        task=task,
+        algorithm=algorithm,
+        population=population,
+        evolve=evolve,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
     graders = [] if reward is None else [_grader(one) for one in (reward if isinstance(reward, list) else [reward])]
     if graders:
         chosen.append(f"environment.graders={json.dumps([{'name': name} for name in graders])}")
@@ -109,6 +118,8 @@ _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "
 
 
 def _overrides(
+    sections: Mapping[str, Mapping[str, Any]],
+    *,
     model: str | None,
     task: str | None,
     algorithm: str | Mapping[str, Any] | None,
@@ -116,7 +127,6 @@ def _overrides(
     evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
     max_tokens: int | None,
     seed: int | None,
-    sections: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Return the arguments as settings of the command line, which says what is wrong with them."""
     settings: dict[str, Any] = {}
@@ -346,7 +356,7 @@ def _in_notebook() -> bool:
         from IPython import get_ipython
     except ImportError:
         return False
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell: Any = get_ipython()
     return shell is not None and hasattr(shell, "kernel")
 
 

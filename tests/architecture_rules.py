@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     ("population",),
     ("training", "distributed", "report"),
-    ("cli", "__main__", "llm_envs", "utils", "algorithms.core"),
+    ("cli", "__main__", "llm_envs", "utils", "algorithms.core", "run"),
 )
 """A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold."""
 
@@ -47,7 +47,7 @@ GROUND = "agilerl.sizes"
 OPTIONAL = (
     *("vllm", "deepspeed", "ray", "wandb", "plotly", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
     *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl", "reasoning_gym"),
-    *("pycosat", "cellpylib"),
+    *("pycosat", "cellpylib", "IPython"),
 )
 UNSAFE_IMPORTS = (
     *("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"),
