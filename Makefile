@@ -35,11 +35,15 @@ DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 TRL_VENV ?= .venv-trl
 TRL_READY := $(TRL_VENV)/.ready
 
+# The site's builder and its dependencies, which neither the package nor its checks need.
+DOCS_VENV ?= .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
+
 # One thread: the tensors of the tests are tiny, and two threads beside another process can be ten times slower than one.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-nightly test-vllm peers lint types unit format docs clean
+.PHONY: help setup train test test-nightly test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,12 +109,23 @@ format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## Write docs/manifest.md, the typed keywords and the table of names again from the code
+generated: $(READY) ## Write docs/manifest.md, the typed keywords and the table of names again from the code
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_keywords.py
 	$(BIN)/python docs/generate_names.py
 	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 
+docs: $(DOCS_READY) ## Build the site of the documentation: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+# What the extra '.[docs]' names, without the package: the reference is read from its source, which is not imported.
+$(DOCS_READY): pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
+		sep="\n")' > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	touch $@
+
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) $(DOCS_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,7 +1,7 @@
 """Write agilerl/algorithms/keywords.py, by which editors and type checkers know the keywords of each algorithm.
 
-``python docs/generate_keywords.py [--print]``; `make docs` runs it. Hyperparameters are declared once, in the Configs;
-no type checker sees through that, so the same is written down here in the form that they understand.
+``python docs/generate_keywords.py [--print]``; `make generated` runs it. Hyperparameters are declared once, in the
+Configs; no type checker sees through that, so the same is written down here in the form that they understand.
 """
 
 import sys
@@ -22,7 +22,7 @@ TARGET = Path(__file__).resolve().parent.parent / "agilerl" / "algorithms" / "ke
 HEAD = '''\
 """Keywords of ``GRPO(...)`` and the others, for editors and type checkers; written by docs/generate_keywords.py.
 
-`make docs` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Write agilerl/config/declared.py: what the algorithms declare, by name, for what runs before torch is imported.
 
-``python docs/generate_names.py [--print]``; `make docs` runs it. Hyperparameters are declared once, in the Configs,
-which stand beside the algorithms. Importing those takes seconds, and a typing error should not cost seconds.
+``python docs/generate_names.py [--print]``; `make generated` runs it. Hyperparameters are declared once, in the
+Configs, which stand beside the algorithms. Importing those takes seconds, and a typing error should not cost seconds.
 """
 
 import sys
@@ -17,7 +17,7 @@ TARGET = Path(__file__).resolve().parent.parent / "agilerl" / "config" / "declar
 HEAD = '''\
 """What the algorithms declare, by name and without torch; written by docs/generate_names.py.
 
-`make docs` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed.
 """
 
 from typing import NamedTuple

@@ -26,7 +26,7 @@ TARGET = Path(__file__).resolve().parent / "manifest.md"
 INTRODUCTION = """\
 # The manifest
 
-<!-- Written by docs/generate_reference.py; `make docs` writes it again. -->
+<!-- Written by docs/generate_reference.py; `make generated` writes it again. -->
 
 A run is described by one YAML file. `agilerl train my.yaml` reads it; `agilerl train` alone reads the file at the end
 of this page. Settings that are left out have the defaults below. Any setting can be given on the command line as well,

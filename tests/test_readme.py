@@ -183,6 +183,6 @@ def test_what_is_better_is_tested(trainer: str) -> None:
 
 @pytest.mark.processes
 def test_manifest_reference_is_fresh() -> None:
-    """`make docs` writes it."""
+    """`make generated` writes it."""
     done = programs.run(ROOT / "docs" / "generate_reference.py", "--print", cwd=ROOT)
     assert done.stdout == (ROOT / "docs" / "manifest.md").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """Keywords of ``GRPO(...)`` and the others, for editors and type checkers; written by docs/generate_keywords.py.
 
-`make docs` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What the algorithms declare, by name and without torch; written by docs/generate_names.py.
 
-`make docs` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed.
 """
 
 from typing import NamedTuple

@@ -122,7 +122,7 @@ def test_the_default_directory_is_the_same_in_the_first_line_and_in_the_plan(agi
 
 
 def test_the_table_of_names_is_what_the_algorithms_declare() -> None:
-    """`make docs` writes it."""
+    """`make generated` writes it."""
     assert list(declared.ALGORITHMS) == list(ALGORITHMS)
     assert list(declared.FAMILY) == list(GRPO.family())
     for name, algorithm in ALGORITHMS.items():
