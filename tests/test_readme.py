@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from agilerl.cli.app import app
@@ -179,6 +181,60 @@ def test_what_is_better_is_tested(trainer: str) -> None:
     for statement in statements:
         (file, test) = re.findall(r"`(tests/\S+\.py)::(\w+)` \|$", statement)[0]
         assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), statement
+
+
+def test_silent_failures_name_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "silent_failures.md").read_text(encoding="utf-8")
+    statements = [line for line in page.splitlines() if line.startswith("| **")]
+    assert len(statements) > 25
+    for statement in statements:
+        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", statement.rsplit(" | ", 1)[1])
+        assert named, statement
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, test)
+
+
+def site_pages(entry: object) -> list[str]:
+    """Return the files that a part of the site's navigation names."""
+    if isinstance(entry, str):
+        return [entry]
+    parts = entry.values() if isinstance(entry, dict) else entry
+    return [page for part in parts for page in site_pages(part)]  # type: ignore[attr-defined]
+
+
+def test_the_site_names_every_page_once() -> None:
+    pages = site_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(pages) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_reference_names_what_exists() -> None:
+    entry = re.compile(r"^::: (\S+)\n(?:    options:\n(?:      .*\n)*?      members: \[(.*)\])?", re.MULTILINE)
+    named = entry.findall((ROOT / "docs" / "reference.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for path, members in named:
+        found = pkgutil.resolve_name(path)
+        assert [name for name in members.split(", ") if name and not hasattr(found, name)] == [], path
+
+
+def test_ten_keys_are_ten_and_all_in_the_manifest_that_shows_them() -> None:
+    page = ROOT / "docs" / "ten_keys.md"
+    keys = re.findall(r"^\| `(\w+)\.(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    (manifest,) = blocks(page, "yaml")
+    shown = yaml.safe_load(manifest)
+    assert len(keys) == 10
+    assert [f"{section}.{key}" for section, key in keys if key not in shown[section]] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Downloads MkDocs into an environment of its own; `make docs` is the same."""
+    done = subprocess.run(
+        ["make", "docs", f"DOCS_VENV={tmp_path / 'venv'}"], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    pages = (ROOT / "build" / "site").glob("*.html")
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in pages}
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ PAGES = {"README.md": "index.md"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page's text with each link to ``../FILE`` replaced: by that of its page, or by text and name of the file."""
+    """Return a page's text with each link to ``../FILE`` replaced by that of its page, or by text and name."""
 
     def inward(link: re.Match[str]) -> str:
         text, target = link.groups()
