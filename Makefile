@@ -122,9 +122,8 @@ docs: $(DOCS_READY) ## Build the site of the documentation: build/site/index.htm
 # What the extra '.[docs]' names, without the package: the reference is read from its source, which is not imported.
 $(DOCS_READY): pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
-	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], \
-		sep="\n")' > $(DOCS_VENV)/requirements.txt
-	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs $(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt
 	touch $@
 
 clean: ## Remove the environment and all caches
