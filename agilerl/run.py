@@ -7,6 +7,7 @@ directory, the settings and their checks are those of the command line, so eithe
 import html
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -71,6 +72,8 @@ def train(
     Raises ConfigError or EnvError for every wrong setting before training begins. If it is interrupted, the run can be
     resumed: ``Run(out).resume()``.
     """
+    if display and _in_notebook():  # of a library: about bars that this package does not show
+        warnings.filterwarnings("ignore", message="IProgress not found")
     from agilerl.config.manifest import load_manifest
     from agilerl.config.run import default_out
 
