@@ -94,6 +94,7 @@ class Bench:
         )
         base = from_model(made_model(name, "cpu"), "model") if folder is None else load_base(folder)
         tokenizer = load_tokenizer("embedded") if folder is None else written_tokenizer(folder)
+        tokenizer.eos_token = None  # no completion ends by itself
         sizes = {"max_rows": max_rows, "max_tokens": max_tokens}
         self.runtime = Runtime(base, lora_config=lora, tokenizer=tokenizer, seed=0, **sizes)
         self.runtime.store.reserve(agents + 1)

@@ -187,8 +187,10 @@ def _score(entry: Mapping[str, Any]) -> Score:
 
 
 def _values(values: Mapping[str, Any]) -> str:
-    shown = (f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items())
-    return ", ".join(shown)
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in sorted(values.items())  # their order in the file is that of the process
+    )
 
 
 def _steps(schedule: Mapping[str, Any]) -> list[tuple[str, list[str]]]:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from agilerl import LocalTrainer, Mutations, Population, Runtime, TournamentSelection
+from agilerl import LocalTrainer, Mutations, Population, Run, Runtime, TournamentSelection
+from agilerl import train as train_run
 from agilerl.algorithms import (
     ALGORITHMS,
     GRPO,
@@ -308,6 +309,8 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "GRPO.population": lambda w: (GRPO.population, {"size": 1, "runtime": w.runtime}),
     "sft.test": lambda w: (w.sft.test, {"env": w.sft_gym}),
     "sft.learn": lambda w: (w.sft.learn, {"experiences": w.sft_gym.reset()}),
+    "Run": lambda w: (Run, {"path": "no/where"}),
+    "train": lambda w: (train_run, {"task": "gcd", "display": False}),  # which is refused, so nothing trains
     "Runtime.for_model": lambda w: (Runtime.for_model, {"model": w.runtime.base.model}),
     "Runtime.from_pretrained": lambda w: (Runtime.from_pretrained, {"name": "no/where"}),
     "population.learn": lambda w: (w.population.learn, {"rollout": w.rollout}),

@@ -188,7 +188,7 @@ CONTRADICTIONS = {
     "{dataset: rows.jsonl, env_type: multiturn, env_id: agilerl/GuessTheNumber-v0}": "dataset is for single-turn rows",
     "{dataset: []}": "environment.dataset: list should have at least 1 item",
     "{dataset: 5}": "environment.dataset: input should be a valid list, found 5",
-    "{dataset: [5]}": "environment.dataset.0: input should be a valid dictionary",
+    "{dataset: [5]}": "environment.dataset.0: expected a mapping",
     "{dataset: {path: ''}}": "environment.dataset.0.path: string should have at least 1 character",
     "{dataset: [{path: rows.jsonl, weight: 0}]}": "environment.dataset.0.weight: input should be greater than 0",
     "{dataset: [{path: rows.jsonl, wieght: 1}]}": "unknown key 'environment.dataset.0.wieght'; did you mean 'weight'?",
