@@ -33,7 +33,7 @@ _OF_SAMPLING = ("use_vllm", "vllm_config")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules")
 _ALL = 100_000
 """The largest test that there is."""
-_CONTACTS = ("judge",)
+_CONTACTS = ("judge", "pairwise_judge")
 """Graders that contact an address although their settings need not name one."""
 
 

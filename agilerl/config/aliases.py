@@ -16,7 +16,11 @@ _SECTIONS = {"tournament_selection": "selection_strategy"}
 _NAMES = {
     "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},
     "training": {"max_wall_seconds": "max_seconds", "population_size": "pop_size"},
-    "environment": {"env_config": "params"},
+    "environment": {
+        "env_config": "params",
+        "rubric_file_path": "reward_file_path",
+        "rubric_name": "reward_fn_name",
+    },
     "network.lora_config": {"lora_r": "r"},
 }
 _IDLE = {
@@ -132,16 +136,30 @@ def _environment(values: Section) -> None:
     if "env_name" in section:
         known = str(section.pop("env_name"))
         _put(section, "env_id", known if known.startswith(_PREFIXES) else f"gem:{known}", "environment.env_name")
-    if section.pop("entrypoint", None) == "gem:make" and isinstance(section.get("params"), Mapping):
-        params = section["params"] = dict(section["params"])
-        if "env_id" in params:
-            _put(section, "env_id", f"gem:{params.pop('env_id')}", "environment.env_config.env_id")
-    if section.get("env_type") in ("rollout", "dataset"):
+    _source(section)
+    kind, objective = section.get("env_type"), section.pop("objective", None)
+    if kind in ("rollout", "dataset"):
         section.pop("env_type")
+    if objective is not None:
+        if kind not in (None, "dataset") or objective not in ("sft", "preference"):
+            raise ConfigError(
+                "environment.objective: expected sft or preference, with env_type: dataset, found "
+                f"{shown(objective)} with env_type: {shown(kind)}"
+            )
+        section["env_type"] = objective
     if "env_type" not in section and name in _DATA:
         section["env_type"] = _DATA[name]
     elif "env_type" not in section and "env_id" in section:
         section["env_type"] = "multiturn"
+    if "env_id" not in section and section.get("max_turns") == 1:
+        section.pop("max_turns")  # how 2.58 says that a rollout has one answer
+    if section.get("chat_template_kwargs", _NOTHING) in ({}, None):
+        section.pop("chat_template_kwargs")
+    elif "chat_template_kwargs" in section and isinstance(values.setdefault("network", {}), Mapping):
+        network = _section(values, "network")
+        assert network is not None
+        given = section.pop("chat_template_kwargs")
+        _put(network, "chat_template_kwargs", given, "environment.chat_template_kwargs")
     if "reward_file_path" in section or "reward_fn_name" in section:
         path, function = section.pop("reward_file_path", None), section.pop("reward_fn_name", None)
         if not isinstance(path, str) or not isinstance(function, str):
@@ -157,6 +175,27 @@ def _environment(values: Section) -> None:
         if column != "completion":
             _put(columns, "completion", column, "environment.response_column")
             section["columns"] = columns
+
+
+def _source(section: Section) -> None:
+    """Say where episodes come from as ``env_id``: an entry point, or the address of a server."""
+    entrypoint, url = section.pop("entrypoint", None), section.pop("env_url", None)
+    if entrypoint == "gem:make":
+        params = dict(section.get("params") or {})
+        if "env_id" not in params:
+            raise ConfigError("environment.entrypoint='gem:make' needs environment.env_config.env_id, found none")
+        _put(section, "env_id", f"gem:{params.pop('env_id')}", "environment.env_config.env_id")
+        section["params"] = params
+    elif entrypoint is not None:
+        if not isinstance(entrypoint, str) or ":" not in entrypoint:
+            raise ConfigError(
+                f"environment.entrypoint: expected module:name or path.py:name, found {shown(entrypoint)}"
+            )
+        _put(section, "env_id", entrypoint, "environment.entrypoint")
+    if url is not None:
+        _put(section, "env_id", f"openenv:{url}", "environment.env_url")
+    if "request_timeout_s" in section:
+        _put(section, "step_timeout", section.pop("request_timeout_s") or None, "environment.request_timeout_s")
 
 
 def _messages(template: Any) -> Any:

@@ -245,8 +245,12 @@ def test_no_code_of_a_run_runs_unasked(changed: Any, agilerl: Agilerl, tmp_path:
     assert not Path("MARK").exists()
 
 
-def test_no_address_of_a_run_is_contacted_unasked(changed: Any, agilerl: Agilerl) -> None:
-    judge = {"name": "judge", "params": {"model": "m", "base_url": "http://127.0.0.1:9/v1", "api_key_env": None}}
+@pytest.mark.parametrize("params", [{"base_url": "http://127.0.0.1:9/v1"}, {}], ids=["named", "known"])
+@pytest.mark.parametrize("name", ["judge", "pairwise_judge"])
+def test_no_address_of_a_run_is_contacted_unasked(
+    name: str, params: dict[str, str], changed: Any, agilerl: Agilerl
+) -> None:
+    judge = {"name": name, "params": {"model": "m", "api_key_env": None, **params}}
     made = changed(environment={"graders": [judge]})
     done = agilerl("eval", str(made), "--samples", "0")
     assert done.code == 2
