@@ -76,6 +76,7 @@ def train(
         warnings.filterwarnings("ignore", message="IProgress not found")
     from agilerl.config.manifest import load_manifest
     from agilerl.config.run import default_out
+    from agilerl.runs.directory import check_vacant
 
     unknown = next((name for name in sections if name not in SECTIONS), None)
     if unknown is not None:
@@ -105,6 +106,7 @@ def train(
     config = load_manifest(file, chosen)
     root = Path(out) if out is not None else default_out(config)
     if rows is not None:
+        check_vacant(root)  # the rows beside a run that exists are still needed
         place = root.with_name(f"{root.name}.rows.jsonl")
         _write_rows(place, rows)
         config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])

@@ -65,6 +65,14 @@ def test_rows_in_memory_are_kept_beside_the_run(finished: agilerl.Run) -> None:
     assert finished.config["environment"]["dataset"][0]["path"] == str(kept.absolute())
 
 
+def test_another_run_in_its_place_leaves_its_rows_alone(finished: agilerl.Run) -> None:
+    kept = finished.path.with_name("one.rows.jsonl")
+    before = kept.read_bytes()
+    with pytest.raises(CheckpointError, match="one"):
+        agilerl.train(dataset=ROWS[:50], reward=short, out=finished.path, **SMALL)
+    assert kept.read_bytes() == before
+
+
 def test_an_interrupted_run_goes_on_to_the_same_files(
     finished: agilerl.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

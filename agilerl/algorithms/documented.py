@@ -1,6 +1,7 @@
 """Documented names that mean little for an agent that is one adapter slot, kept for compatibility in this one file."""
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -65,6 +66,13 @@ class GenerationView:
 
     def __init__(self, agent: Any) -> None:
         self.agent = agent
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "agent" and not isinstance(getattr(type(self), name, None), _Sampling):
+            known = ", ".join(key for key, own in vars(type(self)).items() if isinstance(own, _Sampling))
+            warnings.warn(f"generation_config.{name} has no effect here; it has {known}", stacklevel=2)
+            return
+        super().__setattr__(name, value)
 
     @property
     def pad_token_id(self) -> int:

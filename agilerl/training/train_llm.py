@@ -1,5 +1,6 @@
 """Documented import path; re-exports only."""
 
+from agilerl.algorithms.codec import save_llm_checkpoint
 from agilerl.training.llm import (
     finetune_llm_multiturn,
     finetune_llm_preference,
@@ -10,4 +11,4 @@ from agilerl.training.llm import (
 )
 
 __all__ = ["finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
-           "train_llm_dataset", "train_llm_rollout"]  # fmt: skip
+           "save_llm_checkpoint", "train_llm_dataset", "train_llm_rollout"]  # fmt: skip

@@ -139,6 +139,10 @@ def test_the_generation_config_is_the_agents_own(runtime: Runtime) -> None:
     assert (agent.temperature, agent.generation_config.temperature) == (0.1, 0.1)
     with pytest.raises(ConfigError, match="temperature"):
         view.temperature = -1
+    with pytest.warns(UserWarning, match="suppress_tokens has no effect"):
+        view.suppress_tokens = [3]
+    with pytest.warns(UserWarning, match="do_sample has no effect"):
+        view.do_sample = False
 
 
 def test_the_actor_is_the_model_with_the_adapter(runtime: Runtime, tmp_path: Path) -> None:
