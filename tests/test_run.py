@@ -65,6 +65,18 @@ def test_rows_in_memory_are_kept_beside_the_run(finished: agilerl.Run) -> None:
     assert finished.config["environment"]["dataset"][0]["path"] == str(kept.absolute())
 
 
+@pytest.mark.parametrize("algorithm", ["SFT", "DPO", {"name": "KTO", "batch_size": 8}])
+def test_algorithms_of_data_need_no_more_than_their_name(algorithm: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}?", "answer": f"{a}", "chosen": f"{a}", "rejected": "no"} for a in range(60)]
+    small = {**SMALL, "algorithm": algorithm, "max_tokens": 2000}
+    run = agilerl.train(dataset=rows, evolve=[], out=tmp_path / "data", **small)
+    named = algorithm if isinstance(algorithm, str) else algorithm["name"]
+    assert (run.elite.algo, run.config["algorithm"]["name"]) == (named, named)
+    assert run.config["environment"]["env_type"] == {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}[named]
+    with pytest.raises(ConfigError, match="learns from"):
+        agilerl.train(dataset=rows, out=tmp_path / "no", **{**small, "environment": {"env_type": "reasoning"}})
+
+
 def test_another_run_in_its_place_leaves_its_rows_alone(finished: agilerl.Run) -> None:
     kept = finished.path.with_name("one.rows.jsonl")
     before = kept.read_bytes()
