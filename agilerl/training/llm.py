@@ -135,7 +135,11 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
                 names = [*(p.name for p in own), *known]
                 raise ConfigError(f"{loop.__name__} has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
             given = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
-            return loop(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+            found = loop(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+            mine = args[0] if args else kwargs.get("pop")
+            if isinstance(mine, list):  # programs read their list afterwards, and who was replaced is gone
+                mine[:] = found[0]
+            return found
 
         parameters = [
             *own,

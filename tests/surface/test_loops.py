@@ -187,6 +187,15 @@ def test_fitnesses_are_those_of_the_returned_population(runtime: Runtime, rows: 
     assert fitness == [agent.test(gym).mean() for agent in found]
 
 
+def test_a_list_of_agents_holds_those_that_are_left(runtime: Runtime, rows: Any) -> None:
+    pop = agents(runtime, 3, group_size=2)
+    before = list(pop)
+    found, _ = finetune_llm_reasoning(pop, questions(runtime, rows), max_steps=36, evo_steps=1, **search(3), **QUIET)
+    assert pop != before
+    assert [agent.slot for agent in pop] == [agent.slot for agent in found]  # one that was replaced would raise
+    assert all(mine is agent for mine, agent in zip(pop, found))
+
+
 def test_the_elite_is_saved_before_it_mutates(runtime: Runtime, rows: Any, tmp_path: Path) -> None:
     pop = agents(runtime)
     path, gym = tmp_path / "elite", questions(runtime, rows)
