@@ -1,5 +1,7 @@
 """The README and the guides do what they say: Python runs, commands run or parse, links lead somewhere."""
 
+import ast
+import inspect
 import itertools
 import json
 import pkgutil
@@ -7,6 +9,9 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -74,6 +79,30 @@ def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
     script.write_text(code + CHECKS.get(name, ""))
     done = programs.run(script, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [code for page in PAGES for code in blocks(page, "text") if re.match(r"import |from ", code)],
+    ids=lambda code: code.splitlines()[0],
+)
+def test_python_that_needs_more_than_a_cpu_names_what_exists(code: str) -> None:
+    """It stands in ``text`` blocks, because it does not run here."""
+    names: dict[str, object] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name: import_module(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name: pkgutil.resolve_name(f"{node.module}:{alias.name}") for alias in node.names}
+    for call in ast.walk(ast.parse(code)):
+        if isinstance(call, ast.Call) and (called := named_by(call.func, names)) is not None:
+            inspect.signature(called).bind_partial(**{keyword.arg: None for keyword in call.keywords if keyword.arg})
+
+
+def named_by(node: ast.expr, names: dict[str, object]) -> Callable[..., object] | None:
+    """Return what a dotted name stands for, None for what the code itself defines."""
+    first, *rest = ast.unparse(node).split(".")
+    return reduce(getattr, rest, names[first]) if first in names else None  # type: ignore[return-value]
 
 
 @pytest.fixture
