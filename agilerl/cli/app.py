@@ -152,11 +152,14 @@ def report(
             help="HTML file; default: report.html in the run; for several runs, report-NAME-NAME.html here.",
         ),
     ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Write it again as the runs go on, until they finish or Ctrl-C.")
+    ] = False,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
     from agilerl.cli.commands import run_report
 
-    run_report(runs, out)
+    run_report(runs, out, live=live)
 
 
 @app.command()

@@ -4,15 +4,19 @@ import json
 import os
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from agilerl.arguments import shown
 from agilerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agilerl.runs import RunLayout
 
 
 def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bool, as_json: bool) -> None:
@@ -93,13 +97,47 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
 _LONGEST_NAME = 100
 
 
-def run_report(runs: Sequence[Path], out: Path | None) -> None:
+_RELOAD = 10
+"""Seconds after which a page that is open loads itself anew."""
+
+
+def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False) -> None:
     """Write the report and print its path; see ``agilerl report --help``."""
     out = default_report(runs) if out is None else out
     _check_file(out)
     from agilerl.report import build_report
 
-    print(build_report(runs, out))
+    print(build_report(runs, out, reload=_RELOAD if live else None), flush=True)
+    if live:
+        print("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.", file=sys.stderr)
+        _follow(runs, out)
+
+
+def _follow(runs: Sequence[Path], out: Path) -> None:
+    """Write the report of runs that go on whenever they have something new; the last page no longer loads itself anew.
+
+    It takes at most a tenth of a core from the runs.
+    """
+    from agilerl.report import build_report
+    from agilerl.runs import RunLayout
+
+    layouts = [RunLayout(run) for run in runs]
+    seen, took = _states(layouts), 0.0
+    try:
+        while not all(layout.is_finished for layout in layouts):
+            time.sleep(max(1.0, 9 * took))
+            if (now := _states(layouts)) != seen:
+                began = time.monotonic()
+                build_report(runs, out, reload=_RELOAD)
+                seen, took = now, time.monotonic() - began
+    except KeyboardInterrupt:
+        pass
+    build_report(runs, out)
+
+
+def _states(layouts: Sequence["RunLayout"]) -> list[tuple[int, int]]:
+    files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
+    return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
 
 
 def default_report(runs: Sequence[Path]) -> Path:

@@ -27,6 +27,17 @@ CURVES = {
     "grad_norm": "Gradient norm",
     "clip_ratio/region_mean": "Clipped tokens",
     "learning_rate": "Learning rate",
+    "num_tokens": "Tokens trained on",
+    "value_loss": "Value loss",
+    "explained_variance": "Explained variance of the values",
+    "rewards/accuracies": "Pairs in the right order",
+    "rewards/margins": "Margin between chosen and rejected",
+    "rewards/chosen": "Implicit reward, chosen",
+    "rewards/rejected": "Implicit reward, rejected",
+    "logps/chosen": "Log-prob, chosen",
+    "logps/rejected": "Log-prob, rejected",
+    "mean_token_accuracy": "Token accuracy",
+    "perplexity": "Perplexity",
 }
 """Train metrics that the report draws, with their titles."""
 
@@ -46,7 +57,23 @@ _COLOURS = (
 _GREY = "rgba(135,140,150,0.75)"
 _MARKER_PEN = "rgba(245,190,40,0.45)"
 _MOST_POINTS = 1000
+_LEAST_FREEDOM = 5
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
+
+
+def described(title: str, figure: Figure) -> str:
+    """Return a chart in one sentence, for those who cannot see it: how many lines, and their range."""
+    lines = [trace for trace in figure["data"] if "agent" in (trace.get("meta") or {}) and "fill" not in trace]
+    drawn = (lines or figure["data"]) if figure["layout"]["yaxis"].get("visible", True) else []
+    values = [
+        value
+        for trace in drawn
+        for value in trace.get("y") or []
+        if isinstance(value, int | float) and math.isfinite(value)
+    ]
+    count = f", {len(lines)} agent{'s' * (len(lines) > 1)}" if lines else ""
+    spread = f", from {short_value(min(values))} to {short_value(max(values))}" if values else ""
+    return f"{title}{count}{spread}"
 
 
 def row_colour(row: int, opacity: float = 1.0) -> str:
@@ -109,10 +136,28 @@ def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, floa
     path = sorted(
         (e.step, e.score.mean) for a, agent in run.agents.items() for e in agent.exams if (a, e.generation) in winning
     )
+    if "base" in run.tests and math.isfinite(run.tests["base"][1].mean):
+        lines.insert(0, _base_line(run, lines))
     figure_layout = layout("step", "fitness", height=380)
     if y_range is not None:
         figure_layout["yaxis"]["range"] = list(y_range)
     return {"data": [*bands, _marker_pen(path), _inheritance(inherited), *lines], "layout": figure_layout}
+
+
+def _base_line(run: RunRecord, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    score = run.tests["base"][1]
+    steps = [step for line in lines for step in line["x"]]
+    return {
+        "type": "scatter",
+        "name": "base",
+        "mode": "lines+text",
+        "x": [min(0, *steps), max(steps)],
+        "y": [_rounded(score.mean)] * 2,
+        "text": ["base", ""],
+        "textposition": "top right",
+        "line": {"color": _GREY, "width": 2, "dash": "dash"},
+        "hovertemplate": f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>",
+    }
 
 
 def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
@@ -210,6 +255,121 @@ def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
     return {"data": [_marker_pen(path), _inheritance(inherited), *data], "layout": figure_layout}
 
 
+def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
+    """Return each agent's gain in fitness since the exam before, by generation.
+
+    A child's first exam is compared with its parent's last, a founder's with zero, because founders begin alike. An exam
+    that is not finite is the greatest loss.
+    """
+    gains: dict[int, list[tuple[AgentRecord, float]]] = defaultdict(list)
+    for agent in run.agents.values():
+        before = 0.0 if agent.parent is None else math.nan
+        for exam in agent.exams:
+            if math.isnan(before) and (inherited := _last_exam(run, agent, exam.step)):
+                before = inherited[1]
+            finite = math.isfinite(exam.score.mean)
+            if not math.isnan(before):
+                gains[exam.generation].append((agent, exam.score.mean - before if finite else -math.inf))
+            if finite:
+                before = exam.score.mean
+    return gains
+
+
+def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """Return the rank correlation of each hyperparameter with the gain that followed, and the degrees of freedom.
+
+    Agents are ranked among those of their generation, since gains shrink as a run goes on while values drift: over all
+    generations together, what helps would seem to harm. The value is the one that the agent trained with since the
+    exam before. Of hyperparameters with 5 degrees or more, the strongest first.
+    """
+    from scipy.stats import rankdata  # takes a while to import
+
+    found = {}
+    for name in names:
+        ranked, freedom = [], 0
+        for generation, gains in exam_gains(run).items():
+            pairs = [(number(hyperparameter_at(agent, name, generation - 1, run)), gain) for agent, gain in gains]
+            pairs = [pair for pair in pairs if math.isfinite(pair[0])]
+            if len({value for value, _ in pairs}) > 1 and len({gain for _, gain in pairs}) > 1:
+                ranks = [rankdata(side) - (len(pairs) + 1) / 2 for side in zip(*pairs)]
+                ranked += list(zip(*(side / len(pairs) for side in ranks)))
+                freedom += len(pairs) - 1
+        if freedom >= _LEAST_FREEDOM:
+            both = sum(a * b for a, b in ranked)
+            found[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
+    return dict(sorted(found.items(), key=lambda item: -abs(item[1][0])))
+
+
+def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
+    """Draw the importance of each hyperparameter as a bar, pale within noise; None if there are too few exams."""
+    found = importance(run, names)
+    if not found:
+        return None
+    # Of unrelated ranks the correlation has about this standard deviation.
+    clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in found.values()]
+    bar = {
+        "type": "bar",
+        "x": [plain(name) for name in found],
+        "y": [_rounded(rho) for rho, _ in found.values()],
+        "marker": {"color": [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]},
+        "customdata": [[freedom] for _, freedom in found.values()],
+        "hovertemplate": "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>",
+    }
+    figure_layout = layout("", "rank correlation", height=300)
+    figure_layout["xaxis"]["type"] = "category"
+    figure_layout["yaxis"] |= {"range": [-1.05, 1.05], "zeroline": True}
+    return {"data": [bar], "layout": figure_layout}
+
+
+def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Figure | None:
+    """Draw each agent as a line across its last hyperparameters to its last fitness; None if no agent has both."""
+    columns: dict[str, dict[int, float]] = {name: {} for name in [*names, "fitness"]}
+    for index, agent in run.agents.items():
+        exams = [exam for exam in agent.exams if math.isfinite(exam.score.mean)]
+        if exams:
+            columns["fitness"][index] = exams[-1].score.mean
+            for name in names:
+                value = number(hyperparameter_at(agent, name, exams[-1].generation - 1, run))
+                if math.isfinite(value):
+                    columns[name][index] = value
+    columns = {name: found for name, found in columns.items() if found}
+    if "fitness" not in columns or len(columns) < 2:
+        return None
+    places = {name: _places(found) for name, found in columns.items()}
+    data = []
+    for index, agent in run.agents.items():
+        inside = [place for place, name in enumerate(columns) if index in columns[name]]
+        shown = [name for name in columns if index in columns[name]]
+        if len(inside) > 1:
+            trace = _trace(agent, family, inside, [places[name][index] for name in shown])
+            said = [[plain(name), short_value(columns[name][index])] for name in shown]
+            hover = f"agent {index}<br>%{{customdata[0]}} %{{customdata[1]}}<extra></extra>"
+            data.append({**trace, "mode": "lines+markers", "customdata": said, "hovertemplate": hover})
+    if not data:
+        return None
+    ends = [
+        f"{plain(name)}<br>{short_value(min(found.values()))} to {short_value(max(found.values()))}"
+        for name, found in columns.items()
+    ]
+    figure_layout = layout("", "", height=300)
+    figure_layout["xaxis"] |= {"tickvals": list(range(len(columns))), "ticktext": ends}
+    figure_layout["xaxis"]["range"] = [-0.3, len(columns) - 0.7]
+    figure_layout["yaxis"] = {"visible": False, "range": [-0.06, 1.06]}
+    # The fittest agents are drawn last, over the others.
+    data.sort(key=lambda trace: columns["fitness"][trace["meta"]["agent"]])
+    return {"data": data, "layout": figure_layout}
+
+
+def _places(values: dict[int, float]) -> dict[int, float]:
+    """Return where values lie between the least (0) and the largest (1); by logarithm if they span a decade or more."""
+    low, high = min(values.values()), max(values.values())
+    if low > 0 and high / low >= 10:
+        values = {index: math.log(value) for index, value in values.items()}
+        low, high = math.log(low), math.log(high)
+    width = high / 2 - low / 2  # halves: the difference of the largest floats is infinite
+    return {index: (value / 2 - low / 2) / width if width > 0 else 0.5 for index, value in values.items()}
+
+
 def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
     """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
     data: list[dict[str, Any]] = []
@@ -259,20 +419,27 @@ def throughput_figure(run: RunRecord) -> Figure | None:
     return {"data": [{**line, **hover}], "layout": figure_layout}
 
 
-def time_figure(run: RunRecord) -> Figure | None:
-    """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
-    data = []
-    last = 0
-    for colour, phase in enumerate(_PHASES):
+def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
+    """Return the seconds of each phase that was timed, by generation."""
+    phases: dict[str, dict[int, float]] = {}
+    for phase in _PHASES:
         seconds: dict[int, float] = defaultdict(float)
         for (generation, _), value in _by_step(run, f"time/{phase}").items():
             seconds[generation] += value
         if any(seconds.values()):
-            x = sorted(seconds)
-            last = max(last, x[-1])
-            bar = {"type": "bar", "name": phase, "x": x, "y": [_rounded(seconds[g]) for g in x]}
-            hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
-            data.append({**bar, "marker": {"color": row_colour(colour)}, "hovertemplate": hover})
+            phases[phase] = dict(sorted(seconds.items()))
+    return phases
+
+
+def time_figure(run: RunRecord) -> Figure | None:
+    """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
+    data = []
+    last = 0
+    for phase, seconds in phase_seconds(run).items():
+        last = max(last, *seconds)
+        bar = {"type": "bar", "name": phase, "x": list(seconds), "y": [_rounded(s) for s in seconds.values()]}
+        hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
+        data.append({**bar, "marker": {"color": row_colour(_PHASES.index(phase))}, "hovertemplate": hover})
     if not data:
         return None
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
@@ -493,7 +660,7 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
     means = {(i, e.generation): e.score.mean for i, agent in run.agents.items() for e in agent.exams}
     finite = [mean for mean in means.values() if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    x, y, text, fill, ink, edge, hover = [], [], [], [], [], [], []
+    x, y, text, fill, ink, edge, hover, agents = [], [], [], [], [], [], [], []
     for index, span in family.spans.items():
         for generation in span:
             mean = means.get((index, generation), math.nan)
@@ -507,6 +674,7 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
             ink.append("#fff" if colour and 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] < 140 else "#111")
             edge.append(row_colour(family.rows[index]))
             hover.append(_story(run.agents[index], generation))
+            agents.append(index)
     return {
         "type": "scatter",
         "mode": "markers+text",
@@ -515,6 +683,7 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
         "text": text,
         "textfont": {"color": ink, "size": 13},
         "marker": {"size": 32, "color": fill, "opacity": 1, "line": {"color": edge, "width": 3}},
+        "customdata": agents,
         "hovertext": hover,
         "hovertemplate": "%{hovertext}<extra></extra>",
     }

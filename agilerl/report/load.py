@@ -58,6 +58,8 @@ class AgentRecord:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     """Values at birth."""
     mutations: list[dict[str, Any]] = field(default_factory=list)
+    verdicts: list[tuple[int, str]] = field(default_factory=list)
+    """Generations in which a selection said something about the agent, and what."""
     exams: list[Exam] = field(default_factory=list)
     train: list[dict[str, Any]] = field(default_factory=list)
     """Train lines, by step."""
@@ -188,6 +190,8 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             agent.hyperparameters = dict(line.get("hyperparameters") or {})
         elif event == "mutation":
             agent.mutations.append(line)
+        elif event == "verdict":
+            agent.verdicts.append((generation, str(line.get("reason", ""))))
         elif event == "death":
             agent.died, agent.reason = generation, str(line.get("reason", ""))
         elif event == "elite":

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,8 +18,8 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from agilerl.arguments import Location, checked, shown
-from agilerl.errors import CheckpointError, WriteError, how_to_install
+from agilerl.arguments import Count, Location, checked, shown
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures
 from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
 from agilerl.report.load import (
@@ -40,17 +41,18 @@ from agilerl.runs.atomic import write_text
 
 
 @checked
-def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
+def build_report(run_dirs: Sequence[Location], out: Location, *, reload: Count | None = None) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, running or interrupted; they are only read. The page needs no network and no other file.
+    With ``reload`` it loads itself anew every so many seconds, while nobody reads about an agent or searches.
     Raises CheckpointError if a directory is missing, damaged or not a run directory, WriteError if ``out`` cannot be
     written.
     """
     if not run_dirs:
         raise CheckpointError("expected at least one run directory for the report, found none.")
     runs = [load_run(Path(path)) for path in run_dirs]
-    html = render(runs)
+    html = render(runs, reload)
     out = Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -60,33 +62,27 @@ def build_report(run_dirs: Sequence[Location], out: Location) -> Path:
     return out
 
 
-def render(runs: Sequence[RunRecord]) -> str:
+def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
     y_range = _common_range(runs)
     views = [_view(position, run, y_range) for position, run in enumerate(runs)]
-    library, script = inline_script(_plotly()), inline_script(_resource("script.js.jinja"))
+    library, script = (
+        inline_script(_resource("plotly/plotly-basic.min.js")),
+        inline_script(_resource("script.js.jinja")),
+    )
     names = _distinct_names(runs)
     for view, name in zip(views, names):
         view["name"] = name
     return _page().render(
         title="agilerl: " + ", ".join(names),
         runs=views,
+        reload=reload,
         comparison=comparison(runs, names) if len(runs) > 1 else None,
         style=Markup(_resource("style.css.jinja")),
         library=Markup(library),
-        how_to_draw=how_to_install("report"),
         script=Markup(script),
         policy=_content_policy(library, script),
     )
-
-
-def _plotly() -> str:
-    """Return plotly's script, which draws the charts; nothing if it is not installed: the page then has the rest."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return ""
-    return str(get_plotlyjs())
 
 
 @cache
@@ -124,6 +120,16 @@ def inline_script(code: str) -> str:
     return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
+_DRAWN = {
+    "fitness": "Fitness by step",
+    "tree": "Family tree; the table Lineage says the same",
+    "importance": "Rank correlation of each hyperparameter with the gain that followed",
+    "parallel": "Each agent's last hyperparameters and its last fitness",
+    "throughput": "Tokens per second by step",
+    "time": "Seconds of each phase by generation",
+}
+
+
 def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:
     """Return everything that the template shows about one run."""
     family = trace_family(run)
@@ -132,6 +138,8 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
     drawn = {
         "fitness": figures.fitness_figure(run, family, y_range=y_range),
         "tree": tree_figure(run, family),
+        "importance": figures.importance_figure(run, moving),
+        "parallel": figures.parallel_figure(run, family, moving),
         "throughput": figures.throughput_figure(run),
         "time": figures.time_figure(run),
     }
@@ -139,6 +147,7 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
     curves = {title: figures.curve_figure(run, family, metric) for metric, title in figures.CURVES.items()}
     hyper = {name: figures.hyperparameter_figure(run, family, name) for name in moving}
     charts = {f"{key}-{position}": figure for key, figure in drawn.items() if figure is not None}
+    titles = {f"{key}-{position}": _DRAWN[key] for key in drawn}
     curve_ids: dict[str, str] = {}
     hyper_ids: dict[str, str] = {}
     cost_ids: dict[str, str] = {}
@@ -148,6 +157,7 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
             if figure is not None:
                 ids[title] = f"{prefix}{place}-{position}"
                 charts[ids[title]] = figure
+                titles[ids[title]] = title
     return {
         "position": position,
         "path": str(run.path),
@@ -157,6 +167,9 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "verdict": verdict(run, family),
         "facts": facts(run),
         "charts": charts,
+        "labels": {key: figures.described(titles[key], figure) for key, figure in charts.items()},
+        "agents": agent_pages(run, family),
+        "phases": phase_table(run),
         "curves": curve_ids,
         "objectives": cost_ids,
         "front": front_table(run, family),
@@ -178,13 +191,13 @@ def _rows(family: Family) -> list[str]:
 
 def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     """Return one fitness range for all runs, so that curves side by side can be compared by eye."""
+    scores = [exam.score for run in runs for agent in run.agents.values() for exam in agent.exams]
+    scores += [run.tests["base"][1] for run in runs if "base" in run.tests and scores]
     ends = [
-        exam.score.mean + sign * number_or(exam.score.stderr, 0.0)
-        for run in runs
-        for agent in run.agents.values()
-        for exam in agent.exams
+        score.mean + sign * number_or(score.stderr, 0.0)
+        for score in scores
         for sign in (-1, 1)
-        if math.isfinite(exam.score.mean)
+        if math.isfinite(score.mean)
     ]
     if not ends or len(runs) == 1:
         return None
@@ -303,15 +316,26 @@ _WHO = {
 
 
 def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
-    """Return {sentence, unit, bars}: what the run achieved on test problems that selection never used."""
+    """Return {sentence, unit, bars, zero}: what the run achieved on test problems that selection never used.
+
+    Bars begin at zero, which is ``zero`` percent from the left if a mean is negative.
+    """
     known = {who: run.tests[who] for who in _WHO if who in run.tests}
     accuracy = bool(known) and all(score.is_accuracy for _, score in known.values())
-    top = max([1.0, *(score.mean for _, score in known.values() if math.isfinite(score.mean))])
+    means = [score.mean for _, score in known.values() if math.isfinite(score.mean)]
+    bottom = min([0.0, *means])
+    top = max([1.0 if bottom == 0.0 else 0.0, *means])
+
+    def place(value: float) -> float:
+        """Return the percentage of the bar's width at which a value lies; halves: large differences are infinite."""
+        return 100 * min(max((value / 2 - bottom / 2) / ((top / 2 - bottom / 2) or 1.0), 0.0), 1.0)
+
     bars = []
     for who, (agent, score) in known.items():
         label = _WHO[who] + (f" (agent {agent})" if agent is not None else "")
-        fraction = min(max(score.mean / top, 0.0), 1.0) if math.isfinite(score.mean) else 0.0
-        error = score.stderr / top if math.isfinite(score.stderr) else 0.0
+        mean, error = number_or(score.mean, 0.0), number_or(score.stderr, 0.0)
+        ends = sorted((place(0.0), place(mean)))
+        low, high = place(mean - error), place(mean + error)
         bars.append(
             {
                 "who": who,
@@ -319,13 +343,15 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
                 "value": _value(score.mean, accuracy),
                 "error": _value(score.stderr, accuracy),
                 "n": score.n,
-                "width": round(100 * fraction, 2),
-                "low": round(100 * max(fraction - error, 0.0), 2),
-                "span": round(100 * (min(fraction + error, 1.0) - max(fraction - error, 0.0)), 2),
+                "left": round(ends[0], 2),
+                "width": round(ends[1] - ends[0], 2),
+                "low": round(low, 2),
+                "span": round(high - low, 2),
             }
         )
     unit = "test accuracy" if accuracy else "mean test reward"
-    return {"sentence": _sentence(run, family, accuracy), "unit": unit, "bars": bars}
+    zero = round(place(0.0), 2) if bottom < 0 else None
+    return {"sentence": _sentence(run, family, accuracy), "unit": unit, "bars": bars, "zero": zero}
 
 
 def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
@@ -414,6 +440,51 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     ]
 
 
+def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
+    """Return what the page shows about an agent that is clicked: whence it came, what it was, what became of it."""
+    table = {row["agent"]: row for row in lineage_table(run, family)}
+    facts_shown = {"Generations": "lived", "Best fitness": "fitness", "Steps": "steps", "Tokens trained": "trained"}
+    return [
+        {
+            "agent": index,
+            "colour": table[index]["colour"],
+            "winner": index == family.winner,
+            "facts": [[label, table[index][key]] for label, key in facts_shown.items() if table[index][key]],
+            "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
+            "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
+            "genes": [
+                [name, short_value(value), short_value(hyperparameter_at(agent, name, sys.maxsize, run))]
+                for name, value in sorted(agent.hyperparameters.items())
+            ],
+            "events": _events(agent),
+            "exams": [[exam.generation, exam.step, _plus(exam.score), exam.score.n] for exam in agent.exams],
+        }
+        for index, agent in run.agents.items()
+    ]
+
+
+def _events(agent: AgentRecord) -> list[list[Any]]:
+    """Return [generation, sentence] of what happened to an agent, and why, in order."""
+    born = "founder of the population" if agent.parent is None else f"child of agent {_parents(agent)}"
+    events: list[tuple[int, str]] = [(agent.born or 0, born)]
+    for mutation in agent.mutations:
+        details = mutation.get("details")
+        why = details.get("reason") if isinstance(details, Mapping) else None
+        said = mutation.get("effect") or _changed(mutation)
+        events.append((mutation["generation"], f"mutation: {said}" + (f" (by {why})" if why else "")))
+    events += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
+    if agent.died is not None:
+        events.append((agent.died, "died" + (f": {agent.reason}" if agent.reason else "")))
+    return [list(event) for event in sorted(events, key=lambda event: event[0])]
+
+
+def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return the phases of the run with their seconds and their share of all that was timed."""
+    seconds = {phase: sum(found.values()) for phase, found in figures.phase_seconds(run).items()}
+    total = sum(seconds.values()) or 1.0
+    return [(phase, f"{found:,.4g} s", f"{100 * (found / total):.1f} %") for phase, found in seconds.items()]
+
+
 def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return one row per agent on the front of the last generation, best reward first."""
     said = said_front(run)
@@ -464,14 +535,15 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
 
 
 def _changes(agent: AgentRecord) -> str:
-    words = []
-    for mutation in agent.mutations:
-        changes = [
-            f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
-            for change in mutation.get("changes") or []
-        ]
-        words.append(", ".join(changes) or str(mutation.get("kind")))
-    return "; ".join(words)
+    return "; ".join(map(_changed, agent.mutations))
+
+
+def _changed(mutation: Mapping[str, Any]) -> str:
+    changes = [
+        f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
+        for change in mutation.get("changes") or []
+    ]
+    return ", ".join(changes) or str(mutation.get("kind"))
 
 
 def _value(value: float, accuracy: bool) -> str:

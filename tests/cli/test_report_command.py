@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 
 from agilerl.cli.commands import default_report
 from tests.cli.outcome import Outcome
+from tests.programs import Program
 from tests.report.synthetic_run import make_run
+from tests.training.small_runs import environment
 
 Agilerl = Callable[..., Outcome]
 
@@ -72,3 +76,41 @@ def test_a_place_that_the_disk_refuses(out: str, runs: Path, agilerl: Agilerl) -
     found = agilerl("report", "a", "--out", out)
     assert (found.code, found.output, found.errors.count("\n")) == (1, "", 1)
     assert "could not be written" in found.errors
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.05)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ["the run finishes", "Ctrl-C"])
+def test_a_live_report_follows_its_run(ending: str, runs: Path) -> None:
+    summary = (runs / "a" / "summary.json").rename(runs / "kept.json")
+    page = runs / "a" / "report.html"
+    lines = (runs / "a" / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (runs / "a" / "metrics.jsonl").write_text("".join(lines[:9]), encoding="utf-8")
+    with Program("-m", "agilerl", "report", "a", "--live", cwd=runs, env=environment()) as process:
+        until(lambda: page.exists() and b'data-reload="10"' in page.read_bytes())
+        before = page.read_bytes()
+        with (runs / "a" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(lines[9:])
+        until(lambda: page.read_bytes() != before)
+        assert process.poll() is None
+        if ending == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            summary.rename(runs / "a" / "summary.json")
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "a/report.html\n"), errors
+    assert b"data-reload" not in page.read_bytes().partition(b"<script")[0]
+    assert (b"This run has not finished" in page.read_bytes()) == (ending == "Ctrl-C")
+
+
+def test_a_live_report_of_finished_runs_is_a_report(runs: Path, agilerl: Agilerl) -> None:
+    live = agilerl("report", "a", "--live", "--out", "live.html")
+    assert (live.code, live.output) == (0, "live.html\n")
+    agilerl("report", "a", "--out", "still.html")
+    assert (runs / "live.html").read_bytes() == (runs / "still.html").read_bytes()

@@ -6,17 +6,30 @@ from small_run import birth, fitness, train, write_run
 
 from agilerl.report.figures import (
     curve_figure,
+    exam_gains,
     fitness_figure,
     hyperparameter_figure,
     hyperparameter_names,
+    importance,
+    importance_figure,
     objective_figure,
+    parallel_figure,
     short_value,
     throughput_figure,
     time_figure,
     tree_figure,
 )
 from agilerl.report.load import cost_names, front_exams, load_run, trace_family
-from agilerl.report.page import _evenly, comparison, facts, front_table, lineage_table, sample_groups, verdict
+from agilerl.report.page import (
+    _evenly,
+    comparison,
+    facts,
+    front_table,
+    lineage_table,
+    phase_table,
+    sample_groups,
+    verdict,
+)
 from agilerl.runs.completions import CompletionRecord, write_completions
 
 
@@ -46,6 +59,19 @@ def test_the_fitness_band_is_one_standard_error_and_starts_at_the_parent(load):
     assert (dotted["x"], dotted["y"]) == ([10, 20, None], [0.5, 0.7, None])
 
 
+def test_the_base_is_a_line_in_the_fitness_once_it_was_tested(load):
+    lineage = [birth(0, None, 0), fitness(0, 0, 0.5), fitness(0, 1, 0.6)]
+    test = {"kind": "test", "who": "base", "agent": None, "eval/reward_mean": 0.25, "eval/stderr": 0.1, "eval/n": 9}
+    for metrics, drawn in (
+        ([test], [([0, 20], [0.25, 0.25])]),
+        ([], []),
+        ([test | {"eval/reward_mean": math.nan}], []),
+    ):
+        run = load(lineage=lineage, metrics=metrics)
+        traces = fitness_figure(run, trace_family(run))["data"]
+        assert [(t["x"], t["y"]) for t in traces if t.get("name") == "base"] == drawn
+
+
 def test_a_value_that_is_not_finite_is_a_gap(load):
     run = load(metrics=[train(0, i, loss=v) for i, v in enumerate([1.0, math.nan, 2.0, math.inf, 3.0])])
     figure = curve_figure(run, trace_family(run), "loss")
@@ -65,6 +91,60 @@ def test_the_axis_fits_the_values(load, values, kind):
     assert "a<b" not in json.dumps(figure)
 
 
+def with_gains(load, rates, gains, exams=5):
+    """A run whose agents gain the same in each generation."""
+    lineage = []
+    for agent, (rate, gain) in enumerate(zip(rates, gains)):
+        lineage.append(birth(agent, None, 0, lr=rate, name="a"))
+        lineage += [fitness(agent, g, 0.1 + gain * (g + 1)) for g in range(exams)]
+    return load(lineage=lineage)
+
+
+@pytest.mark.parametrize(("gains", "rho"), [((0.01, 0.02, 0.03), 1.0), ((0.03, 0.02, 0.01), -1.0)])
+def test_a_gene_matters_if_gains_follow_its_value(load, gains, rho):
+    run = with_gains(load, (1e-4, 1e-3, 1e-2), gains)
+    found = importance(run, ["lr", "name"])
+    assert found == {"lr": (pytest.approx(rho), 10)}
+    (bar,) = importance_figure(run, ["lr", "name"])["data"]
+    assert (bar["x"], bar["marker"]["color"]) == (["lr"], ["#3f8fd2"])
+    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2]), ["lr"]) is not None
+    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2], exams=4), ["lr"]) is None
+
+
+def test_values_that_rise_while_gains_shrink_are_not_taken_for_harmful(load):
+    lineage, scores = [], [0.1, 0.1, 0.1]
+    for agent in range(3):
+        lineage.append(birth(agent, None, 0, lr=1.0 + agent))
+    for generation in range(4):
+        for agent in range(3):
+            scores[agent] += 0.1 ** (generation + 1) * (1 + agent / 10)
+            lineage.append(fitness(agent, generation, scores[agent]))
+            change = {"gene": "lr", "old": 0.0, "new": 10.0 ** (generation + 1) + agent}
+            lineage.append({"event": "mutation", "agent": agent, "generation": generation, "changes": [change]})
+    assert importance(load(lineage=lineage), ["lr"]) == {"lr": (pytest.approx(1.0), 8)}
+
+
+def test_the_first_exam_of_a_child_is_measured_from_its_parents_last(load):
+    lineage = [birth(0, None, 0), fitness(0, 0, 0.5), birth(1, 0, 0), fitness(1, 1, 0.75), fitness(1, 2, math.nan)]
+    gains = exam_gains(load(lineage=lineage))
+    assert {g: [(agent.index, gain) for agent, gain in found] for g, found in gains.items()} == {
+        0: [(0, 0.5)],
+        1: [(1, 0.25)],
+        2: [(1, -math.inf)],
+    }
+
+
+def test_parallel_lines_end_at_the_fitness(load):
+    run = with_gains(load, (1e-4, 1e-3, 1e-2), (0.01, 0.03, 0.02))
+    figure = parallel_figure(run, trace_family(run), ["lr", "name"])
+    lines = {t["meta"]["agent"]: (t["x"], t["y"]) for t in figure["data"]}
+    assert list(lines) == [0, 2, 1]
+    assert lines[0] == ([0, 1], [0.0, 0.0])
+    assert lines[1] == ([0, 1], [0.5, 1.0])
+    assert figure["layout"]["xaxis"]["ticktext"][0] == "lr<br>0.0001 to 0.01"
+    assert parallel_figure(load(), trace_family(load()), ["lr"]) is None
+
+
 def test_few_decades_have_labels_between_them(load):
     run = load(lineage=[birth(i, None, 0, x=value) for i, value in enumerate((2e-5, 3e-4))])
     axis = hyperparameter_figure(run, trace_family(run), "x")["layout"]["yaxis"]
@@ -77,6 +157,7 @@ def test_shared_values_count_once_and_shares_add_up(load, speeds, total):
     run = load(metrics=metrics)
     assert throughput_figure(run)["data"][0]["y"] == [total]
     assert time_figure(run)["data"][0]["y"] == [total]
+    assert phase_table(run) == [("update", f"{total:,.4g} s", "100.0 %")]
 
 
 def test_exams_and_evolution_take_time_too(load):
@@ -158,6 +239,23 @@ def test_the_verdict_is_honest(load, base, elite, sentence):
     for bar in found["bars"]:
         assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01
         assert 0 <= bar["width"] <= 100
+
+
+@pytest.mark.parametrize(
+    ("base", "elite", "zero", "places"),
+    [
+        (0.5, 0.75, None, [(0.0, 50.0), (0.0, 75.0)]),
+        (-1.0, 3.0, 25.0, [(0.0, 25.0), (25.0, 75.0)]),
+        (-4.0, -1.0, 100.0, [(0.0, 100.0), (75.0, 25.0)]),
+        (-5e-324, 0.0, 0.0, [(0.0, 0.0), (0.0, 0.0)]),
+    ],
+)
+def test_bars_begin_at_zero_on_either_side(load, base, elite, zero, places):
+    test = {who: {"mean": mean, "stderr": 0.0, "n": 4} for who, mean in (("base", base), ("elite", elite))}
+    run = load(summary={"test": test})
+    found = verdict(run, trace_family(run))
+    assert found["zero"] == zero
+    assert [(bar["left"], bar["width"]) for bar in found["bars"]] == places
 
 
 def test_tables_name_what_is_known(load):

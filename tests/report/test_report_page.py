@@ -130,6 +130,43 @@ def test_the_browser_holds_the_best_and_the_worst_of_groups(page):
     assert {sample["spread"] for sample in samples} == {0.0, 1.0}
 
 
+def test_a_report_is_of_a_size_that_can_be_sent_by_mail(page):
+    assert len(page("whole").source) < 1_700_000
+
+
+def test_every_chart_says_what_it_shows(page):
+    labels = {a["id"]: a["aria-label"] for t, a in page("whole").elements if a.get("role") == "img"}
+    assert labels.keys() == page("whole").figures.keys()
+    assert labels["hyper0-0"] == "beta, 31 agents, from 0.000201 to 0.0031"
+    assert "from" not in labels["tree-0"]
+
+
+def test_what_is_told_about_an_agent(tmp_path):
+    change = {"gene": "lr", "old": 1e-3, "new": 5e-3}
+    lineage = [
+        birth(0, None, 0, lr=1e-3),
+        fitness(0, 0, 0.5),
+        {**birth(1, 0, 0, lr=1e-3), "mate": 2},
+        {"event": "mutation", "agent": 1, "generation": 0, "changes": [change], "details": {"reason": "selection"}},
+        birth(2, None, 0),
+        {"event": "verdict", "agent": 1, "generation": 1, "reason": "kept: P = 0.6"},
+        {"event": "verdict", "agent": 1, "generation": 2, "reason": "left"},
+        {"event": "death", "agent": 1, "generation": 2, "reason": "left: place 4"},
+        fitness(1, 1, 0.75),
+    ]
+    page = Page(build_report([write_run(tmp_path / "run", lineage=lineage)], tmp_path / "report.html"))
+    first, second, third = page.data(id="agents-0")[0]
+    assert (first["children"], second["parents"], third["children"]) == ([1], [0, 2], [1])
+    assert second["genes"] == [["lr", "0.001", "0.005"]]
+    assert second["exams"] == [[1, 20, "0.750 ± 0.100", 20]]
+    assert second["events"] == [
+        [0, "child of agent 0 and 2"],
+        [0, "mutation: lr 0.001 → 0.005 (by selection)"],
+        [1, "kept: P = 0.6"],
+        [2, "died: left: place 4"],
+    ]
+
+
 def test_diverged_agents_are_named(page):
     text = page("whole").text
     assert re.search(r"Agent 3: grad_norm, loss not finite at step 2, 3; fitness not finite in generation 0", text)

@@ -1,0 +1,113 @@
+"""Reports in a real browser: charts are drawn, clicks and searches act, nothing is asked of a network."""
+
+import time
+
+import pytest
+
+from agilerl.report import build_report
+from tests.report.browser import CHROMIUM, Browser
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def opened(browser, runs, tmp_path):
+    """Open the report of runs by name; at the end the page must have asked for nothing and complained of nothing."""
+    pages = []
+
+    def open_page(*names):
+        page = build_report([runs[name] for name in names], tmp_path / "report.html")
+        pages.append(page.as_uri())
+        browser.requests.clear()
+        browser.complaints.clear()
+        browser.open(page)
+        return browser
+
+    yield open_page
+    assert browser.complaints == []
+    assert browser.requests == pages
+
+
+DIALOG = "document.getElementById('agent')"
+
+
+@pytest.mark.parametrize("names", [("whole", "other"), ("hostile",)])
+def test_every_chart_is_drawn(opened, names):
+    page = opened(*names)
+    empty = "[...document.querySelectorAll('.chart')].filter(c => !c.querySelector('.trace, .point')).map(c => c.id)"
+    assert page.run(empty) == []
+    assert page.run("document.querySelectorAll('.chart').length") > 15
+    assert page.run("window.hacked") is None
+    assert page.run("document.images.length") == 0
+
+
+def test_a_click_on_a_circle_of_the_tree_tells_about_its_agent(opened):
+    page = opened("whole")
+    page.run("document.getElementById('tree-0').scrollIntoView()")
+    # The first trace with points is that of the circles, the first circle the first agent's.
+    x, y = page.run(
+        "(() => { const r = document.querySelector('#tree-0 path.point').getBoundingClientRect();"
+        " return [r.x + r.width / 2, r.y + r.height / 2] })()"
+    )
+    page.click(x, y)
+    end = time.monotonic() + 20
+    while not page.run(f"{DIALOG}.open") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert page.run(f"{DIALOG}.querySelector('h3').textContent") == "Agent 0"
+
+
+def test_from_an_agent_to_its_parent_and_to_its_completions(opened):
+    page = opened("whole")
+    child, parent = page.run(
+        "(() => { const found = JSON.parse(document.getElementById('agents-0').textContent)"
+        ".find(a => a.parents.length && a.exams.length); return [found.agent, found.parents[0]] })()"
+    )
+    page.run(f"document.querySelector('button[data-agent=\"{child}\"]').click()")
+    assert page.run(f"{DIALOG}.querySelector('h3').textContent").startswith(f"Agent {child}")
+    assert f"child of agent {parent}" in page.run(f"{DIALOG}.innerText")
+    page.run(f"{DIALOG}.querySelector('p button').click()")
+    assert page.run(f"{DIALOG}.querySelector('h3').textContent").startswith(f"Agent {parent}")
+    page.run(f"[...{DIALOG}.querySelectorAll('button')].at(-1).click()")
+    assert page.run(f"{DIALOG}.open") is False
+    shown = page.run("[...document.querySelectorAll('.group > .soft:first-child')].map(e => e.textContent)")
+    assert shown
+    assert all(f"agent {parent}, " in line for line in shown)
+
+
+def search(page, text):
+    page.run(
+        f"(() => {{ const box = document.querySelector('input[type=search]'); box.value = {text!r};"
+        " box.dispatchEvent(new Event('input')) })()"
+    )
+
+
+def test_completions_are_searched_in_all_steps(opened):
+    page = opened("whole")
+    steps = "[...document.querySelectorAll('.group > .soft:first-child')].map(e => e.textContent.split(',')[0])"
+    assert set(page.run(steps)) == {"step 50"}
+    search(page, "SPELL this")
+    assert "step 1" in page.run(steps)
+    marks = "[...document.querySelectorAll('mark')].map(e => e.textContent)"
+    assert set(page.run(marks)) == {"Spell this"}
+    search(page, "no such text")
+    assert page.run("document.querySelector('.browser').innerText.includes('No group matches')")
+    search(page, "")
+    assert page.run(marks) == []
+
+
+def test_the_winning_lineage_alone(opened):
+    page = opened("whole")
+    lines = "document.querySelectorAll('#fitness-0 .scatterlayer .trace').length"
+    before = page.run(lines)
+    page.run("document.querySelector('button[data-show=winning]').click()")
+    assert 0 < page.run(lines) < before
