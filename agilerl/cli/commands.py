@@ -107,32 +107,38 @@ def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False) ->
     _check_file(out)
     from agilerl.report import build_report
 
-    print(build_report(runs, out, reload=_RELOAD if live else None), flush=True)
     if live:
-        print("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.", file=sys.stderr)
         _follow(runs, out)
+    else:
+        print(build_report(runs, out))
 
 
 def _follow(runs: Sequence[Path], out: Path) -> None:
-    """Write the report of runs that go on whenever they have something new; the last page no longer loads itself anew.
+    """Write the report of runs whenever they have something new; the last page no longer loads itself anew.
 
     It takes at most a tenth of a core from the runs.
     """
+    from agilerl.cli.output import say
     from agilerl.report import build_report
     from agilerl.runs import RunLayout
 
     layouts = [RunLayout(run) for run in runs]
-    seen, took = _states(layouts), 0.0
+    written: list[tuple[int, int]] | None = None
     try:
         while not all(layout.is_finished for layout in layouts):
-            time.sleep(max(1.0, 9 * took))
-            if (now := _states(layouts)) != seen:
-                began = time.monotonic()
+            began, now = time.monotonic(), _states(layouts)
+            if now != written:
                 build_report(runs, out, reload=_RELOAD)
-                seen, took = now, time.monotonic() - began
+            if written is None:
+                print(out, flush=True)
+                say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
+            written = now
+            time.sleep(max(1.0, 9 * (time.monotonic() - began)))
     except KeyboardInterrupt:
         pass
     build_report(runs, out)
+    if written is None:
+        print(out)
 
 
 def _states(layouts: Sequence["RunLayout"]) -> list[tuple[int, int]]:

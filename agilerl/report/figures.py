@@ -258,8 +258,8 @@ def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
 def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
     """Return each agent's gain in fitness since the exam before, by generation.
 
-    A child's first exam is compared with its parent's last, a founder's with zero, because founders begin alike. An exam
-    that is not finite is the greatest loss.
+    A child's first exam is compared with its parent's last, a founder's with zero, because founders begin alike.
+    An exam that is not finite is the greatest loss.
     """
     gains: dict[int, list[tuple[AgentRecord, float]]] = defaultdict(list)
     for agent in run.agents.values():

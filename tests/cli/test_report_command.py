@@ -78,7 +78,7 @@ def test_a_place_that_the_disk_refuses(out: str, runs: Path, agilerl: Agilerl) -
     assert "could not be written" in found.errors
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
