@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,14 @@ class Browser:
 
     def open(self, page: Path) -> None:
         """Load a file and wait until its scripts have run."""
+        with self.loading():
+            self._send("Page.navigate", url=page.absolute().as_uri())
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Wait at the end of the block until the page that is loaded in it or after it is there."""
         self._loaded = False
-        self._send("Page.navigate", url=page.absolute().as_uri())
+        yield
         while not self._loaded:
             self._receive()
 

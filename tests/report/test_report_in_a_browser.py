@@ -111,3 +111,13 @@ def test_the_winning_lineage_alone(opened):
     before = page.run(lines)
     page.run("document.querySelector('button[data-show=winning]').click()")
     assert 0 < page.run(lines) < before
+
+
+def test_a_live_page_loads_itself_anew_unless_somebody_reads(browser, runs, tmp_path):
+    browser.open(build_report([runs["unfinished"]], tmp_path / "live.html", reload=3))
+    browser.run("window.before = true; document.querySelector('button[data-agent]').click()")
+    time.sleep(4)
+    assert browser.run("window.before") is True
+    with browser.loading():
+        browser.run(f"{DIALOG}.close()")
+    assert browser.run("window.before") is None
