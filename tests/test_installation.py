@@ -15,8 +15,9 @@ from tests.training.small_runs import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FILES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "Dockerfile", "Dockerfile.cuda", "Makefile", "pyproject.toml")
 READ = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")),
+    *(ROOT / name for name in FILES),
     *(
         path
         for folder in ("agilerl", "benchmarking", "docs", "tutorials", "tools")

@@ -70,6 +70,18 @@ def test_pins_are_exact_name_no_place_and_suit_the_declared_ranges() -> None:
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_have_the_versions_of_the_pins(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    [torch] = [pin for pin in PINS if pin.name == "torch"]
+    assert re.findall(r"torch==[\w.]+", text) == [str(torch)]
+    assert "constraints.txt" in text
+    assert 'ENTRYPOINT ["agilerl"]' in text
+    kept_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    needed = ["agilerl", "README.md", "LICENSE", "pyproject.toml", "constraints.txt"]
+    assert [path for path in needed if any(fnmatch(path, pattern) for pattern in kept_out)] == []
+
+
 def test_torch_is_capped() -> None:
     [torch] = [r for r in REQUIRED if r.name == "torch"]
     assert not torch.specifier.contains("99.0")

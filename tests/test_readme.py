@@ -24,10 +24,13 @@ from tests import programs
 from tests.report.synthetic_run import make_run
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+")
-PROGRAMS = {"agilerl", "make", "pip", "python3", "git", "cd", ".ci/run"}
+PROGRAMS = {"agilerl", "make", "pip", "python3", "git", "cd", "source", ".ci/run"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -199,6 +202,19 @@ def test_links_lead_somewhere(page: Path) -> None:
             for h in re.findall(r"^#+ (.*)$", aim.read_text(encoding="utf-8") if anchor else "", re.MULTILINE)
         }
         assert not anchor or anchor in headings, target
+
+
+def test_the_index_names_every_page() -> None:
+    text = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT) for page in PAGES if page.suffix == ".md"]
+    assert [str(page) for page in pages if f"]({page})" not in text] == []
+
+
+def test_the_readme_has_the_ten_keys_with_values_that_they_take() -> None:
+    text, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/ten_keys.md"))
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| `([^`]+)` \|", text, re.MULTILINE)
+    assert [key for key, _ in rows] == re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)
+    load_manifest(None, [f"{key}={value}" for key, value in rows])
 
 
 @pytest.mark.parametrize("trainer", ["agilerl", "harmony", "trl", "tunix"])

@@ -49,3 +49,4 @@ if __name__ == "__main__":
     ):
         earned, length, accuracy = train(reward, beta)
         print(f"{name:<31}  {earned:6.2f}  {length:6.1f}  {accuracy:13.0%}")
+    print("expect the first to earn more than 1 with hardly an answer right, and the last most answers right")

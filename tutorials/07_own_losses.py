@@ -88,5 +88,7 @@ for _ in range(10):
     metrics = population.learn(population.rollout())[agent.index]
 after = population.evaluate("test")[agent.index]
 print(f"gate {metrics['gate']:.3f}, KL {metrics['kl']:.4f}")
-print(f"test: {before.mean:.2f} -> {after.mean:.2f} (standard error {after.stderr:.2f}, {after.n} questions)")
+print(
+    f"test: {before.mean:.2f} -> {after.mean:.2f} (standard error {after.stderr:.2f}, n {after.n}); expect 0.6 -> 0.9"
+)
 assert after.mean > before.mean

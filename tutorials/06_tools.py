@@ -123,7 +123,9 @@ for step in range(10):
     if step % 3 == 0:
         print(f"step {step:2d}: reward {metrics['reward']:.2f}, turns {metrics['env/turns_mean']:.2f}")
 after = population.evaluate("test")[agent.index]
-print(f"test: {before.mean:.2f} -> {after.mean:.2f} (standard error {after.stderr:.2f}, {after.n} questions)")
+print(
+    f"test: {before.mean:.2f} -> {after.mean:.2f} (standard error {after.stderr:.2f}, n {after.n}); expect 0.0 -> 1.0"
+)
 
 print("an episode:")
 print(max(rollout.trajectories[agent.index], key=lambda t: (sum(t.rewards), len(t.text))).text)
