@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl import PPO, Runtime
+from agilerl import PPO, EpisodeTask, Runtime
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.probes import GridNavigationEnv
 from agilerl.errors import ConfigError
@@ -44,7 +44,15 @@ class Letters(Rows):
 
 def test_equal_seeds_get_equal_rows() -> None:
     env = as_text_env(Rows())
-    assert [env.reset(seed=seed)[0] for seed in (0, 1, 4, 1)] == ["question 0", *["question 1"] * 3]
+    assert [env.reset(seed=seed)[0] for seed in (0, 1, 4, 1)] == [f"question {row}" for row in (0, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("split", ["train", "exam"])
+def test_episodes_reach_every_row(split: Any) -> None:
+    task = EpisodeTask(Rows, exam_episodes=60)
+    env = as_text_env(Rows())
+    seen = {env.reset(seed=task.episode_seed(split, index))[0] for index in range(60)}
+    assert seen == {"question 0", "question 1", "question 2"}
 
 
 def test_a_harness_tells_tokens_and_rewards(runtime: Runtime) -> None:
