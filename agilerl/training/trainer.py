@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from agilerl.arguments import Location, Name, checked, described
@@ -105,6 +106,11 @@ class LocalTrainer:
         """The run directory, once ``train`` was called."""
         self.session: Session | None = None
         """The objects of the run, once ``train`` was called: ``session.population``, ``session.task``."""
+
+    @property
+    def algorithm_spec(self) -> SimpleNamespace:
+        """The section ``algorithm`` of the settings: ``algorithm_spec.name``."""
+        return SimpleNamespace(**self.config.algorithm)
 
     @property
     def env(self) -> Any:

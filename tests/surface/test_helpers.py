@@ -297,7 +297,9 @@ def test_the_search_of_a_trainer() -> None:
 def test_a_trainer_of_a_manifest(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text("algorithm: {name: LLMPPO, lr: 0.001}\ntraining: {pop_size: 3, max_wall_seconds: 5}\n")
-    config = LocalTrainer.from_manifest(str(path)).config
+    trainer = LocalTrainer.from_manifest(str(path))
+    config = trainer.config
+    assert (trainer.algorithm_spec.name, trainer.algorithm_spec.lr_actor) == ("PPO", 0.001)
     assert config.algorithm == {"name": "PPO", "lr_actor": 0.001, "lr_critic": 0.001}
     assert (config.training.pop_size, config.training.max_seconds) == (3, 5.0)
     assert LocalTrainer.from_manifest(SMALL).config.training.max_steps == 32
