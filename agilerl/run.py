@@ -75,7 +75,7 @@ def train(
     if display and _in_notebook():  # of a library: about bars that this package does not show
         warnings.filterwarnings("ignore", message="IProgress not found")
     from agilerl.config.manifest import load_manifest
-    from agilerl.config.run import default_out
+    from agilerl.config.run import place_of_run
     from agilerl.runs.directory import check_vacant
 
     unknown = next((name for name in sections if name not in SECTIONS), None)
@@ -105,18 +105,18 @@ def train(
     if source is not None:
         chosen.append(f"environment.dataset={json.dumps(source)}")
     config = load_manifest(file, chosen)
-    root = Path(out) if out is not None else default_out(config)
-    if rows is not None:
-        check_vacant(root)  # the rows beside a run that exists are still needed
-        place = root.with_name(f"{root.name}.rows.jsonl")
-        _write_rows(place, rows)
-        config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
+    with place_of_run(config, None if out is None else Path(out)) as root:
+        if rows is not None:
+            check_vacant(root)  # the rows beside a run that exists are still needed
+            place = root.with_name(f"{root.name}.rows.jsonl")
+            _write_rows(place, rows)
+            config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
 
-    from agilerl.training.loop import train as events_of
-    from agilerl.training.setup import build
+        from agilerl.training.loop import train as events_of
+        from agilerl.training.setup import build
 
-    session = build(config, allow_code=allow_code or bool(graders))
-    _follow(lambda: events_of(session, root), session, root, display)
+        session = build(config, allow_code=allow_code or bool(graders))
+        _follow(lambda: events_of(session, root), session, root, display)
     return Run(root)
 
 

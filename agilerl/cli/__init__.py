@@ -2,12 +2,15 @@
 
 import os
 import sys
+import traceback
 import warnings
 from contextlib import suppress
 from typing import Any
 
 __all__ = ["main"]
 
+debugging = False
+"""Whether errors are printed with their traceback: ``--debug``."""
 _LONGEST = 2000
 
 
@@ -54,6 +57,8 @@ def main() -> None:
 
 
 def _command() -> None:
+    global debugging
+    debugging = False
     import typer
 
     from agilerl.cli.app import app
@@ -64,7 +69,8 @@ def _command() -> None:
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
     usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        # A shell that completes a word gives it in the environment; the name of the program is part of that variable's.
+        code = app(sys.argv[1:] or ["--help"], prog_name="agilerl", standalone_mode=False)
     except AgileRLError as error:
         _fail(str(error), 1 if isinstance(error, WriteError) else 2)
     except (KeyboardInterrupt, typer.Abort):
@@ -92,6 +98,9 @@ def _warn(message: Warning | str, *place: object, **more: object) -> None:
 
 def _fail(message: str, code: int) -> None:
     """Print one line and exit."""
+    if debugging and sys.exc_info()[0] is not None:
+        with suppress(OSError):
+            traceback.print_exc()
     sys.exit(_told(message, code))
 
 

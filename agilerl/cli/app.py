@@ -1,15 +1,39 @@
 """The list of commands, with their arguments and help."""
 
+import copy
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
+
+import agilerl.cli
+
+
+def _debug(value: bool) -> bool:
+    agilerl.cli.debugging = agilerl.cli.debugging or value
+    return value
+
+
+class _Commands(TyperGroup):
+    """The commands, each of which has the option ``--debug`` as the program itself does."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name."""
+        command = super().get_command(ctx, cmd_name)
+        if command is not None and all(option.name != "debug" for option in command.params):
+            option = copy.copy(next(option for option in self.params if option.name == "debug"))
+            option.expose_value = False
+            command.params.append(option)
+        return command
+
 
 app = typer.Typer(
     name="agilerl",
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 wrong input, 129, 130 or 143 stopped by SIGHUP, Ctrl-C or SIGTERM, 141 the "
     "reader of the output is gone.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -21,6 +45,23 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _settings(incomplete: str) -> list[str]:
+    """Return what completes the start of ``section.key=value``, or of a manifest's name."""
+    from agilerl.config.declared import ALGORITHMS
+    from agilerl.config.run import RunConfig
+
+    section, dot, _ = incomplete.partition(".")
+    if not dot:
+        names = [str(path) for path in sorted(Path().iterdir()) if path.suffix in (".yaml", ".yml")]
+        return [name for name in [*names, *(f"{one}." for one in RunConfig.model_fields)] if name.startswith(section)]
+    if section == "algorithm":
+        keys = {"name", *(name for one in ALGORITHMS.values() for name in one.hyperparameters)}
+    else:
+        field = RunConfig.model_fields.get(section)
+        keys = set(getattr(None if field is None else field.annotation, "model_fields", ()))
+    return [key for name in sorted(keys) if (key := f"{section}.{name}=").startswith(incomplete)]
+
+
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Arguments = Annotated[
     list[str] | None,
@@ -28,9 +69,14 @@ Arguments = Annotated[
         metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
         help="A YAML manifest (without one: the embedded default) and settings that override it.",
         show_default=False,
+        autocompletion=_settings,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs to read.")]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option("--log-format", help="json: plan, progress and result as JSON objects, one a line."),
+]
 
 
 AllowCode = Annotated[
@@ -46,6 +92,10 @@ AllowCode = Annotated[
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries say."),
+    ] = False,
 ) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""
     if context.invoked_subcommand is None and not version:
@@ -55,6 +105,35 @@ def root(
 
         typer.echo(f"agilerl {__version__}")
         raise typer.Exit
+
+
+@app.command()
+def init(
+    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="The new manifest.", parser=_path)] = Path(
+        "my.yaml"
+    ),
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A folder, a name on the Hugging Face hub, or embedded.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A file of rows, a dataset on the hub, reasoning_gym:NAME, or sample."),
+    ] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="function, exact or accuracy.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the defaults.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Ask three questions (model, data or task, reward), and write a manifest and what else a run needs.
+
+    The rest is a reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is
+    asked.
+
+    agilerl init my.yaml --model embedded --data sample --reward function
+    """
+    from agilerl.cli.init import run_init
+
+    run_init(manifest, model=model, source=data, reward=reward, yes=yes, quiet=quiet)
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
@@ -82,9 +161,13 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the run in --out, if no process uses it, and start anew.")
+    ] = False,
     allow_code: AllowCode = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Train a population, evolve it, and ship the best agent as a PEFT adapter.
 
@@ -107,9 +190,11 @@ def train(
         resume=resume,
         replay=replay,
         dry_run=dry_run,
+        overwrite=overwrite,
         allow_code=allow_code,
         quiet=quiet,
         as_json=as_json,
+        log_json=_logs_json(log_format, as_json=as_json),
     )
 
 
@@ -124,6 +209,7 @@ def resume(
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Resume a run that was stopped or killed, from its newest intact checkpoint.
 
@@ -134,7 +220,20 @@ def resume(
     apply()  # before the imports, which it makes faster
     from agilerl.cli.launch import run_resume
 
-    run_resume(run, allow_code=allow_code, allow_changes=allow_changes, quiet=quiet, as_json=as_json)
+    run_resume(
+        run,
+        allow_code=allow_code,
+        allow_changes=allow_changes,
+        quiet=quiet,
+        as_json=as_json,
+        log_json=_logs_json(log_format, as_json=as_json),
+    )
+
+
+def _logs_json(log_format: str, *, as_json: bool) -> bool:
+    if log_format == "json" and as_json:
+        raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
+    return log_format == "json"
 
 
 @app.command()

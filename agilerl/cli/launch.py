@@ -20,7 +20,7 @@ from rich.console import Console
 
 from agilerl.arguments import shown
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import console_of_lines, say
+from agilerl.cli.output import console_of_lines, json_line, say
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import (
     check_place,
@@ -36,7 +36,7 @@ from agilerl.cli.running import (
     work_along,
 )
 from agilerl.config.distributed import DistributedConfig, asked_for
-from agilerl.config.run import RunConfig, default_out
+from agilerl.config.run import RunConfig, default_out, place_of_run
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 
 if TYPE_CHECKING:
@@ -63,8 +63,12 @@ class Request:
     allow_code: bool = False
     allow_changes: bool = False
     dry_run: bool = False
+    overwrite: bool = False
+    """Delete the run in ``root`` if there is one."""
     quiet: bool = False
     as_json: bool = False
+    log_json: bool = False
+    """Print plan, progress and result as lines of JSON."""
 
     @property
     def silent(self) -> bool:
@@ -113,6 +117,11 @@ def run_train(
         config = error  # raised later, because several processes must print it only once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:
         raise ConfigError("--resume auto resumes the run in --out, found no --out; pass the directory")
+    if isinstance(config, RunConfig) and options.get("overwrite"):
+        if out is None:
+            raise ConfigError("--overwrite deletes the run in --out, found no --out; pass the directory")
+        if resume == "auto":
+            raise ConfigError("expected --resume auto or --overwrite, found both; leave out one of them")
     launch(Request(config, out, resume == "auto", **options), manifest_name(arguments))
 
 
@@ -129,19 +138,23 @@ def launch(request: Request, manifest: str = "") -> None:
     config = request.config
     on_ray = isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run
     together = not on_ray and asked_for(request.distributed)
-    if isinstance(config, RunConfig):
-        request = replace(request, root=_root(request))
-        if not request.silent and (not together or os.environ.get("RANK") == "0"):  # one of them speaks
-            _announce(request, manifest)
-        if not together:  # of several processes each would print the error
-            check_task(config)
-    if on_ray:
-        assert isinstance(config, RunConfig)
-        _on_ray(config, request)
-        return
-    finished = _together(request) if together else _alone(request)
-    if finished is not None:
-        fail_without_elite(finished)
+    writes = not together or os.environ.get("RANK") == "0"
+    with ExitStack() as opened:
+        if isinstance(config, RunConfig):
+            reserves = writes and not request.dry_run
+            root = opened.enter_context(place_of_run(config, request.root)) if reserves else _root(request)
+            request = replace(request, root=root)
+            if not request.silent and writes:  # one of them speaks
+                _announce(request, manifest)
+            if not together:  # of several processes each would print the error
+                check_task(config)
+        if on_ray:
+            assert isinstance(config, RunConfig)
+            _on_ray(config, request)
+            return
+        finished = _together(request) if together else _alone(request)
+        if finished is not None:
+            fail_without_elite(finished)
 
 
 def _announce(request: Request, manifest: str) -> None:
@@ -153,21 +166,29 @@ def _announce(request: Request, manifest: str) -> None:
         return  # a resumed run is announced after it has been read
     else:
         what = f"Starting a run of {manifest} in {shown(str(request.root))}"
-    new_console().print(f"{what}: loading the libraries and the model.", soft_wrap=True)
+    _console(request).print(f"{what}: loading the libraries and the model.", soft_wrap=True)
+
+
+def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], None] = print) -> Console:
+    """Return the console for sentences: with ``log_json`` each is a line of JSON."""
+    if not request.log_json:
+        return new_console(quiet=quiet)
+    return console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
 
 
 def _alone(request: Request) -> Path | None:
     """Run in this process; return the directory of the finished run, None after a dry run."""
     if isinstance(request.config, ConfigError):
         raise request.config
-    console = new_console(quiet=request.silent)
+    console = _console(request, quiet=request.silent)
     with ExitStack() as opened:
         job = _decided(request, opened, console)
         if job is None:
             return request.root
         from agilerl.distributed.topology import SOLITARY
 
-        _work(request, job, SOLITARY, console, partial(follow, console=console, as_json=request.as_json))
+        shown = partial(follow, console=console, as_json=request.as_json, log_json=request.log_json)
+        _work(request, job, SOLITARY, console, shown)
         return None if request.dry_run else job.root
 
 
@@ -182,11 +203,11 @@ def _together(request: Request) -> Path | None:
     try:
         with connected(request.distributed, cuda=request.on_cuda) as topology, ExitStack() as opened:
             writes = topology.is_writer
-            console = new_console(quiet=request.silent or not writes)
+            console = _console(request, quiet=request.silent or not writes)
             job = agreed(request, topology, opened, console)
             if job is None:
                 return request.root if writes else None
-            shown = partial(follow, console=console, as_json=request.as_json)
+            shown = partial(follow, console=console, as_json=request.as_json, log_json=request.log_json)
             _work(request, job, topology, console, shown if writes else work_along)
             return job.root if writes and not request.dry_run else None
     except AgileRLError as error:
@@ -226,7 +247,7 @@ def _decided(request: Request, opened: ExitStack, console: Console, tell: Callab
         config = saved.config.typed_with(expected)
         return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
     root = _root(request)
-    check_place(root)
+    check_place(root, overwrite=request.overwrite)
     return Job(expected.dated(expected.date or datetime.now()), root)
 
 
@@ -276,13 +297,15 @@ def _work(request: Request, job: Job, topology: "Topology", console: Console, fo
         console.print(found_text(job.root, session))
     elif topology.is_writer and request.as_json and request.dry_run:
         print(json.dumps(plan_document(session, job.root), indent=1))
-    elif topology.is_writer:
+    elif request.log_json and request.dry_run and not request.silent:
+        print(json_line("plan", **plan_document(session, job.root)))
+    elif topology.is_writer and not request.log_json:
         print_plan(session, job.root, console)
     if request.dry_run:
         console.print("Dry run: everything checked, nothing written.")
         return
     with topology.peers.telling():
-        follow(lambda stop: events(session, job, stop), session, job.root)
+        follow(lambda stop: events(session, job, stop, overwrite=request.overwrite), session, job.root)
 
 
 def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
@@ -298,14 +321,15 @@ def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
     return session
 
 
-def events(session: "Session", job: Job, stop: "StopRequest") -> Iterator["Event"]:
+def events(session: "Session", job: Job, stop: "StopRequest", *, overwrite: bool = False) -> Iterator["Event"]:
     """Train or resume, and return the events, in each process."""
     from agilerl.training.loop import resume, train
 
     if job.saved is not None or session.saved is not None:
         run = None if job.saved is None else job.saved.run
         return resume(session, run, root=job.root, stop=stop)
-    return train(session, job.root, command=["agilerl", *sys.argv[1:]], stop=stop)
+    command = ["agilerl", *sys.argv[1:]]
+    return train(session, job.root, command=command, stop=stop, overwrite=overwrite)
 
 
 # -- on Ray -----------------------------------------------------------------------------------------------------------
@@ -322,7 +346,13 @@ def _on_ray(config: RunConfig, request: Request) -> None:
             f"there are more islands than agents: distributed.islands={d.islands}, "
             f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
         )
-    first = replace(request, root=_root(request).absolute())
+    root = _root(request).absolute()
+    if request.overwrite:  # now: whoever goes on after a lost process must not meet the old run
+        from agilerl.runs.directory import delete_run
+
+        check_place(root, overwrite=True)
+        delete_run(root)
+    first = replace(request, root=root, overwrite=False)
     # After a lost process there is a run to resume, or nothing at all.
     width = shutil.get_terminal_size().columns
     works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
@@ -341,16 +371,22 @@ def work_on_ray(
     request: Request, folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
 ) -> None:
     """Run one process, called by an actor; ``say`` prints for the user."""
-    from agilerl.cli.progress import watch
+    from agilerl.cli.progress import log, watch
     from agilerl.distributed.topology import connected
 
     if Path(folder).is_dir():
         os.chdir(folder)  # paths in a manifest may be relative to it
     with connected(request.distributed, cuda=request.on_cuda, server=url) as topology, ExitStack() as opened:
-        console = console_of_lines(say, width, quiet=request.silent or not topology.is_writer)
+        quiet = request.silent or not topology.is_writer
+        console = console_of_lines(say, width, quiet=quiet)
+        if request.log_json:
+            console = _console(request, quiet=quiet, tell=say)
 
         def follow(start: Start, session: "Session", root: Path) -> None:
-            summary = watch(start(stop), session, console)
+            if request.log_json:
+                summary = log(start(stop), session, (lambda _: None) if quiet else say)
+            else:
+                summary = watch(start(stop), session, console)
             if request.as_json and topology.is_writer:
                 say(json.dumps(summary, indent=1))
 

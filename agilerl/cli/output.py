@@ -3,10 +3,12 @@
 import codecs
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import IO, TextIO, cast
 
 from rich.console import Console
@@ -49,6 +51,14 @@ def console_of_lines(say: Callable[[str], None], width: int, *, quiet: bool) -> 
     """Return a console without a terminal that passes each printed line to ``say``."""
     file = cast(IO[str], _Lines(say))
     return Console(file=file, width=width, quiet=quiet, markup=False, emoji=False, highlight=False)
+
+
+def json_line(event: str, **values: object) -> str:
+    """Return an event as one line of strict JSON, with the time (UTC) and its name first."""
+    from agilerl.runs.strict_json import dumps
+
+    head = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event})
+    return f"{head[:-1]}, {dumps(values)[1:]}" if values else head
 
 
 def say(sentence: str) -> None:

@@ -15,13 +15,15 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from agilerl.cli.output import json_line
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
-from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
 from agilerl.runs.diagnosis import Observer, told
+from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -33,6 +35,7 @@ from agilerl.training.events import (
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
+from agilerl.training.records import metric_lines
 from agilerl.training.resolved import usual_rate
 from agilerl.training.setup import Session
 
@@ -221,42 +224,99 @@ _FAILURES = {
 }
 
 
+_STOPPING = {
+    "base test": "stopping after the test of the base and one iteration, with a checkpoint",
+    "train": AFTER_ITERATION,
+    "exam": "stopping after this exam, with a checkpoint",
+    "test": "this is the final test, after which the run ends by itself",
+}
+"""What a signal does, by phase."""
+
+
 def watch(
-    events: Iterator[Event], session: Session, console: Console, *, lost: Callable[[OSError], None] | None = None
+    events: Iterator[Event], session: Session, console: Console, *, stop: StopRequest | None = None
 ) -> dict[str, Any]:
     """Show a run to its end; return its summary.
 
-    If the console is lost, ``lost`` gets the error and the run continues without it, to a point from which it can be
+    With a request to ``stop``, a console that is lost asks for it: the run continues to a point from which it can be
     resumed.
     """
-    view = View(session, console)
-    summary: dict[str, Any] = {}
-    shown = True
+    view = View(session, console, stop)
     with view:
-        for event in events:
-            try:
-                if shown:
-                    view.show(event)
-            except OSError as error:
-                if lost is None:
-                    raise
-                shown = False
-                lost(error)
-            if isinstance(event, RunFinished):
-                summary = dict(event.summary)
+        summary = _shown(events, view.show, stop)
     console.print("Last generation")
     console.print(view.table())
+    if summary.get("elite"):
+        console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
     console.print()
     view.print_symptoms()
     _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
 
 
+def log(
+    events: Iterator[Event], session: Session, tell: Callable[[str], None], *, stop: StopRequest | None = None
+) -> dict[str, Any]:
+    """Show a run to its end as lines of JSON, which ``tell`` gets; return its summary. For ``stop`` see :func:`watch`.
+
+    Lines of metrics are those of ``metrics.jsonl``.
+    """
+    observer = Observer(_usual_rate(session))
+
+    def show(event: Event) -> None:
+        if isinstance(event, IterationDone):
+            observer.add(event.metrics)
+        if isinstance(event, RunFinished):
+            for sentence in told(observer.symptoms(agent.index for agent in session.population.everyone)):
+                tell(json_line("advice", text=sentence))
+        for line in _log_lines(event, session):
+            tell(line)
+
+    return _shown(events, show, stop)
+
+
+def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopRequest | None) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+    shown = True
+    for event in events:
+        try:
+            if isinstance(event, PhaseStarted) and stop is not None:
+                stop.what = _STOPPING.get(event.name, AFTER_ITERATION)
+            if shown:
+                show(event)
+        except OSError as error:
+            if stop is None:
+                raise
+            shown = False
+            stop.lose_output(error)
+        if isinstance(event, RunFinished):
+            summary = dict(event.summary)
+    return summary
+
+
+def _log_lines(event: Event, session: Session) -> Iterator[str]:
+    match event:
+        case RunStarted():
+            if session.saved is None:
+                yield json_line("plan", **plan_document(session, event.out))
+            yield json_line("start", out=event.out, iterations=event.iterations, generations=event.generations)
+        case PhaseStarted():
+            yield json_line("phase", phase=event.name)
+        case RunFinished():
+            yield json_line("finish", out=event.out, **event.summary)
+        case _:
+            progress = {"progress": event.progress} if isinstance(event, IterationDone) else {}
+            for values in metric_lines(event):
+                kind = values.pop("kind")
+                yield json_line(kind, **progress, **values)
+
+
 class View:
     """One row per agent, a bar for the run and one for the phase."""
 
-    def __init__(self, session: Session, console: Console) -> None:
+    def __init__(self, session: Session, console: Console, stop: StopRequest | None = None) -> None:
         self.session, self.console = session, console
+        self.stopping = _Stopping(stop or StopRequest())
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.fitness: dict[int, Fitness] = {}
         self.failures: dict[int, Counter[str]] = {}
@@ -264,6 +324,7 @@ class View:
         self.observer = Observer(_usual_rate(session))
         self.said: set[tuple[int, str]] = set()
         self.notes: list[Text] = []
+        self.iteration = 0
         self.out = Path()
         self.started = perf_counter()
         self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config)
@@ -292,6 +353,7 @@ class View:
             self.bars.remove_task(self.phase)
             self.phase = self.bars.add_task(event.name, total=total)
         elif isinstance(event, IterationDone):
+            self.iteration = event.iteration
             self.metrics.update(event.metrics)
             self.observer.add(event.metrics)
             self.bars.update(self.run, completed=event.progress)
@@ -300,18 +362,21 @@ class View:
             self._note_failures(event)
         elif isinstance(event, ExamDone):
             self.fitness.update(event.fitness)
-            finite = {index: f.mean for index, f in event.fitness.items() if f.is_finite}
-            self.best = max(finite, key=lambda index: finite[index], default=None)
+            first = ranking(event.fitness)[0]
+            self.best = first if event.fitness[first].is_finite else None
             scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
             self._line(f"generation {event.generation}: exam {scores}")
             self._say_symptoms()
         elif isinstance(event, Evolved):
             births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
             changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
+            self.best = event.elite
             elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
             self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
+        elif isinstance(event, RunFinished):
+            self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
-            self.live.update(Group(self.table(), *self.notes, self.bars), refresh=True)
+            self.live.update(Group(self.table(), *self.notes, self.bars, self.stopping), refresh=True)
 
     def _line(self, text: str) -> None:
         if self.live is None:
@@ -343,6 +408,22 @@ class View:
             for sentence in sentences:
                 self.console.print(f"  {sentence}", soft_wrap=True)
             self.console.print()
+
+    def explained_mark(self, elite: Mapping[str, Any]) -> str:
+        """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
+        index, step = elite["index"], elite["step"]
+        mark = "*" if any(agent.index == index for agent in self.session.population.everyone) else "(not in the table)"
+        when = f"{mark} elite: agent {index} as it was after iteration {step}"
+        soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
+        if step != self.iteration:
+            second = self.session.config.candidates > 1 and self.session.population.places("second")
+            panel = "a second panel of questions" if second else "its exam there"
+            return f"{when}{soup}: by {panel} it was better than the best of the last exam"
+        last = {a.index: self.fitness[a.index] for a in self.session.population.everyone if a.index in self.fitness}
+        own = self.fitness.get(index)
+        equal = sorted(i for i, f in last.items() if own is not None and i != index and f.mean == own.mean)
+        same = f"; agent{'s' * (len(equal) > 1)} {', '.join(map(str, equal))} did as well" if equal else ""
+        return f"{when}{soup}, the best of the last exam{same}{' (at equal fitness the oldest wins)' * bool(equal)}"
 
     @staticmethod
     def _learned(metrics: Sequence[Mapping[str, float]]) -> "Column":
@@ -393,6 +474,16 @@ def _usual_rate(session: Session) -> float | None:
         return None
     base = session.population.runtime.base
     return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
+
+
+class _Stopping:
+    """What happens now that a signal has come, looked up whenever the terminal is drawn anew; nothing before."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def __rich__(self) -> Group:
+        return Group(Text(self._stop.sentence, style="bold")) if self._stop.sentence else Group()
 
 
 class _Clock(ProgressColumn):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+import agilerl.cli
 from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
 from agilerl.config.manifest import check_names, load_manifest
@@ -132,15 +133,21 @@ def follow(
     console: Console,
     *,
     as_json: bool,
+    log_json: bool = False,
 ) -> None:
-    """Show a run until it ends, a signal stops it, or a write fails."""
-    from agilerl.cli.progress import watch
+    """Show a run until it ends, a signal stops it, or a write fails; with ``log_json`` as lines of JSON."""
+    from agilerl.cli.progress import log, watch
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.stopping import Interrupted, stop_on_signals
 
-    with stop_on_signals(say_at_once) as stop:
+    # A live table would overwrite a line on its own terminal, and says it itself.
+    live = console.is_terminal and not console.quiet and os.isatty(2)
+    with stop_on_signals((lambda _: None) if live else say_at_once) as stop:
         try:
-            summary = watch(start(stop), session, console, lost=stop.lose_output)
+            if log_json:
+                summary = log(start(stop), session, print, stop=stop)
+            else:
+                summary = watch(start(stop), session, console, stop=stop)
         except Interrupted as interrupted:
             if stop.lost is not None and not isinstance(stop.lost, BrokenPipeError):
                 raise WriteError(f"{write_error(stop.lost)}; {interrupted}") from stop.lost
@@ -235,7 +242,7 @@ def say_at_once(sentence: str) -> None:
         os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
-def check_place(root: Path) -> None:
+def check_place(root: Path, *, overwrite: bool = False) -> None:
     """Raise CheckpointError if a run cannot be written here; fast, and writes nothing."""
     from agilerl.runs.directory import check_vacant
 
@@ -254,7 +261,7 @@ def check_place(root: Path) -> None:
                 f"the run directory {shown(str(root))} cannot be made: {shown(str(path))} is a broken link"
             )
     try:
-        check_vacant(root)
+        check_vacant(root, overwrite=overwrite)
         above = next(path for path in (root, *root.absolute().parents) if path.exists())
     except OSError as error:
         raise CheckpointError(f"the directory {shown(str(root))} cannot be used: {error.strerror or error}") from error
@@ -264,7 +271,9 @@ def check_place(root: Path) -> None:
 
 
 def quieten_libraries() -> None:
-    """Turn off the progress bars and advice of libraries."""
+    """Turn off the progress bars and advice of libraries, unless they are asked for with ``--debug``."""
+    if agilerl.cli.debugging:
+        return
     import transformers
 
     logging: Any = transformers.utils.logging

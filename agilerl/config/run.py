@@ -1,7 +1,9 @@
 """Every setting of a run, declared once, checked before anything is loaded."""
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -647,4 +649,30 @@ def default_out(config: RunConfig) -> Path:
     task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
     name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+    return next(path for path in map(Path("runs").joinpath, names) if not os.path.lexists(path))
+
+
+@contextmanager
+def place_of_run(config: RunConfig, out: Path | None) -> Iterator[Path]:
+    """Yield ``out``, or else a directory of its own for the run, which is removed at the end if it is still empty.
+
+    The directory is made at once: of several runs that start in the same second each has another.
+    """
+    if out is not None:
+        yield out
+        return
+    while True:
+        root = default_out(config)
+        try:
+            root.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # the run itself says what is wrong with the place
+            yield root
+            return
+        break
+    try:
+        yield root
+    finally:
+        with suppress(OSError):
+            os.removedirs(root)  # only what is empty

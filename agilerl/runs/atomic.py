@@ -126,13 +126,18 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def is_leftover(path: Path) -> bool:
+    """Return whether a path has the name of a temporary file or folder of this module."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files and folders in ``folder`` that belong to processes that died while writing or deleting.
 
     No other process may be writing there. Leftovers that cannot be deleted stay, because they do no harm.
     """
     for path in folder.glob(".*.tmp"):
-        if _TEMPORARY.fullmatch(path.name) is None:
+        if not is_leftover(path):
             continue
         with suppress(OSError):
             if path.is_dir() and not path.is_symlink():

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import socket
 import stat
 import sys
@@ -23,7 +24,7 @@ from agilerl.arguments import Location, Seed, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, remove_leftovers, write_json
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, remove_leftovers, write_json
 from agilerl.runs.journal import Closing, read_lines
 
 SCHEMA_VERSION = 1
@@ -38,6 +39,11 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder a PEFT adapter."""
 _ABOVE = 4
 """Folders above an adapter in which its run is looked for: RUN/checkpoints/000123/agent_4/actor."""
+_PARTS = frozenset(
+    {"run.json", "summary.json", "journal.jsonl", "metrics.jsonl", "lineage.jsonl", "completions", "checkpoints"}
+    | {"elite", "report.html", "trackers.json", "tensorboard", "wandb", _LOCK}
+)
+"""All that a run writes into its directory."""
 _RUN_KEYS = {
     "schema_version": int,
     "config": dict,
@@ -125,13 +131,15 @@ class RunDirectory(RunLayout, Closing):
         command: Sequence[str] | None = None,
         files: Mapping[str, Mapping[str, str]] | None = None,
         date: datetime | None = None,
+        overwrite: bool = False,
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
         ``config`` is the resolved configuration (any JSON value), ``given`` the part of it that was set explicitly
         (None: all of it). ``command`` defaults to the command line of this process, and is written without keys and
         passwords. ``files`` gives the sha256 of the files that the run reads, by kind and path. ``date`` is the date
-        that its chat templates see, local time (None: now).
+        that its chat templates see, local time (None: now). With ``overwrite``, a run in the directory is deleted,
+        unless it is in use, or something is beside it that is not of a run.
         Raises CheckpointError, having written nothing, if the directory is in use (with the owner's process id), holds
         a run, or holds something else.
         """
@@ -139,14 +147,16 @@ class RunDirectory(RunLayout, Closing):
         document = strict_json.loads(strict_json.dumps(config))
         given = None if given is None else strict_json.loads(strict_json.dumps(given))
         try:
-            check_vacant(root)
+            check_vacant(root, overwrite=overwrite)
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"the directory {root} cannot be used: {error.strerror or error}.") from error
         lock = DirectoryLock(root / _LOCK)
         try:
             # Check again under the lock: another process may have been faster.
-            check_vacant(root, locked=True)
+            check_vacant(root, locked=True, overwrite=overwrite)
+            if overwrite:
+                delete_run(root)
             info = {
                 "schema_version": SCHEMA_VERSION,
                 "arithmetic_version": ARITHMETIC_VERSION,
@@ -328,10 +338,11 @@ def _check_plain(root: Path) -> None:
             raise CheckpointError(f"{path} is a link or device; a run directory may only hold plain files and folders.")
 
 
-def check_vacant(root: Path, *, locked: bool = False) -> None:
+def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -> None:
     """Raise CheckpointError if a new run must not be started in a directory; writes nothing to it.
 
-    ``locked`` means that this process holds the lock, so that no other process can be using the directory.
+    ``locked`` means that this process holds the lock, so that no other process can be using the directory. With
+    ``overwrite``, the directory may hold a run that no process uses, and nothing else.
     """
     if not root.exists():
         return
@@ -339,17 +350,63 @@ def check_vacant(root: Path, *, locked: bool = False) -> None:
         raise CheckpointError(f"expected a directory for the run at {root}, found a file; choose another path.")
     layout = RunLayout(root)
     if layout.run_json.exists():
+        if overwrite:
+            _check_deletable(root, locked=locked)
+            return
         if layout.is_finished:
-            raise CheckpointError(f"{root} holds a finished run; choose another directory, or delete that one first.")
+            raise CheckpointError(
+                f"{root} holds a finished run; choose another directory, or delete that one first (train --overwrite)."
+            )
         if not locked:
             check_not_in_use(root)
-        raise CheckpointError(f"{root} holds an unfinished run; resume it, or choose another directory.")
+        raise CheckpointError(
+            f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
+        )
     names = sorted(p.name for p in root.iterdir())
     foreign = [name for name in names if not _is_of_interrupted_start(root / name)]
     if foreign:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
         )
+
+
+def _check_deletable(root: Path, *, locked: bool) -> None:
+    """Raise CheckpointError unless a directory is that of a run, not in use, and holds nothing else."""
+    if root.is_symlink():
+        raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
+    read_run(root)
+    _check_plain(root)
+    foreign = sorted(path.name for path in root.iterdir() if not _is_part(path))
+    if foreign:
+        raise CheckpointError(
+            f"{root} holds {shown(foreign[0])}, which is no part of a run, so the run is not overwritten; move that "
+            "elsewhere, or choose another directory."
+        )
+    if not locked:
+        check_not_in_use(root)
+
+
+def _is_part(path: Path) -> bool:
+    return path.name in _PARTS or is_leftover(path)
+
+
+def delete_run(root: Path) -> None:
+    """Delete a run, ``run.json`` last: if this is interrupted, it can be done again. Does nothing where none is.
+
+    The directory and its lock stay. Raises CheckpointError for a directory that holds more than a run.
+    """
+    if not (root / "run.json").exists():
+        return
+    _check_deletable(root, locked=True)
+    parts = [path for path in root.iterdir() if _is_part(path) and path.name not in (_LOCK, "run.json")]
+    try:
+        for path in [*parts, root / "run.json"]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise WriteError(f"the run in {root} could not be deleted: {error.strerror or error}.") from error
 
 
 def _is_of_interrupted_start(path: Path) -> bool:

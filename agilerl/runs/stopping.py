@@ -12,6 +12,9 @@ _HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
 
 
+AFTER_ITERATION = "stopping after this iteration, with a checkpoint"
+
+
 class Interrupted(Exception):  # noqa: N818  (not an error: the run can be resumed)
     """A run has stopped on request; it can be resumed from its last checkpoint."""
 
@@ -28,11 +31,20 @@ class StopRequest:
         """The signal that requested it."""
         self.lost: OSError | None = None
         """Why nothing can be printed any more."""
+        self.what = AFTER_ITERATION
+        """What a signal does at this point of the run; whoever follows the run keeps it up to date."""
 
     def lose_output(self, error: OSError) -> None:
         """Ask the run to stop because nothing can be printed any more, as SIGPIPE does with other programs."""
         self.lost = error
         self.signal = self.signal or 13  # SIGPIPE, which Windows has no name for
+
+    @property
+    def sentence(self) -> str:
+        """What happens now that a signal has come; "" as long as none has."""
+        if self.signal is None or self.lost is not None:
+            return ""
+        return f"{signal.Signals(self.signal).name}: {self.what}; a second signal leaves at once"
 
     @property
     def code(self) -> int:
@@ -61,10 +73,7 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
             signal.raise_signal(number)
             return
         request.signal = number
-        told(
-            f"{signal.Signals(number).name}: stopping after this iteration, with a checkpoint; a second signal leaves "
-            "at once"
-        )
+        told(request.sentence)
 
     for number in _SIGNALS:
         if before[number] is not signal.SIG_IGN:

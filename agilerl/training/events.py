@@ -76,6 +76,8 @@ class ExamDone(Event):
     tokens: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Tokens of each agent so far: ``generated``, ``trained``, ``evaluated``; a clone starts at its parent's."""
     seconds: float = 0.0
+    elapsed: float = 0.0
+    """Wall seconds that the run has taken so far, in all processes that worked on it."""
 
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -83,7 +85,8 @@ class ExamDone(Event):
         several = any(f.costs for f in self.fitness.values())
         front = pareto_front(self.fitness) if several else []
         on_front = {index: {"eval/front": int(index in front)} if several else {} for index in self.fitness}
-        return {i: {**_result(f), **on_front[i], "time/eval": self.seconds} for i, f in self.fitness.items()}
+        times = {"time/eval": self.seconds, "time/elapsed": self.elapsed}
+        return {i: {**_result(f), **on_front[i], **times} for i, f in self.fitness.items()}
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,14 @@ def train(
     command: list[str] | None = None,
     stop: StopRequest | None = None,
     trackers: Wanted | None = None,
+    overwrite: bool = False,
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
     Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
     part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
-    with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md).
+    with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
+    ``overwrite`` a run in the directory is deleted first, unless it is in use, or other things lie beside it.
     Raises ConfigError for a tracker that is not installed or does not start; CheckpointError, having written nothing,
     if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
     process.
@@ -97,6 +99,7 @@ def train(
         command=command,
         files=session.files,
         date=session.date,
+        overwrite=overwrite,
     )
     with run:
         yield from _work(session, out, run, None, stop or StopRequest(), trackers)
@@ -310,6 +313,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         "time/reward": rollout.times.reward,
         "time/update": end - update_start,
         "step_time": end - start,
+        "time/elapsed": progress.seconds,
         "memory/peak": _peak_memory(population.runtime.base.device),
     }
     own: dict[int, dict[str, Any]] = {}
@@ -427,7 +431,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
         progress.elite_iteration = progress.iteration
     _keep(session, progress, best, sound[best])
     progress.exam = dict(fitness)
-    return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds)
+    return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds, progress.seconds)
 
 
 def _keep(session: Session, progress: Progress, best: int, exam: Fitness) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agilerl.arguments import Location, Name, checked, described
 from agilerl.config.manifest import config_of, load_manifest
-from agilerl.config.run import RunConfig, default_out
+from agilerl.config.run import RunConfig, place_of_run
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -166,8 +166,8 @@ class LocalTrainer:
         asked = trackers(options)
         following = [*consumers, *([announce] if verbose else [])]
         if self.resume_from_checkpoint is None:
-            root = Path(out) if out is not None else default_out(self.config)
-            self.session = build(self.config, allow_code=allow_code)
+            with place_of_run(self.config, None if out is None else Path(out)) as root:
+                self.session = build(self.config, allow_code=allow_code)
             events = train(self.session, root, trackers={**self.config.training.trackers, **asked})
         else:
             from agilerl.training.saved import open_run

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import place_of_run
 from tests.cli.outcome import Outcome
 from tests.programs import Program
 from tests.training.small_runs import SMALL, environment
@@ -69,6 +72,71 @@ def test_help_names_what_there_is(arguments: list[str], words: list[str], agiler
     assert (outcome.code, outcome.errors) == (0, "")
     for word in words:
         assert word in outcome.output
+
+
+def test_every_command_has_a_short_help_and_debug(agilerl: Agilerl) -> None:
+    assert agilerl("-h") == agilerl("--help")
+    for command in ("train", "plan", "init", "env"):
+        short = agilerl(command, "-h")
+        assert short == agilerl(command, "--help")
+        assert "--debug" in short.output
+
+
+def test_debug_shows_the_traceback_of_a_mistake(agilerl: Agilerl) -> None:
+    plain = agilerl("train", "training.popsize=4")
+    assert plain.errors.count("\n") == 1
+    for arguments in (["--debug", "train"], ["train", "--debug"]):
+        told = agilerl(*arguments, "training.popsize=4")
+        assert told.code == plain.code == 2
+        assert told.errors.startswith("Traceback (most recent call last):\n")
+        assert told.errors.endswith(f"\n{plain.errors}")
+    assert agilerl("train", "training.popsize=4") == plain
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("training.pop", ["training.pop_size="]),
+        ("algorithm.clip_c", ["algorithm.clip_coef="]),
+        ("tr", ["training."]),
+        ("m", ["mine.yaml", "mutation."]),
+        ("nothing.", []),
+    ],
+)
+def test_a_shell_completes_settings(
+    typed: str, found: list[str], agilerl: Agilerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.setenv("_AGILERL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"agilerl train {typed}")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    done = agilerl("")
+    assert (done.code, done.output.split()) == (0, found)
+
+
+def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_manifest()
+    places = [place_of_run(config, None) for _ in range(3)]
+    roots = [place.__enter__() for place in places]
+    assert len(set(roots)) == 3
+    assert all(root.is_dir() and root.parent == Path("runs") for root in roots)
+    (roots[1] / "run.json").touch()
+    for place in places:
+        place.__exit__(None, None, None)
+    assert [root.exists() for root in roots] == [False, True, False]
+    (roots[1] / "run.json").unlink()
+    with pytest.raises(ValueError, match="ends"), place_of_run(config, None) as root:
+        raise ValueError("ends")
+    assert not root.exists()
+    with place_of_run(config, Path("given")) as root:
+        assert root == Path("given")
+    assert not root.exists()
+
+
+def test_a_refused_run_leaves_no_directory(agilerl: Agilerl, tmp_path: Path) -> None:
+    assert agilerl("train", "environment.task=reasoning_gym:gdc").code == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_command_shows_the_help(agilerl: Agilerl) -> None:
@@ -146,6 +214,39 @@ def test_quiet_and_json_keep_to_themselves(agilerl: Agilerl, tmp_path: Path) -> 
 
 
 @pytest.mark.model
+def test_a_run_as_lines_of_json_that_is_then_overwritten(agilerl: Agilerl, tmp_path: Path) -> None:
+    short = [*SMALL, "training.max_steps=48", "training.evo_steps=1", "--out", "run"]
+    done = agilerl("train", *short, "--log-format", "json")
+    assert (done.code, done.errors) == (0, "")
+    found = [json.loads(line) for line in done.output.splitlines()]
+    assert [line["event"] for line in found[:3]] == ["message", "plan", "start"]
+    assert found[-1]["event"] == "finish"
+    assert json.loads(agilerl("resume", "run", "--log-format", "json").output)["event"] == "message"
+    dry = agilerl("train", *short, "--overwrite", "--dry-run", "--log-format", "json")
+    assert [json.loads(line)["event"] for line in dry.output.splitlines()] == ["message", "plan", "message"]
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert agilerl("train", *short).code == 2
+    before = (tmp_path / "run" / "run.json").read_text()
+    assert agilerl("train", *short, "--overwrite", "--quiet", "--seed", "3").code == 0
+    assert json.loads(before)["seed"] != json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--overwrite"],
+        ["train", "--overwrite", "--resume", "auto", "--out", "run"],
+        ["train", "--json", "--log-format", "json"],
+        ["resume", "run", "--json", "--log-format", "json"],
+    ],
+)
+def test_options_that_contradict_each_other(arguments: list[str], agilerl: Agilerl) -> None:
+    refused = agilerl(*arguments)
+    assert (refused.code, refused.output, refused.errors.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.model
 @pytest.mark.processes
 def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -> None:
     command = ("-m", "agilerl", "train", *SMALL, "training.max_steps=1000000", "--out", "run")
@@ -154,9 +255,10 @@ def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -
         run.send_signal(signal.SIGINT)
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert errors == (
-        "SIGINT: stopping after this iteration, with a checkpoint; a second signal leaves at once\n"
-        "stopped; resume with: agilerl resume run\n"
+    assert re.fullmatch(
+        "SIGINT: stopping after this (iteration|exam), with a checkpoint; a second signal leaves at once\n"
+        "stopped; resume with: agilerl resume run\n",
+        errors,
     )
     with open(tmp_path / "run" / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,11 @@
 """What a run shows: a table that never wraps, bars that move, plain lines where there is no terminal."""
 
 import io
+import json
 import math
 import re
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,10 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agilerl.cli.progress import genes_text, watch
+from agilerl.cli.progress import genes_text, log, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import read_completions
+from agilerl.runs.stopping import StopRequest
 from agilerl.runs.strict_json import read_json
 from agilerl.training.events import (
     Event,
@@ -99,6 +103,79 @@ def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
         ]  # fmt: skip
         assert "lr=1e-05, temperature=1, group_size=4" in rows[0]
         assert rows[0].endswith("12,346")
+
+
+MARKS = {
+    "the best of the last exam": (
+        (0.5, 0.6, 0.7),
+        2,
+        2,
+        "after iteration 2, the best of the last exam\n",
+    ),
+    "a tie": (
+        (0.7, 0.6, 0.7),
+        0,
+        2,
+        "; agent 2 did as well (at equal fitness the oldest wins)",
+    ),
+    "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "agent 1 as it was after iteration 1: by a second panel"),
+}
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
+    means, elite, step, words = MARKS[case]
+    session = build(load_manifest(None, [*SMALL, "selection_strategy.candidates=3"]))
+
+    def marked() -> Iterator[Event]:
+        for event in story(session):
+            if isinstance(event, ExamDone):
+                event = replace(event, fitness={i: Fitness(mean, 0.03, 9) for i, mean in enumerate(means)})
+            if isinstance(event, RunFinished):
+                chosen = {"index": elite, "step": step, "hyperparameters": {}}
+                event = replace(event, summary={**event.summary, "elite": chosen})
+            yield event
+
+    screen = console(140, terminal=False)
+    watch(marked(), session, screen)
+    text = written(screen)
+    assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
+    assert words in text.partition("* elite: ")[2]
+    assert f"elite (agent {elite} after iteration {step})" in text
+
+
+def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
+    stop, screen, seen = StopRequest(), console(100, terminal=True), []
+
+    def signalled() -> Iterator[Event]:
+        for event in story(session):
+            yield event
+            if isinstance(event, PhaseStarted) and event.name == "exam":
+                stop.signal = signal.SIGINT
+                start = len(written(screen))
+                while "SIGINT: stopping after this exam" not in written(screen)[start:]:  # the table is drawn anew
+                    time.sleep(0.01)
+                seen.append(True)
+
+    watch(signalled(), session, screen, stop=stop)
+    assert seen == [True]
+
+
+def test_progress_as_lines_of_json(session: Session, tmp_path: Path) -> None:
+    told: list[str] = []
+    summary = log(train(session, tmp_path / "run", command=["test"]), session, told.append)
+    found = [json.loads(line) for line in told]
+    assert all(list(line)[:2] == ["time", "event"] for line in found)
+    metrics = [line for line in found if line["event"] in ("train", "eval", "evolution", "test")]
+    assert [
+        {"kind": line["event"], **{k: v for k, v in line.items() if k not in ("time", "event", "progress")}}
+        for line in metrics
+    ] == lines(tmp_path / "run" / "metrics.jsonl")
+    kinds = [line["event"] for line in found if line not in metrics]
+    assert kinds[:4] == ["plan", "start", "phase", "phase"]
+    assert kinds[-1] == "finish"
+    assert found[-1]["elite"] == json.loads((tmp_path / "run" / "summary.json").read_text())["elite"]
+    assert summary["status"] == "finished"
 
 
 def test_columns_without_content_are_left_out(session: Session) -> None:

@@ -136,6 +136,53 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
         RunDirectory.create(tmp_path / ("x" * 300), CONFIG, 7)
 
 
+def filled(root):
+    with RunDirectory.create(root, CONFIG, 1) as run:
+        run.metrics.write_text("{}\n")
+        (run.checkpoints / "000001").mkdir()
+        (run.checkpoints / "000001" / "state.json").write_text("{}")
+        (root / ".summary.json.42.tmp").write_text("{")
+        run.finish({"generations": 3})
+
+
+def test_a_run_is_overwritten_only_if_asked(tmp_path):
+    filled(tmp_path / "run")
+    with RunDirectory.create(tmp_path / "run", CONFIG, 2, overwrite=True) as run:
+        assert not run.is_finished
+        assert tree(run.root) == [".lock", "checkpoints", "completions", "run.json"]
+    assert read_run(tmp_path / "run")["seed"] == 2
+    RunDirectory.create(tmp_path / "new", CONFIG, 3, overwrite=True).close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda root: (root / "thesis.tex").write_text("..."), "is no part of a run"),
+        (lambda root: (root / "elite").symlink_to(root.parent), "is a link or device"),
+        (lambda root: (root / "run.json").write_text('{"config": {}}'), "expected schema_version"),
+        (lambda root: (root / "run.json").unlink(), "is not empty"),
+    ],
+)
+def test_what_is_not_all_of_a_run_is_never_overwritten(tmp_path, change, words):
+    filled(tmp_path / "run")
+    change(tmp_path / "run")
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        RunDirectory.create(tmp_path / "run", CONFIG, 2, overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_a_run_in_use_or_behind_a_link_is_not_overwritten(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with RunDirectory.create(tmp_path / "run", CONFIG, 1) as run:
+        with pytest.raises(CheckpointError, match="is in use by"):
+            RunDirectory.create(tmp_path / "run", CONFIG, 2, overwrite=True)
+        assert run.info["seed"] == 1
+    with pytest.raises(CheckpointError, match="is a link"):
+        RunDirectory.create(tmp_path / "link", CONFIG, 2, overwrite=True)
+    assert read_run(tmp_path / "run")["seed"] == 1
+
+
 def test_a_start_that_was_killed_half_way_can_be_repeated(tmp_path):
     (tmp_path / ".lock").touch()
     (tmp_path / ".run.json.42.tmp").write_text("{")

@@ -82,6 +82,9 @@ def test_metrics_have_the_promised_lines_and_keys(finished_run: FinishedRun) -> 
         assert record["step_time"] >= record["time/rollout"] + record["time/update"]
         assert record["generation"] == (record["step"] - 1) // 2
     assert sorted({r["step"] for r in by_kind["train"]}) == [1, 2, 3, 4]
+    elapsed = [r["time/elapsed"] for r in records if r["kind"] in ("train", "eval")]
+    assert elapsed == sorted(elapsed)
+    assert 0 < elapsed[0] < elapsed[-1] < json.loads((finished_run.root / "summary.json").read_text())["seconds"]
     assert [(r["step"], r["eval/n"]) for r in by_kind["eval"]] == [(2, EXAM)] * 3 + [(4, EXAM)] * 3
     assert [r["who"] for r in by_kind["test"]] == ["base", "median_first_generation", "elite"]
     [evolution] = by_kind["evolution"]

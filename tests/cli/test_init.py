@@ -1,0 +1,147 @@
+"""`agilerl init`: three questions, and files that run at once."""
+
+import json
+import os
+import pty
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agilerl.cli import main
+from agilerl.cli.init import sample_rows
+from agilerl.config.manifest import load_manifest
+from agilerl.runs.completions import read_completions
+from tests.cli.outcome import Outcome
+
+Agilerl = Callable[..., Outcome]
+
+SHORT = (
+    *("training.pop_size=2", "training.max_steps=64", "training.evo_steps=1", "algorithm.group_size=4"),
+    *("environment.data_batch_size_per_gpu=4", "environment.eval_prompts=8", "environment.test_prompts=8"),
+)
+
+
+@pytest.mark.model
+def test_what_it_writes_passes_every_check_and_trains(agilerl: Agilerl, tmp_path: Path) -> None:
+    made = agilerl("init")  # without a terminal nothing is asked
+    assert (made.code, made.errors) == (0, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml", "my_reward.py", "my_rows.jsonl"]
+    assert agilerl("train", "my.yaml", "--dry-run").code == 2  # its code runs only if that is allowed
+    plan = agilerl("train", "my.yaml", "--allow-code", "--dry-run", "--json")
+    assert (plan.code, plan.errors) == (0, "")
+    rows = json.loads(plan.output)["rows"]
+    assert rows["read"] == len(sample_rows())
+    assert rows["train"] > rows["read"] / 2
+    assert agilerl("train", "my.yaml", *SHORT, "--allow-code", "--quiet", "--out", "run").errors == ""
+    graded = read_completions(tmp_path / "run" / "completions", 1)
+    own: dict[str, Any] = {}
+    exec((tmp_path / "my_reward.py").read_text(), own)
+    assert [row["reward"] for row in graded] == [own["reward"](row["completion"], row["answer"]) for row in graded]
+
+
+def test_the_reward_function_that_it_writes_tells_answers_apart(agilerl: Agilerl, tmp_path: Path) -> None:
+    agilerl("init", "--quiet")
+    own: dict[str, Any] = {}
+    exec((tmp_path / "my_reward.py").read_text(), own)
+    assert [own["reward"](said, "7") for said in (" 7 ", "8", "-12", "seven", "")] == [1.0, 0.1, 0.1, 0.0, 0.0]
+
+
+ANSWERED = {
+    "a task": (["--data", "reasoning_gym:chain_sum", "--reward", "exact"], ["it.yaml"]),
+    "rows": (["--data", "rows.csv", "--reward", "accuracy"], ["it.yaml"]),
+    "the hub": (["--model", "org/some: model", "--data", "org/rows", "--reward", "exact"], ["it.yaml"]),
+    "sample rows": (["--data", "sample", "--reward", "function"], ["it.yaml", "it_reward.py", "it_rows.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERED)
+def test_options_answer_the_questions(case: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    options, files = ANSWERED[case]
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{i} + 1?,{i + 1}\n" for i in range(80)))
+    made = agilerl("init", "new/it.yaml", *options)
+    assert (made.code, made.errors) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == files
+    config = load_manifest(tmp_path / "new" / "it.yaml")
+    given = dict(zip(options[::2], options[1::2]))
+    assert config.network.pretrained_model_name_or_path == given.get("--model", "embedded")
+    e = config.environment
+    if case == "a task":
+        assert (e.task, e.dataset) == ("reasoning_gym:chain_sum", None)
+    if case == "rows":
+        assert e.dataset is not None
+        assert Path(e.dataset[0].path) == tmp_path / "rows.csv"
+        assert 2 <= e.eval_prompts < e.test_prompts <= 80 / 3
+    if case == "the hub":
+        assert e.dataset is not None
+        assert e.dataset[0].path == "org/rows"
+    graders = {"exact": [], "accuracy": ["accuracy"], "function": [f"{tmp_path / 'new' / 'it_reward.py'}:reward"]}
+    assert [grader.name for grader in e.graders or []] == graders[given["--reward"]]
+
+
+@pytest.mark.parametrize("taken", ["my.yaml", "my_rows.jsonl", "my_reward.py"])
+def test_nothing_is_overwritten(taken: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / taken).write_text("mine")
+    refused = agilerl("init", "-y")
+    assert refused.code == 2
+    assert refused.errors.startswith(f"error: '{taken}' exists")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(taken, "mine")]
+
+
+WRONG = {
+    "no manifest": (["my.txt"], "expected a manifest NAME.yaml"),
+    "no file": (["--data", "none.jsonl"], "expected a file of rows"),
+    "a file elsewhere": (["--data", "/etc/passwd"], "in the folder of the manifest"),
+    "an environment": (["--data", "agilerl/TicTacToe-v0"], "found an environment"),
+    "a reward": (["--reward", "best"], "expected the reward as one of"),
+    "a task": (["--data", "reasoning_gym:gdc"], "did you mean 'gcd'"),
+    "nothing": (["--model", ""], "found an empty text"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_answers_write_nothing(case: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    arguments, words = WRONG[case]
+    refused = agilerl("init", *arguments)
+    assert (refused.code, refused.output) == (2, "")
+    assert words in refused.errors
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        sys.argv = ["agilerl", "init"]
+        for number, stream in enumerate(("stdin", "stdout", "stderr")):
+            setattr(sys, stream, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+        try:
+            main()
+        except SystemExit as ended:
+            os._exit(int(ended.code or 0))
+        os._exit(99)
+    seen = ""
+    for question, answer in (
+        ("Model", ""),
+        ("Data or task", "none.jsonl"),
+        ("expected a file of rows", "reasoning_gym:chain_sum"),
+        ("Reward", "exact"),
+        ("Run it:", None),
+    ):
+        start, limit = len(seen), time.monotonic() + 60
+        while question not in seen[start:]:
+            assert time.monotonic() < limit, seen
+            seen += os.read(terminal, 4096).decode()
+        if answer is not None:
+            os.write(terminal, f"{answer}\n".encode())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(terminal)
+    written = yaml.safe_load((tmp_path / "my.yaml").read_text())
+    assert written["environment"]["task"] == "reasoning_gym:chain_sum"
+    assert "graders" not in written["environment"]
+    assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
