@@ -16,11 +16,7 @@ from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
 
 SAMPLE = "sample"
-REWARDS = {
-    "function": "a function in a file of its own, for you to edit",
-    "exact": "1 for exactly the answer, else 0",
-    "accuracy": "1 for the same number or formula, else 0",
-}
+REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
 _LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
@@ -75,8 +71,8 @@ def run_init(
     model = _answer("Model (a folder, a name on the Hugging Face hub, or the package's own)", _EMBEDDED, model, asks)
     wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _check_source(text, place))
-    choices = "; ".join(f"{name}: {what}" for name, what in REWARDS.items())
-    reward = _answer(f"Reward ({choices})", "function", reward, asks, _check_reward)
+    wanted = "Reward (function: yours to edit, exact: the whole answer, accuracy: the number in it)"
+    reward = _answer(wanted, "function", reward, asks, _check_reward)
 
     files = {manifest: _manifest_text(manifest, model, source, reward, rows, code)}
     if source == SAMPLE:
