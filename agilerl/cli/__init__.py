@@ -9,8 +9,6 @@ from typing import Any
 
 __all__ = ["main"]
 
-debugging = False
-"""Whether errors are printed with their traceback: ``--debug``."""
 _LONGEST = 2000
 
 
@@ -57,13 +55,13 @@ def main() -> None:
 
 
 def _command() -> None:
-    global debugging
-    debugging = False
     import typer
 
     from agilerl.cli.app import app
-    from agilerl.cli.process_settings import loading_done
+    from agilerl.cli.process_settings import debug, loading_done
     from agilerl.errors import AgileRLError, WriteError
+
+    debug(False)
 
     warnings.showwarning = _warn
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
@@ -98,7 +96,9 @@ def _warn(message: Warning | str, *place: object, **more: object) -> None:
 
 def _fail(message: str, code: int) -> None:
     """Print one line and exit."""
-    if debugging and sys.exc_info()[0] is not None:
+    from agilerl.cli.process_settings import is_debugging
+
+    if is_debugging() and sys.exc_info()[0] is not None:
         with suppress(OSError):
             traceback.print_exc()
     sys.exit(_told(message, code))

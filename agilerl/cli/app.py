@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-import agilerl.cli
-
 
 def _debug(value: bool) -> bool:
-    agilerl.cli.debugging = agilerl.cli.debugging or value
+    if value:
+        from agilerl.cli.process_settings import debug
+
+        debug(True)
     return value
 
 

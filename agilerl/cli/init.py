@@ -88,9 +88,10 @@ def run_init(
 
 
 def sample_rows() -> list[dict[str, str]]:
-    """Return sums of small numbers, 400 rows with a question and its answer, in the words that the own model knows."""
-    words = "State the final answer to the following arithmetic problem: {} + {} ="
-    return [{"question": words.format(a, b), "answer": str(a + b)} for a in range(20) for b in range(20)]
+    """Return 405 sums of three digits as rows with question and answer, in words that the embedded model knows."""
+    words = "State the final answer to the following arithmetic problem: {} + {} + {} ="
+    digits = [(a, b, c) for a in range(1, 10) for b in range(1, 10) for c in range(1, 6)]
+    return [{"question": words.format(*terms), "answer": str(sum(terms))} for terms in digits]
 
 
 def _answer(

@@ -57,6 +57,19 @@ _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
 
 
+_debugging: list[bool] = [False]
+
+
+def debug(on: bool) -> None:
+    """Show the tracebacks of errors and what libraries print, or not: ``--debug``."""
+    _debugging[0] = on
+
+
+def is_debugging() -> bool:
+    """Return whether :func:`debug` is on."""
+    return _debugging[0]
+
+
 def described() -> dict[str, str]:
     """Return what :func:`apply` does on this machine, for bug reports."""
     made = keep_memory() if are_on() else {}

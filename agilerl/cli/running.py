@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-import agilerl.cli
 from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
+from agilerl.cli.process_settings import is_debugging
 from agilerl.config.manifest import check_names, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
@@ -272,7 +272,7 @@ def check_place(root: Path, *, overwrite: bool = False) -> None:
 
 def quieten_libraries() -> None:
     """Turn off the progress bars and advice of libraries, unless they are asked for with ``--debug``."""
-    if agilerl.cli.debugging:
+    if is_debugging():
         return
     import transformers
 
