@@ -20,7 +20,7 @@ from rich.console import Console
 
 from agilerl.arguments import shown
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import console_of_lines, json_line, say
+from agilerl.cli.output import console_of_lines, json_line, say, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import (
     check_place,
@@ -169,7 +169,7 @@ def _announce(request: Request, manifest: str) -> None:
     _console(request).print(f"{what}: loading the libraries and the model.", soft_wrap=True)
 
 
-def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], None] = print) -> Console:
+def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], None] = tell_line) -> Console:
     """Return the console for sentences: with ``log_json`` each is a line of JSON."""
     if not request.log_json:
         return new_console(quiet=quiet)
@@ -297,7 +297,7 @@ def _work(request: Request, job: Job, topology: "Topology", console: Console, fo
         console.print(found_text(job.root, session))
     elif topology.is_writer and request.as_json and request.dry_run:
         print(json.dumps(plan_document(session, job.root), indent=1))
-    elif request.log_json and request.dry_run and not request.silent:
+    elif topology.is_writer and request.log_json and request.dry_run and not request.silent:
         print(json_line("plan", **plan_document(session, job.root)))
     elif topology.is_writer and not request.log_json:
         print_plan(session, job.root, console)

@@ -61,6 +61,11 @@ def json_line(event: str, **values: object) -> str:
     return f"{head[:-1]}, {dumps(values)[1:]}" if values else head
 
 
+def tell_line(line: str) -> None:
+    """Print a line of results at once, also into a pipe."""
+    print(line, flush=True)
+
+
 def say(sentence: str) -> None:
     """Print a message that is not a result to standard error; if that is closed as well, print nothing."""
     with suppress(OSError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from agilerl.arguments import shown
-from agilerl.cli.output import say, write_error
+from agilerl.cli.output import say, tell_line, write_error
 from agilerl.cli.process_settings import is_debugging
 from agilerl.config.manifest import check_names, load_manifest
 from agilerl.config.run import RunConfig
@@ -144,8 +144,8 @@ def follow(
     live = console.is_terminal and not console.quiet and os.isatty(2)
     with stop_on_signals((lambda _: None) if live else say_at_once) as stop:
         try:
-            if log_json:
-                summary = log(start(stop), session, print, stop=stop)
+            if log_json and not console.quiet:
+                summary = log(start(stop), session, tell_line, stop=stop)
             else:
                 summary = watch(start(stop), session, console, stop=stop)
         except Interrupted as interrupted:

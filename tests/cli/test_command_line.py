@@ -227,7 +227,8 @@ def test_a_run_as_lines_of_json_that_is_then_overwritten(agilerl: Agilerl, tmp_p
     assert (tmp_path / "run" / "summary.json").exists()
     assert agilerl("train", *short).code == 2
     before = (tmp_path / "run" / "run.json").read_text()
-    assert agilerl("train", *short, "--overwrite", "--quiet", "--seed", "3").code == 0
+    again = agilerl("train", *short, "--overwrite", "--quiet", "--log-format", "json", "--seed", "3")
+    assert again == Outcome(0, "", "")
     assert json.loads(before)["seed"] != json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 3
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
 
