@@ -19,7 +19,7 @@ from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, pstdev
-from time import perf_counter
+from time import perf_counter, sleep, time
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
@@ -482,6 +482,10 @@ def _tensorboard(settings: dict[str, Any], run: RunLayout | None, known: str, st
     if folder is None:
         folder, name = ("tensorboard_logs", name) if run is None else (run.root, "tensorboard")
     purge = {} if step is None else {"purge_step": step}
+    # Files are read in the order of their names, which begin with the second; one more within it may come first.
+    seconds = [path.name.split(".")[3] for path in Path(folder, name).glob("events.out.tfevents.*")]
+    while seconds and 0 <= int(max(seconds)) - int(time()) <= 1:
+        sleep(0.05)
     return TensorBoardTracker(name, folder, **{**purge, **settings}), ""
 
 
