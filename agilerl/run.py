@@ -90,7 +90,6 @@ def train(
         evolve=evolve,
         max_tokens=max_tokens,
         seed=seed,
-        of_default=manifest is None,
     )
     graders = [] if reward is None else [_grader(one) for one in (reward if isinstance(reward, list) else [reward])]
     if graders:
@@ -133,14 +132,8 @@ def _overrides(
     evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
     max_tokens: int | None,
     seed: int | None,
-    of_default: bool,
 ) -> list[str]:
-    """Return the arguments as settings of the command line, which says what is wrong with them.
-
-    ``of_default``: the rest is the embedded default's. Its settings of GRPO mean nothing to what learns from data.
-    """
-    from agilerl.config.declared import ALGORITHMS
-
+    """Return the arguments as settings of the command line, which says what is wrong with them."""
     settings: dict[str, Any] = {}
     for section, values in sections.items():
         if not isinstance(values, Mapping):
@@ -154,11 +147,7 @@ def _overrides(
             else {"environment.task": task}
         )
     own = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm or {})
-    learner = ALGORITHMS.get(str(own.get("name")))
-    if of_default and learner is not None and learner.env_type != "reasoning":
-        settings |= {"algorithm": own, "environment.env_type": learner.env_type} | settings
-    else:
-        settings |= {f"algorithm.{name}": value for name, value in own.items()}
+    settings |= {f"algorithm.{name}": value for name, value in own.items()}
     given = {
         "network.pretrained_model_name_or_path": model,
         "training.pop_size": population,

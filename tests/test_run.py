@@ -166,7 +166,9 @@ def test_a_mistake_is_told_before_anything_is_written(wrong: dict[str, Any], wor
 
 @pytest.mark.processes
 def test_the_notebook_runs_and_shows_a_table(tmp_path: Path) -> None:
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(ROOT / "tutorials" / "01_first_population.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=environment())

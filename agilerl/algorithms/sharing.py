@@ -64,10 +64,10 @@ class Sharing:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.teacher is not None and self.distillation == 0:
-            raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} teaches nobody: distillation is 0; set it")
+            raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} has no effect: distillation is 0; set it")
         wrong = None
         if self.teacher_url is not None and self.distillation == 0:
-            wrong = "teacher_url teaches nobody: distillation is 0; set it"
+            wrong = "teacher_url has no effect: distillation is 0; set it"
         elif self.teacher_url is not None and self.teacher is not None:
             wrong = "teacher and teacher_url are two teachers; remove one of them"
         elif (self.teacher_url is None) != (self.teacher_model is None):
@@ -100,7 +100,7 @@ class Lesson:
         return experience
 
 
-# -- distillation: the KL to a teacher, as an advantage of one's own tokens -------------------------------------------
+# -- distillation: the KL to a teacher, as an advantage of the agent's own tokens ------------------------------------
 
 
 def load_teacher(store: AdapterStore, folder: Path) -> int:

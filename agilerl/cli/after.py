@@ -41,7 +41,7 @@ def _vacant(out: Path) -> None:
 
 @contextmanager
 def _as_a_whole(out: Path) -> Iterator[None]:
-    """Remove an empty folder before it is made anew; let errors of the disk be ours."""
+    """Remove an empty folder, so that it can be made; report errors of the disk as WriteError."""
     try:
         if out.exists():
             out.rmdir()

@@ -50,10 +50,21 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
         locate_template(values.get("network"), path.parent)
     if replay is not None:
         _put_replay(values, replay)
+    if path is None:
+        _suit_learner(values, overrides)
     typed = _override(values, overrides)
     config = _config_of(values)
     config._typed = typed
     return config
+
+
+def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Drop the embedded default's settings of GRPO if an override names an algorithm that learns from data."""
+    named = [value for keys, value in map(_split, overrides) if keys == ["algorithm", "name"]]
+    learner = ALGORITHMS.get(str(named[-1])) if named else None
+    if learner is not None and learner.env_type != "reasoning":
+        values["algorithm"] = {}
+        values["environment"]["env_type"] = learner.env_type
 
 
 @checked

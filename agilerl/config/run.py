@@ -447,9 +447,9 @@ class SharingConfig(Section):
     @model_validator(mode="after")
     def _teaches(self) -> Self:
         if self.teacher is not None and self.distillation == 0:
-            raise ValueError(f"sharing.teacher={self.teacher!r} teaches nobody: sharing.distillation is 0; set it")
+            raise ValueError(f"sharing.teacher={self.teacher!r} has no effect: sharing.distillation is 0; set it")
         if self.teacher_url is not None and self.distillation == 0:
-            raise ValueError("sharing.teacher_url teaches nobody: sharing.distillation is 0; set it")
+            raise ValueError("sharing.teacher_url has no effect: sharing.distillation is 0; set it")
         if self.teacher_url is not None and self.teacher is not None:
             raise ValueError("sharing.teacher and sharing.teacher_url are two teachers; remove one of them")
         if (self.teacher_url is None) != (self.teacher_model is None):
