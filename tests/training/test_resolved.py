@@ -38,7 +38,7 @@ def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
     ("override", "key"),
     [
         ("algorithm.lr=-1", "algorithm.lr"),
-        ("algorithm.name=SFT", "environment.env_type='sft', found 'reasoning'"),
+        ("environment.env_type=sft", "environment.env_type=.*found 'sft'"),
         ("algorithm.use_vlm=true", "use_vllm"),
         ("mutation.rl_hp_selection={lr: {min: 1}}", "mutation.rl_hp_selection.lr"),
         ("mutation.probabilities={new_layer: 1.0}", "new_layer"),
