@@ -57,7 +57,7 @@ MISSPELT = {
     "a hyperparameter": ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'; did you mean 'group_size'?"),
     "a choice": ("algorithm.name=choice[GRPO, PPO]", "an agent cannot switch to or from PPO"),
     "a gene": ("mutation.rl_hp_selection={lrr: {}}", "GRPO has no hyperparameter 'lrr'; did you mean 'lr'?"),
-    "an algorithm of other data": ("algorithm.name=DPO", "algorithm.name='DPO' learns from"),
+    "an algorithm of other data": ("environment.env_type=preference", "algorithm.name='GRPO' learns from"),
 }
 
 
