@@ -60,7 +60,9 @@ $(READY): pyproject.toml constraints.txt
 # The index may be out of reach or, on macOS, have no such build: then pip takes what its own has.
 	$(if $(TORCH_INDEX),-$(BIN)/python -m pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) $(TORCH)+cpu)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable $(PACKAGE)
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt reasoning-gym $(ORACLES) $(ADAPTED)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt reasoning-gym $(ORACLES)
+# gem-llm says that it needs Python 3.12.0 or earlier; what is adapted of it runs on 3.13.
+	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python $(ADAPTED)
 	touch $@
 
 train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train

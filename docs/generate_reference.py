@@ -56,7 +56,7 @@ def render() -> str:
             continue
         model = _model(field.annotation)
         assert model is not None, name
-        parts.append(f"## {name}\n\n{model.__doc__}\n\n{_table(model)}")
+        parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{_table(model)}")
     default = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
     parts.append(f"## The embedded default\n\n```yaml\n{default.rstrip()}\n```")
     return "\n".join(part.rstrip() + "\n" for part in parts)
@@ -67,9 +67,9 @@ def _algorithms() -> Iterator[str]:
         "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range under *evolves in* can be a"
         "\ngene: name it in `mutation.rl_hp_selection`, with that range (`lr: {}`) or one of your own."
     )
-    yield f"### of the base, whatever the algorithm\n\n{SharedOptions.__doc__}\n\n{_table(SharedOptions)}"
+    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_table(SharedOptions)}"
     for name, algorithm in ALGORITHMS.items():
-        yield f"### name: {name}\n\n{algorithm.__doc__}\n\n{_table(algorithm.Config, genes=True)}"
+        yield f"### name: {name}\n\n{inspect.getdoc(algorithm)}\n\n{_table(algorithm.Config, genes=True)}"
 
 
 def _table(model: type[BaseModel], *, genes: bool = False) -> str:

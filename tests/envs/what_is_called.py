@@ -75,5 +75,6 @@ def followed(
         return []
     if isinstance(found, type):
         functions = (getattr(part, "__func__", part) for part in vars(found).values())
-        return [(part, found) for part in functions if inspect.isfunction(part)]
+        # From Python 3.12 on an enum has functions of the standard library, from 3.13 on a dataclass.
+        return [(part, found) for part in functions if inspect.isfunction(part) and part.__module__ == found.__module__]
     return [(found, None)] if inspect.isfunction(found) else []

@@ -5,6 +5,7 @@ import math
 import operator
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -203,6 +204,8 @@ class PythonTool(Tool):
 URL_VARIABLE = "SEARCH_URL"
 QUERY = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 RECONNECTS = 2
+OPENING = threading.Lock()
+"""Two threads that search for the first time share one client; each with its own would have num_workers connections."""
 
 
 class SearchTool:
@@ -291,7 +294,9 @@ class SearchTool:
         url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
         try:
             asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
-            answer = request(self._client, "GET", asked, seconds=4 * self.timeout)
+            with OPENING:
+                client = self._client
+            answer = request(client, "GET", asked, seconds=4 * self.timeout)
             answer.raise_for_status()
             found: Any = answer.json()
         except httpx2.HTTPStatusError as error:
