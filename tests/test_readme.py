@@ -1,40 +1,87 @@
-"""The README and the guides do what they say: Python runs, commands run or parse, links lead somewhere."""
+"""The README and the guides do what they say: every block of code has a kind, and every kind a test.
 
+| kind | its test |
+| --- | --- |
+| bash | commands of the package run, the others are parsed by their own programs; nothing is left out |
+| python | runs, or, if it needs more than a CPU without a network (`NOT_RUN`), names what exists |
+| py | a program of another library: it is Python |
+| yaml | is a manifest, or a part of one |
+| json | is JSON |
+| text | what a command prints, or an excerpt: `TEXTS` says which |
+"""
+
+import argparse
 import ast
+import importlib.util
 import inspect
 import itertools
 import json
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import typer
 import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
 from tests import programs
 from tests.report.synthetic_run import make_run
+from tests.training.small_runs import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+")
-PROGRAMS = {"agilerl", "make", "pip", "python3", "git", "cd", "source", ".ci/run"}
+"""What the index names."""
+SHOWING = [
+    *PAGES,
+    ROOT / "CHANGELOG.md",
+    *(path for folder in ("agilerl", "benchmarking", "tutorials", "tools") for path in (ROOT / folder).rglob("*.md")),
+]
+"""What may show code."""
+FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+|algorithm\.use_vllm=true")
+"""What this machine need not have: a model of the hub, vLLM."""
+PROGRAMS = {"agilerl", "make", "pip", "python", "python3", "git", "cd", "source", "torchrun", "accelerate", "vllm"}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for found, text in FENCE.findall(page.read_text(encoding="utf-8")) if found == language]
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Return the kind and the text of each block."""
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [(kind, textwrap.dedent(text)) for _, kind, text in found]
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return [text for found, text in fences(page) if found == kind]
+
+
+def named(kind: str) -> dict[str, str]:
+    """Return all blocks of a kind as ``page-number``."""
+
+    def title(page: Path) -> str:
+        return page.stem if page in PAGES else str(page.relative_to(ROOT).with_suffix(""))
+
+    return {f"{title(page)}-{n}": text for page in SHOWING for n, text in enumerate(blocks(page, kind))}
+
+
+def cases(found: dict[str, str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("name", "text"), found.items(), ids=found)
 
 
 def commands(page: Path) -> list[str]:
@@ -43,17 +90,51 @@ def commands(page: Path) -> list[str]:
 
 
 def words(command: str) -> list[str]:
-    """Split as the shell does; programs of the environment lose their folder."""
-    program, *rest = shlex.split(command)
+    """Split as the shell does, without variables before the program and the folder of the environment's programs."""
+    program, *rest = itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command))
     return [program.removeprefix(".venv/bin/"), *rest]
 
 
 def all_of(program: str) -> list[str]:
-    return sorted({line for page in PAGES for line in commands(page) if words(line)[0] == program})
+    return sorted({line for page in SHOWING for line in commands(page) if words(line)[0] == program})
 
 
-def scripts() -> list[tuple[str, str]]:
-    return [(f"{page.stem}-{number}", code) for page in PAGES for number, code in enumerate(blocks(page, "python"))]
+IN_ORDER = ROOT / "docs" / "after_the_run.md"
+"""A page about a run that its first command makes; tests/cli/test_after.py runs its blocks one after another."""
+NOT_RUN = {
+    'model_name="Qwen': "a model of the hub, a GPU and vLLM",
+    'model="Qwen/Qwen2.5-0.5B-Instruct", dataset=rows': "a model of the hub",
+}
+"""Python that does not run here, by a piece of it, and what it needs."""
+GIVEN = {
+    'agent.save_checkpoint("here")': "",
+    "batch = collate(rollout": """
+import pytest
+from agilerl import Population, ReasoningGymTask
+from agilerl.data import collate
+from agilerl.errors import CheckpointError
+with pytest.raises(CheckpointError, match="my_loss"):
+    GRPO.load("here", runtime=runtime)
+rollout = Population([agent], ReasoningGymTask("gcd", {"max_value": 60}), prompts_per_step=2).rollout()
+my_derivative = lambda logp, batch: -batch.action_mask.float()
+""",
+    "experience = agent.prepare": """
+before = agent.state()
+""",
+}
+"""Python that goes on from the first block of its page: how it begins, and what else a reader has by then."""
+
+
+def scripts() -> dict[str, str]:
+    """Return the Python that runs; what goes on from a page's first block is a part of it."""
+    found: dict[str, str] = {}
+    for name, code in named("python").items():
+        first = re.sub(r"\d+$", "0", name)
+        if given := [before for begins, before in GIVEN.items() if code.startswith(begins)]:
+            found[first] += given[0] + code
+        elif not any(piece in code for piece in NOT_RUN) and not first.startswith(IN_ORDER.stem):
+            found[name] = code
+    return found
 
 
 CHECKS = {
@@ -75,31 +156,52 @@ assert after.mean > before.mean + 0.1, (before, after)
 """What is checked at the end of a script, besides that it runs."""
 
 
-@pytest.mark.parametrize(("name", "code"), scripts(), ids=[name for name, _ in scripts()])
+@cases(scripts())
 @pytest.mark.processes
-def test_python_runs(name: str, code: str, tmp_path: Path) -> None:
+def test_python_runs(name: str, text: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
-    script.write_text(code + CHECKS.get(name, ""))
+    script.write_text(text + CHECKS.get(name, ""))
     done = programs.run(script, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "code",
-    [code for page in PAGES for code in blocks(page, "text") if re.match(r"import |from ", code)],
-    ids=lambda code: code.splitlines()[0],
-)
-def test_python_that_needs_more_than_a_cpu_names_what_exists(code: str) -> None:
-    """It stands in ``text`` blocks, because it does not run here."""
+def test_tables_of_python_name_one_block_each() -> None:
+    texts = named("python").values()
+    assert [piece for piece in NOT_RUN if sum(piece in text for text in texts) != 1] == []
+    assert [begins for begins in GIVEN if sum(text.startswith(begins) for text in texts) != 1] == []
+
+
+@cases({name: text for name, text in named("python").items() if any(piece in text for piece in NOT_RUN)})
+def test_python_that_needs_more_than_a_cpu_names_what_exists(name: str, text: str) -> None:
     names: dict[str, object] = {}
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name: import_module(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {alias.name: pkgutil.resolve_name(f"{node.module}:{alias.name}") for alias in node.names}
-    for call in ast.walk(ast.parse(code)):
+    for call in ast.walk(ast.parse(text)):
         if isinstance(call, ast.Call) and (called := named_by(call.func, names)) is not None:
             inspect.signature(called).bind_partial(**{keyword.arg: None for keyword in call.keywords if keyword.arg})
+
+
+@cases(named("py"))
+def test_programs_of_other_libraries_are_python(name: str, text: str) -> None:
+    """What they name is compared with these libraries in tests/surface and tests/oracle."""
+    compile(text, name, "exec")
+
+
+def test_json_is_json() -> None:
+    for text in named("json").values():
+        json.loads(text)
+
+
+@cases(named("yaml"))
+def test_yaml_is_a_manifest(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "shown.yaml").write_text(text)
+    load_manifest(tmp_path / "shown.yaml", [])
+    page = next(page for page in SHOWING if text in blocks(page, "yaml"))
+    for file in re.findall(r"^# (\w+\.yaml)$", text, re.MULTILINE):
+        assert any(file in words(command) for command in commands(page)), f"no command of the page takes {file}"
 
 
 def named_by(node: ast.expr, names: dict[str, object]) -> Callable[..., object] | None:
@@ -115,12 +217,28 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, columns in (("rows.jsonl", ("question", "answer")), ("more.jsonl", ("problem", "solution"))):
         rows = ({columns[0]: f"{name} {i}", columns[1]: str(i)} for i in range(64))
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for page in PAGES:
-        for text in blocks(page, "yaml"):
-            if name := re.match(r"# (\w+\.yaml)\n", text):
-                (tmp_path / name[1]).write_text(text)
+    for text in named("yaml").values():
+        if name := re.match(r"# (\w+\.yaml)\n", text):
+            (tmp_path / name[1]).write_text(text)
+    (tmp_path / "my_module.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
+
+
+BROKEN = """
+class MyEnv:
+    max_turns = 2
+    def __init__(self, size):
+        self.size = size
+    def reset(self, seed=None):
+        return f"Guess a number up to {self.size}.", {}
+    def step(self, action):
+        return "Wrong.", float("nan"), True, False, {}
+"""
+"""An environment with a mistake, which `agilerl check` is shown to find."""
+FAILS = {"agilerl check my_module:MyEnv size=5": 1}
+"""Commands that are to find something, and their exit codes."""
 
 
 @pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] == "train" and not HUB_NAME.search(c)])
@@ -136,24 +254,180 @@ def test_train_commands_pass_every_check(command: str, workplace: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [c for c in all_of("agilerl") if HUB_NAME.search(c)])
-def test_train_commands_with_a_model_of_the_hub_are_valid_manifests(command: str) -> None:
-    overrides = [word for word in words(command) if "=" in word]
-    assert load_manifest(None, overrides).network.pretrained_model_name_or_path in command
+def test_train_commands_that_need_more_than_a_cpu_are_valid_manifests(command: str) -> None:
+    command_line(words(command)[1:])
 
 
-IN_ORDER = ROOT / "docs" / "after_the_run.md"
-"""A page whose commands are about a run that it makes; tests/cli/test_after.py runs them one after another."""
+def command_line(arguments: list[str]) -> typer.Context:
+    """Parse as the command line does, without running the command; settings are checked as well."""
+    program = typer.main.get_command(app)
+    with program.make_context("agilerl", list(arguments)) as context:
+        name, command, rest = program.resolve_command(context, arguments)  # type: ignore[attr-defined]
+        with command.make_context(name, rest, parent=context) as parsed:
+            if name == "train":
+                load_manifest(None, [word for word in rest if re.match(r"[a-z_]+\.[\w.]+=", word)])
+            return parsed
+
+
+def invoke(command: str, workplace: Path) -> str:
+    """Run a command of the package, and return what it printed."""
+    variables = {word.partition("=")[0] for word in itertools.takewhile(lambda w: "=" in w, shlex.split(command))}
+    assert variables <= {"AGILERL_ALLOWED_ADDRESSES"}
+    for run in (word for word in words(command)[2:] if word.startswith("runs/")):
+        if not (workplace / run).exists():
+            make_run(workplace / run)
+    done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
+    assert done.exit_code == FAILS.get(shlex.join(words(command)), 0), done.output
+    assert done.output
+    return done.output
 
 
 @pytest.mark.parametrize(
     "command", [c for c in all_of("agilerl") if words(c)[1] != "train" and c not in commands(IN_ORDER)]
 )
 def test_other_commands_run(command: str, workplace: Path) -> None:
-    for run in (word for word in words(command)[2:] if word.startswith("runs/")):
-        make_run(workplace / run)
-    done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
+    invoke(command, workplace)
+
+
+def inline() -> list[str]:
+    """Return the command lines of the package within sentences; what stands for something else is in capitals."""
+    texts = (FENCE.sub("", page.read_text(encoding="utf-8")) for page in SHOWING if page.name != "CHANGELOG.md")
+    found = (code for text in texts for code in re.findall(r"`((?:\.venv/bin/)?agilerl [a-z][^`]*)`", text))
+    return sorted({" ".join(code.split()) for code in found if "..." not in code})
+
+
+@pytest.mark.parametrize("command", inline())
+def test_commands_within_sentences_have_names_and_options_that_exist(command: str) -> None:
+    program = typer.main.get_command(app)
+    name, *rest = words(command)[1:]
+    assert name in program.commands  # type: ignore[attr-defined]
+    options = {
+        option
+        for parameter in program.commands[name].params  # type: ignore[attr-defined]
+        for option in (*parameter.opts, *parameter.secondary_opts, "--help", "-h")
+    }
+    assert [word for word in rest if word.startswith("-") and word not in options] == []
+    load_manifest(None, [word for word in rest if re.match(r"[a-z_]+\.[\w.]+=[^A-Z]", word)])
+
+
+# -- what commands print -----------------------------------------------------------------------------------------------
+
+
+TEXTS = {
+    "README-0": "the main job",
+    "five_minutes-0": "the main job",
+    "start-0": "the commands before it",
+    "environments-0": "the commands before it",
+    "CONTRIBUTING-0": "files of the package",
+}
+"""Blocks of text, besides those of `IN_ORDER`: what they show. Each has its test below."""
+
+
+def test_every_text_says_what_it_shows() -> None:
+    assert set(TEXTS) == {name for name in named("text") if not name.startswith(IN_ORDER.stem)}
+
+
+@pytest.mark.parametrize("name", [name for name, what in TEXTS.items() if what == "the commands before it"])
+def test_text_is_what_the_commands_before_it_print(name: str, workplace: Path) -> None:
+    text = named("text")[name]
+    pairs = (pair for page in SHOWING for pair in itertools.pairwise(fences(page)))
+    (before,) = [before for (kind, before), following in pairs if (kind, following) == ("bash", ("text", text))]
+    printed = "".join(invoke(line, workplace) for line in shlex_lines(before))
+    assert text in printed
+
+
+def shlex_lines(code: str) -> list[str]:
+    return [shlex.join(split) for line in code.splitlines() if (split := shlex.split(line, comments=True))]
+
+
+def shape(text: str) -> list[str]:
+    """Return the lines with numbers masked and blanks as one."""
+    lines = (re.sub(r"[-+]?\d[\d,.]*\d|[-+]?\d", "0", " ".join(line.split())) for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def assert_excerpt(name: str, printed: str) -> None:
+    """The lines of a text are among those printed, in their order; ``...`` stands for lines that are left out."""
+    lines = iter(shape(printed))
+    assert [line for line in shape(named("text")[name]) if line != "..." and line not in lines] == []
+
+
+MAIN_JOB = [name for name, what in TEXTS.items() if what == "the main job"]
+SMALLER = (
+    *("training.max_steps=512", "algorithm.batch_size=8", "algorithm.group_size=4"),
+    *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=4", "environment.test_prompts=8"),
+)
+
+
+def test_excerpts_of_the_main_job_have_the_lines_of_a_smaller_one(workplace: Path) -> None:
+    done = CliRunner().invoke(app, ["train", *SMALLER], catch_exceptions=False)
     assert done.exit_code == 0
-    assert done.output
+    for name in MAIN_JOB:
+        assert_excerpt(name, done.output)
+
+
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_excerpts_of_the_main_job_are_its_own(tmp_path: Path) -> None:
+    """A minute or two. What is learned in 156 iterations depends on the processor's rounding, by a point or so."""
+    done = programs.run("-m", "agilerl", "train", "--out", "run", cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr
+    tests = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
+    for name in MAIN_JOB:
+        assert_excerpt(name, done.stdout)
+        shown = dict(re.findall(r"^(base|median|elite).*?(0\.\d+) +0\.\d+ +400$", named("text")[name], re.MULTILINE))
+        assert float(shown["base"]) == pytest.approx(tests["base"]["mean"], abs=1e-3)
+        assert float(shown["elite"]) == pytest.approx(tests["elite"]["mean"], abs=0.03)
+
+
+def test_the_way_of_the_data_names_files_that_exist() -> None:
+    files = re.findall(r"[\w/]+(?:\.py|/)(?=[, \n])", named("text")["CONTRIBUTING-0"])
+    assert len(files) > 20
+    assert [name for name in files if not (ROOT / "agilerl" / name).exists()] == []
+
+
+# -- other programs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [*all_of("torchrun"), *all_of("accelerate")])
+def test_launchers_parse_their_commands(command: str) -> None:
+    program, *rest = words(command)
+    if program == "accelerate":
+        assert rest.pop(0) == "launch"
+    parsed = (get_args_parser() if program == "torchrun" else launch_command_parser()).parse_args(rest)
+    config = getattr(parsed, "config_file", None)
+    assert config is None or (ROOT / config).is_file()
+    assert parsed.module
+    assert importlib.util.find_spec(f"{parsed.training_script}.__main__")
+    command_line(parsed.training_script_args)
+
+
+@pytest.mark.parametrize("command", [c for c in (*all_of("python"), *all_of("python3")) if "-m venv" not in c])
+def test_scripts_parse_their_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParsedError(Exception):
+        pass
+
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser) -> NoReturn:
+        parse(parser)
+        raise ParsedError
+
+    _, *rest = words(command)
+    path = rest.pop(1).replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
+    monkeypatch.setattr(sys, "argv", rest)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(ParsedError):
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+
+
+@pytest.mark.parametrize("command", all_of("vllm"))
+def test_options_of_vllm_are_those_that_its_tests_start_it_with(command: str) -> None:
+    """`make test-vllm` does, with vLLM."""
+    assert words(command)[1] == "serve"
+    tested = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "with_vllm").glob("*.py"))
+    assert [word for word in words(command) if word.startswith("--") and f'"{word}"' not in tested] == []
+    assert [word for word in shlex.split(command) if re.match("VLLM_", word) and word.split("=")[0] not in tested] == []
 
 
 @pytest.mark.parametrize("command", all_of("make"))
@@ -171,21 +445,20 @@ def test_installation_commands_name_what_is_there() -> None:
     assert all_of("pip")
     for command in all_of("pip"):
         install, *rest = words(command)[1:]
-        assert install == "install"
+        assert install in ("install", "uninstall")
         assert all((ROOT / after).exists() for word, after in itertools.pairwise(rest) if word == "-c")
-        assert all(f'"{word}"' in pyproject or word in pins for word in rest if word.startswith("torch"))
+        assert all(f'"{word}"' in pyproject or word in pins for word in rest if re.match(r"torch\b", word))
 
 
 def test_no_command_goes_unchecked() -> None:
-    assert {words(line)[0] for page in PAGES for line in commands(page)} <= PROGRAMS
-    assert {language for page in PAGES for language, _ in FENCE.findall(page.read_text(encoding="utf-8"))} <= {
-        "bash",
-        "python",
-        "py",  # a program of another library, which is shown and not run
-        "text",
-        "yaml",
-        "json",
-    }
+    assert {words(line)[0] for page in SHOWING for line in commands(page)} <= PROGRAMS
+
+
+@pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
+    marks = re.findall(r"^[ >]*(?:`{3,}|~{3,}).*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(marks) == 2 * len(fences(page)), marks
+    assert {kind for kind, _ in fences(page)} <= {"bash", "python", "py", "yaml", "json", "text"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

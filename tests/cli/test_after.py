@@ -32,7 +32,7 @@ from agilerl.training.evaluation import Answer, Results
 from tests.cli.outcome import Outcome
 from tests.cli.test_start import started
 from tests.report.synthetic_run import ATTACK, make_run
-from tests.test_readme import FENCE, IN_ORDER
+from tests.test_readme import IN_ORDER, fences, shape
 from tests.training.small_runs import run_here
 
 Agilerl = Callable[..., Outcome]
@@ -215,14 +215,9 @@ def test_intervals() -> None:
 
 def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of the page, in order, prints what stands under it, but for numbers and the width of columns."""
-
-    def shape(text: str) -> list[str]:
-        found = (re.sub(r"[-+]?\d[\d,.]*\d|[-+]?\d", "0", " ".join(line.split())) for line in text.splitlines())
-        return [line for line in found if line]
-
     Path("questions.txt").write_text(f"{QUESTION}\n")
     shown = 0
-    for (language, block), (following, printed) in pairwise(FENCE.findall(IN_ORDER.read_text(encoding="utf-8"))):
+    for (language, block), (following, printed) in pairwise([*fences(IN_ORDER), ("", "")]):
         for line in block.splitlines() if language == "bash" else ():
             command, _, source = line.partition(" < ")
             monkeypatch.setattr("sys.stdin", StringIO(Path(source).read_text() if source else ""))
@@ -231,7 +226,10 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
             if following == "text":
                 assert shape(done.output) == shape(printed), command
                 shown += 1
-    assert shown == 9
+        if language == "python":
+            exec(compile(block, "the page", "exec"), {})
+            shown += 1
+    assert shown == 10
 
 
 # -- what a stranger's run may not do ----------------------------------------------------------------------------------
