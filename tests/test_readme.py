@@ -461,6 +461,17 @@ def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
     assert {kind for kind, _ in fences(page)} <= {"bash", "python", "py", "yaml", "json", "text"}
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_the_site_shows_lists_as_lists(page: Path) -> None:
+    """Its Markdown wants a blank line before a list, and four blanks before what else belongs to an item."""
+    item = re.compile(r" *(\* |\d+\. )")
+    texts = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for part in re.split(r"\n\s*\n", texts):
+        first, *rest = part.strip("\n").split("\n")
+        assert not re.match(r" {1,3}\S", first), first
+        assert item.match(first) or not any(item.match(line) for line in rest), first
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
