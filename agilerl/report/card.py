@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from agilerl.bounds import check_file
+from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.schedule import hyperparameter_schedule
@@ -27,8 +28,6 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#|!~$])")
 _LONGEST = 300
 _TESTS = {"base": "base model", "median_first_generation": "median agent of the first generation", "elite": "elite"}
 _TOKENS = {"generated": "generated", "trained": "trained on", "evaluated": "in exams"}
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts as --max-lora-rank."""
 
 
 def model_card(
@@ -125,7 +124,9 @@ def _card(
         base=base if is_hub_name(base) else "BASE",
         is_embedded=base == EMBEDDED,
         rank=rank,
-        vllm_rank=next((most for most in _VLLM_RANKS if most >= rank), rank),
+        vllm_options=" ".join(
+            adapter_options({called: "FOLDER"}, next((most for most in LORA_RANKS if most >= rank), rank))
+        ),
     )
     return str(card).rstrip() + "\n"
 

@@ -1,6 +1,6 @@
 """The run directory: journal, checkpoints, completions, lock. Importing it loads neither torch nor pyarrow."""
 
-from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files
+from agilerl.runs.checkpoints import AgentFiles, CheckpointStore, agent_files, newest_agents
 from agilerl.runs.directory import RunDirectory, RunLayout, collect_hardware, collect_versions, find_adapter, read_run
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 
@@ -15,6 +15,7 @@ __all__ = [
     "collect_hardware",
     "collect_versions",
     "find_adapter",
+    "newest_agents",
     "read_lines",
     "read_run",
 ]

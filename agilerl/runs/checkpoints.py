@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,28 @@ class AgentFiles:
 def agent_files(checkpoint: Path, index: int) -> AgentFiles:
     """Return the paths of agent ``index`` inside the checkpoint folder ``checkpoint``."""
     return AgentFiles(checkpoint / f"agent_{index}")
+
+
+def newest_agents(root: Path) -> dict[str, Path]:
+    """Return the adapters in the newest intact checkpoint of a run's folder ``checkpoints/``, by their folders' names.
+
+    These are the agents, ``agent_0`` and so on, and the best one so far, ``elite``. For readers: it takes no lock, and
+    leaves damaged checkpoints where they are. Raises CheckpointError if there is no intact one.
+    """
+    store = CheckpointStore(root)
+    for number in reversed(store.numbers()):
+        folder = store.path(number)
+        with suppress(CheckpointError):
+            verify_folder(folder)
+            found = [*folder.glob("agent_*"), folder / "elite"]
+            agents = {path.name: AgentFiles(path).actor for path in sorted(found, key=_place)}
+            return {name: actor for name, actor in agents.items() if actor.is_dir()}
+    raise CheckpointError(f"expected an intact checkpoint in {root}, found none")
+
+
+def _place(agent: Path) -> tuple[int, int]:
+    number = agent.name.rpartition("_")[2]
+    return (0, int(number)) if number.isdecimal() else (1, 0)
 
 
 class CheckpointStore:

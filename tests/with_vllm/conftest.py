@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from agilerl.config.vllm import VLLMConfig
+from agilerl.config.vllm import VLLMConfig, installed_vllm
 from agilerl.rollouts import RolloutEngine
-from agilerl.rollouts.vllm.colocated import ColocatedVLLM, installed_vllm
+from agilerl.rollouts.vllm.colocated import ColocatedVLLM
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 

