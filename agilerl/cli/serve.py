@@ -1,7 +1,7 @@
 """``agilerl serve``: adapters behind vLLM's own server, each under a model name of its own.
 
-A run may come from a stranger. All of it that reaches vLLM's command line is a base (a folder of this machine, or a name
-on the hub), folders with adapters in safetensors, and values that were checked; never ``--trust-remote-code``.
+A run may come from a stranger. All of it that reaches vLLM's command line is a base (a folder of this machine, or a
+name on the hub), folders with adapters in safetensors, and values that were checked; never ``--trust-remote-code``.
 """
 
 import json
