@@ -78,7 +78,8 @@ def serving(command: list[str], port: int, log: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    keep = ("selection_strategy.name=none", "mutation.probabilities={no_mut: 1}", "algorithm.lr=3e-3")
+    rates = "mutation={probabilities: {no_mut: 1}, rl_hp_selection: {lr: {min: 1e-3, max: 1e-2}}}"
+    keep = ("selection_strategy.name=none", "algorithm.lr=3e-3", rates)
     return run_here(tmp_path_factory.mktemp("serving") / "a,b" / "run", *keep)
 
 
@@ -95,18 +96,12 @@ def client(url: str) -> OpenAI:
 
 
 def asked(url: str, model: str, messages: Any, **settings: Any) -> Answer:
-    (choice,) = (
-        client(url)
-        .chat.completions.create(
-            model=model,
-            messages=messages,
-            max_tokens=10,
-            logprobs=True,
-            extra_body={"return_token_ids": True},
-            **settings,
+    with client(url) as opened:
+        more = {"return_token_ids": True}
+        answer = opened.chat.completions.create(
+            model=model, messages=messages, max_tokens=10, logprobs=True, extra_body=more, **settings
         )
-        .choices
-    )
+    (choice,) = answer.choices
     return Answer(choice.token_ids, [token.logprob for token in choice.logprobs.content], choice.message.content)
 
 
@@ -147,7 +142,8 @@ def gap(first: list[Answer], second: list[Answer]) -> float:
 
 @pytest.mark.timeout(600)
 def test_each_name_gives_the_greedy_answers_of_its_own_adapter(url: str, agents: dict[str, Any]) -> None:
-    assert {model.id for model in client(url).models.list()} == set(NAMES) == set(agents)
+    with client(url) as opened:
+        assert {model.id for model in opened.models.list()} == set(NAMES) == set(agents)
     served = asked_at_once(url, NAMES, temperature=0)
     for name in NAMES:
         own = own_answers(agents, name)
