@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,6 +18,7 @@ from agilerl.cli.adapter import subject
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import say
 from agilerl.cli.process_settings import loading_done
+from agilerl.cli.serve import base_place
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.runs import find_adapter, read_run
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
@@ -313,7 +314,7 @@ def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
         commit_folder(out, write, manifest=False)
     console.print(f"written: {out}\n", soft_wrap=True)
     place, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
-    console.print(f"vLLM         vllm serve {place}", soft_wrap=True)
+    console.print(f"vLLM         vllm serve {place} --generation-config vllm", soft_wrap=True)
     console.print(f"llama.cpp    python convert_hf_to_gguf.py {place} --outfile {file}", soft_wrap=True)
 
 
@@ -325,12 +326,17 @@ def run_export(run: Path, out: Path, *, quiet: bool) -> None:
     _vacant(out)
     with _as_a_whole(out):
         export_elite(run, out)
-    console = new_console(quiet=quiet)
+    console, places = new_console(quiet=quiet), {"FOLDER": str(out)}
+    with suppress(ConfigError):  # the base may have moved since
+        base = base_place(subject(run, examined=False).base)
+        places |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
     console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})", soft_wrap=True)
     text = (out / "README.md").read_text(encoding="utf-8")
     for name, what in (("vllm serve", "vLLM"), ("python convert_lora_to_gguf.py", "llama.cpp")):
         command = next(line for line in text.splitlines() if line.startswith(name))
-        placed = re.sub(r"\bFOLDER\b", lambda _: shlex.quote(str(out)), command)
+        placed = re.sub(
+            r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(places.get(word[0], word[0])), command
+        )
         console.print(f"{what:<12} {placed}", soft_wrap=True)
 
 

@@ -44,7 +44,7 @@ def run_serve(path: Path, more: Sequence[str], *, population: bool, host: str, p
         *extra,
         *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
     ]
-    command = [*program, _base(found.base), *options, *more]
+    command = [*program, base_place(found.base), *options, *more]
     for sentence in _differences(found.config, found.run):
         say(f"note: {sentence}")
     if dry_run:
@@ -91,7 +91,7 @@ def _room(folders: Iterable[Path]) -> int:
     return lora_capacity(max(ranks))
 
 
-def _base(name: str) -> str:
+def base_place(name: str) -> str:
     """Return what vLLM loads: a folder, or a name on the hub; nothing that it would read as an option or an address."""
     folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():

@@ -59,6 +59,7 @@ def agent_files(checkpoint: Path, index: int) -> AgentFiles:
     return AgentFiles(checkpoint / f"agent_{index}")
 
 
+@checked
 def newest_agents(root: Path) -> dict[str, Path]:
     """Return the adapters in the newest intact checkpoint of a run's folder ``checkpoints/``, by their folders' names.
 

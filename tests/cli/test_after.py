@@ -224,7 +224,8 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
             done = agilerl(*shlex.split(command)[1:])
             assert done.code == 0, done.errors
             if following == "text":
-                assert shape(done.output) == shape(printed), command
+                output = done.output.replace(str(tiny_model_path().parents[2]), "SITE-PACKAGES")
+                assert shape(output) == shape(printed), command
                 shown += 1
         if language == "python":
             exec(compile(block, "the page", "exec"), {})
