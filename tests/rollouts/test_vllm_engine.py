@@ -13,6 +13,7 @@ import torch
 
 from agilerl.algorithms import GRPO
 from agilerl.cli import main
+from agilerl.config import vllm
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
@@ -267,7 +268,7 @@ def test_the_trainer_corrects_for_what_vllm_reports() -> None:
 
 
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(colocated, "_DISTRIBUTIONS", ())
+    monkeypatch.setattr(vllm, "_DISTRIBUTIONS", ())
 
 
 def older_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
