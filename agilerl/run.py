@@ -91,7 +91,7 @@ def train(
         max_tokens=max_tokens,
         seed=seed,
     )
-    graders = [] if reward is None else [_grader(one) for one in (reward if isinstance(reward, list) else [reward])]
+    graders = [] if reward is None else [_grader(one) for one in _rewards(reward)]
     if graders:
         chosen.append(f"environment.graders={json.dumps([{'name': name} for name in graders])}")
     file = None if manifest is None else Path(manifest)
@@ -163,6 +163,13 @@ def _overrides(
     if max_tokens is not None:  # a sample has at least one token, so these end no run before
         settings.setdefault("training.max_steps", max_tokens)
     return [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+
+
+def _rewards(reward: Any) -> list[Any]:
+    """Return the rewards of one argument, which is one or a list of them; raises ConfigError for an empty list."""
+    if reward == []:
+        raise ConfigError("reward: expected at least one in the list, found none; leave it out for the task's own")
+    return reward if isinstance(reward, list) else [reward]
 
 
 def _grader(reward: Any) -> str:
@@ -278,6 +285,7 @@ class Run:
 
         return build_report([self.path], self._layout.report if out is None else out)
 
+    @checked
     def resume(self, *, reward: Any = None, display: bool = True, allow_code: bool = False) -> "Run":
         """Train on from the newest intact checkpoint, to the same bits on a CPU; a finished run is returned as it is.
 
@@ -292,7 +300,7 @@ class Run:
 
         names = _code_in(self.config)
         if reward is not None:
-            give(names, reward if isinstance(reward, list) else [reward])
+            give(names, _rewards(reward))
         allowed = allow_code or (bool(names) and all(map(is_given, names)))
         saved = open_run(self.path, report=print if display else lambda _: None)
         try:

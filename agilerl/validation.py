@@ -54,7 +54,8 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            text = f"unknown key {shown(key)}; {ours(key, item['input']) or nearest(path[-1], owner.model_fields)}"
+            hint = ours(key, item["input"]) or _in_a_section(path[-1], owner) or nearest(path[-1], owner.model_fields)
+            text = f"unknown key {shown(key)}; {hint}"
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"
         elif item["type"] in ("model_type", "dict_type"):
@@ -70,6 +71,16 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
             found[key] = text
             wrong_type = wrong_type | {key} if is_type else wrong_type - {key}
     return "; ".join(dict.fromkeys(found.values())) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
+
+
+def _in_a_section(key: str, model: type[BaseModel]) -> str:
+    """Return a hint if a section of the model has the key, which was given without it."""
+    homes = [
+        f"'{name}.{key}'"
+        for name, field in model.model_fields.items()
+        if key in getattr(_plain(field.annotation), "model_fields", {})
+    ]
+    return f"did you mean {' or '.join(homes)}?" if homes else ""
 
 
 def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list[str], type[BaseModel]]:

@@ -1,9 +1,11 @@
 """EvolvableAlgorithm: identity, checked hyperparameters, and the clone / mutate / checkpoint hooks of every agent."""
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Self
@@ -129,6 +131,14 @@ class EvolvableAlgorithm(ABC):
             if not hasattr(cls, name):
                 setattr(cls, name, Hyperparameter(name, field.description))
         cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
+        if name not in self.__dict__ and not hasattr(type(self), name):
+            close = get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
+            if hint := ours(name) or (f"did you mean {close[0]!r}?" if close else ""):
+                warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
+        super().__setattr__(name, value)
 
     @checked
     def __init__(

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
-from agilerl.arguments import Location, checked, taken
+from agilerl.arguments import Location, checked, shown, taken
 from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.errors import ConfigError
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models import adapters
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
@@ -171,11 +171,17 @@ class ActorView:
         finally:
             agent._adapter_off = kept
 
+    @checked
     def save_pretrained(self, path: Location) -> None:
-        """Write the adapter as PEFT does."""
+        """Write the adapter as PEFT does; raises CheckpointError if the folder cannot be made."""
         agent = self._agent
         store, folder = agent.runtime.store, Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder {shown(str(folder))} cannot be made: {error.strerror or error}"
+            ) from error
         factors = store.adapter(agent.slot)
         adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.source)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import addresses_in
-from agilerl.arguments import shown
-from agilerl.cli.running import check_task, manifests_in
+from agilerl.arguments import nearest, shown
+from agilerl.cli.running import manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import check_names, config_of_run, load_manifest
 from agilerl.config.named_files import check_unchanged
@@ -99,6 +99,8 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
     config = _about(folder, config, None if run is not None or named else _base_of(folder), examined=examined)
     check_names(config)
     if examined:
+        from agilerl.envs.upstream import check_task
+
         check_task(config)
     return Subject(folder, run, config, all_rows)
 
@@ -128,6 +130,8 @@ def _check_keys(overrides: Iterable[str]) -> None:
             name in _OF_TRAINING.get(section, ()) or (section in used and name not in used[section])
         ):
             known = f"; of {section} it has {', '.join(used[section])}" if section in used else ""
+            if section in used and (hint := nearest(name, used[section])).startswith("did"):
+                raise ConfigError(f"{shown(key)} is not a setting of an evaluation; {hint}")
             raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{known}")
 
 

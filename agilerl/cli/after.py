@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,8 @@ def run_eval(
 ) -> None:
     """Evaluate and show; see ``agilerl eval --help``."""
     found = subject(path, arguments, examined=True, allow_addresses=allow_addresses)
+    if not isfinite(full):
+        raise ConfigError(f"--right-from: expected a finite number, found {full}")
     if samples and not temperature:
         raise ConfigError("answers drawn at --temperature 0 are all alike; raise it, or give --samples 0")
     if out is not None:
@@ -412,10 +415,11 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 
 def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
     """Show what differs between runs and what came of them; see ``agilerl compare --help``."""
-    from agilerl.report.load import load_run
+    from agilerl.report.load import check_different, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
+    check_different(runs)
     found = [load_run(path) for path in runs]
     settings = [dict(_flat(run.info["config"])) for run in found]
     names = list(dict.fromkeys(name for one in settings for name in one))

@@ -454,6 +454,8 @@ def export(
     """
     if (out is None) == (optuna is None):
         raise typer.BadParameter("expected a folder for the elite or --optuna STORAGE, one of the two")
+    if optuna is None and name is not None:
+        raise typer.BadParameter("--name is that of a study, which --optuna STORAGE writes, found no --optuna")
     if out is not None:
         from agilerl.cli.after import run_export
 

@@ -208,7 +208,7 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
     if extrapolate is not None:
         schedule = stretched(schedule, extrapolate)
     schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"].get("lr_schedule")}
-    if as_json:
+    if as_json and out is None:
         print(json.dumps(schedule, indent=1))
         return
     out = Path("schedule.yaml") if out is None else out
@@ -224,6 +224,9 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
         out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{shown(str(out))} cannot be written: {error.strerror or error}") from error
+    if as_json:
+        print(json.dumps(schedule, indent=1))
+        return
     _show_schedule(schedule)
     print(f"written: {out}")
 

@@ -68,7 +68,8 @@ def run_init(
     _check_free(manifest, rows, code)
     asks = not yes and sys.stdin.isatty()
     place = manifest.parent
-    model = _answer("Model (a folder, a name on the Hugging Face hub, or the package's own)", _EMBEDDED, model, asks)
+    wanted = "Model (a folder, a name on the Hugging Face hub, or the package's own)"
+    model = _answer(wanted, _EMBEDDED, model, asks, _check_model)
     wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _check_source(text, place))
     wanted = "Reward (function: yours to edit, exact: the whole answer, accuracy: the number in it)"
@@ -102,7 +103,7 @@ def _answer(
     def checked(text: str) -> str:
         try:
             check(text.strip())
-        except ConfigError as error:
+        except AgileRLError as error:
             raise typer.BadParameter(str(error)) from error  # typer asks again
         return text.strip()
 
@@ -115,8 +116,15 @@ def _answer(
     return chosen
 
 
+def _check_model(model: str) -> None:
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"expected a model's folder, found none at {shown(model)}")
+
+
 def _check_source(source: str, place: Path) -> None:
     if source == SAMPLE or source.startswith("reasoning_gym:"):
+        if source == "reasoning_gym:":
+            raise ConfigError("expected the name of a task after reasoning_gym:, found none; for instance gcd")
         return
     if source.startswith("agilerl/") or ("." in source.partition(":")[0] and ":" in source):
         raise ConfigError(f"expected rows or a task, found an environment: {shown(source)}; see docs/environments.md")
@@ -128,6 +136,9 @@ def _check_source(source: str, place: Path) -> None:
             raise ConfigError(
                 f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
             )
+        from agilerl.envs.sources import read_dataset
+
+        read_dataset(path, limit=1)
 
 
 def _check_reward(reward: str) -> None:
@@ -218,6 +229,7 @@ def _write(files: dict[Path, str]) -> None:
 
 def _check_manifest(path: Path) -> None:
     """Check names and values, without loading the model or the rows."""
-    from agilerl.cli.running import check_task, configuration
+    from agilerl.cli.running import configuration
+    from agilerl.envs.upstream import check_task
 
     check_task(configuration([str(path)]))

@@ -24,7 +24,6 @@ from agilerl.cli.output import console_of_lines, json_line, say, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import (
     check_place,
-    check_task,
     configuration,
     fail_without_elite,
     follow,
@@ -147,6 +146,8 @@ def launch(request: Request, manifest: str = "") -> None:
             if not request.silent and writes:  # one of them speaks
                 _announce(request, manifest)
             if not together:  # of several processes each would print the error
+                from agilerl.envs.upstream import check_task
+
                 check_task(config)
         if on_ray:
             assert isinstance(config, RunConfig)

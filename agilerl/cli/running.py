@@ -58,16 +58,6 @@ def manifest_name(arguments: Sequence[str]) -> str:
     return shown(manifests[0]) if manifests else "the embedded default"
 
 
-def check_task(config: RunConfig) -> None:
-    """Raise ConfigError for a task or parameter that reasoning_gym does not have; does not import torch."""
-    e = config.environment
-    family, _, name = (e.task or "").partition(":")
-    if e.env_type != "multiturn" and e.dataset is None and family == "reasoning_gym" and name:
-        from agilerl.envs.upstream import check_params
-
-        check_params(name, e.params)
-
-
 def manifests_in(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that are no overrides: an argument with ``=`` that is a file is none either."""
     return [a for a in arguments if "=" not in a or _is_file(a)]

@@ -129,7 +129,7 @@ def form_of(
         columns: what the rows have.
         purpose: what they are read for.
         name: the dataset's name in messages.
-        response: preferred response column of ``sft``.
+        response: response column of ``sft``; without a ``target``, its default, one of the usual ones.
         needs: whether ``reasoning`` needs an answer to grade with.
 
     Raises:
@@ -141,6 +141,8 @@ def form_of(
         raise _missing(["label"], columns, name)
     if purpose in ("preference", "unpaired"):
         return _form_of_pairs(columns, name)
+    if response not in (None, "target", *columns):
+        raise _missing([str(response)], columns, name)
     if purpose == "sft":
         prompts, needs = ["messages", "prompt", "question"], "text"
         responses = [*([response] if response else []), "completion", "answer", "chosen"]

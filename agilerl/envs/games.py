@@ -82,6 +82,7 @@ class Game(TextEnv):
         gymnasium.Env.reset(self, seed=self._seed)  # gymnasium's check_env inspects its generator; games do not use it
         return self.begin(), {"best_return": self.best_return, "random_return": self.random_return}
 
+    @checked
     def step(self, action: str) -> StepResult:
         """Take a turn.
 

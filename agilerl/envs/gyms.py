@@ -84,6 +84,7 @@ class Gym(ABC, Generic[Batch]):
         size = self._size("train")
         return self._drawn["train"] * self.data_batch_size_per_gpu * self._world // size if size else 0
 
+    @checked
     def reset(self, reset_dataloaders: bool = False) -> Batch:
         """Draw the next batch; with ``reset_dataloaders`` start the split again."""
         if reset_dataloaders:
@@ -417,7 +418,7 @@ class SFTGym(DataGym):
             train_dataset: anything that ``read_dataset`` takes, or a mixture.
             test_dataset: the same; what ``eval_mode()`` and ``agent.test`` use.
             tokenizer: Hugging Face tokenizer; without a pad token its end token pads.
-            response_column: preferred column of the response to ``prompt``.
+            response_column: column of the response to ``prompt``; without a ``target``, one of those above.
             loss_on: ``completion``: only the last answer is learned; ``assistant``: every assistant message, which
                 needs an append-only chat template.
             data_batch_size_per_gpu: rows per batch of this process, 1 or more.

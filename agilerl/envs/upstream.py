@@ -19,6 +19,7 @@ from typing import Any
 
 from agilerl.arguments import nearest, shown
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
+from agilerl.config.run import RunConfig
 from agilerl.deferred import deferred
 from agilerl.envs import arithmetic
 from agilerl.errors import ConfigError, how_to_install
@@ -43,6 +44,14 @@ NAME_OR_OPERATOR = re.compile(r"[A-Za-z]\w{0,31}|[-+*/%&|^~<>=]{1,3}", re.ASCII)
 def known_tasks() -> list[str]:
     """Return the names of all reasoning_gym datasets, ``composite`` included; of two if it is not installed."""
     return sorted(_registry())
+
+
+def check_task(config: RunConfig) -> None:
+    """Raise ConfigError for a task or parameter of a run that reasoning_gym does not have; does not import torch."""
+    e = config.environment
+    family, _, name = (e.task or "").partition(":")
+    if e.env_type != "multiturn" and e.dataset is None and family == "reasoning_gym" and name:
+        check_params(name, e.params)
 
 
 def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from agilerl.arguments import Count, Seed, Share, checked
+from agilerl.arguments import Count, Having, Seed, Share, checked
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.mutation import Member, Mutation, Mutations
@@ -14,6 +14,10 @@ from agilerl.hpo.spread import around, initial_hyperparameters
 from agilerl.hpo.strategies import ANNEALED, LRSchedule, make_strategy
 
 _STATE = 1
+Strategy = Annotated[
+    Any,
+    Having("the name of a strategy or an object with plan", ("plan",), "pass TournamentSelection(...), for instance"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Evolution:
         genes: Mapping[str, Gene],
         *,
         size: Count = 4,
-        strategy: str | object = "knockout",
+        strategy: str | Strategy = "knockout",
         settings: Mapping[str, Any] | None = None,
         mutations: Mutations | None = None,
         schedule: LRSchedule | None = None,
@@ -78,15 +82,13 @@ class Evolution:
         named = isinstance(strategy, str)
         if settings and not named:
             raise ConfigError(f"settings are those of a named strategy, found strategy={type(strategy).__name__}")
-        if not named and not callable(getattr(strategy, "plan", None)):
-            raise ConfigError(f"strategy: expected a name or an object with plan, found {type(strategy).__name__}")
         self.strategy: SelectionStrategy = (
-            make_strategy(strategy, size, settings or {}) if isinstance(strategy, str) else strategy  # type: ignore[assignment]
+            make_strategy(strategy, size, settings or {}) if isinstance(strategy, str) else strategy
         )
         annealed = named and strategy in ANNEALED
         self.schedule = schedule or (LRSchedule("linear", decay=0.4) if annealed else LRSchedule())
         self.mutations = mutations or Mutations(0, 0, 0, 0, 0, 1)
-        self.seed = seed
+        self.seed, self._size = seed, size
         self.genes = dict(genes)
         if founders is None:
             founders = {name: around(gene, values[name]) for name, gene in genes.items()} if annealed else genes
@@ -121,6 +123,9 @@ class Evolution:
         indices = [member.index for member in self._members]
         if set(exams) != set(indices):
             raise ConfigError(f"expected the exams of the members {indices}, found those of {sorted(exams)}")
+        panels = {index: len(one) for index, one in exams.items() if not isinstance(one, Fitness)}
+        if len(set(panels.values())) > 1:
+            raise ConfigError(f"expected scores on the same questions of every member, found as many: {panels}")
         fitness = {
             index: one if isinstance(one := exams[index], Fitness) else Fitness.from_scores(one) for index in indices
         }
@@ -175,7 +180,14 @@ class Evolution:
             place = (int(state["generation"]), int(state["next_index"]), dict(state["kept"]))
             for member in members:
                 check_values(self.genes, member.hyperparameters)
-        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            indices = {member.index for member in members}
+            if not members or len(indices) < len(members) or min(indices) < 0 or max(indices) >= place[1]:
+                raise ValueError(f"different members below next_index={place[1]}, found {sorted(indices)}")
+            if not len(members) <= self._size <= place[1]:
+                raise ValueError(f"a search of {self._size} members, found {len(members)} of {place[1]} in all")
+            if place[0] < 0:
+                raise ValueError(f"a generation of 0 or more, found {place[0]}")
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"expected what Evolution.state() returned for these genes: {error}") from error
         self._members, self._births, self.best = members, births, known
         self.generation, self.next_index, self._kept = place

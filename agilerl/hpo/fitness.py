@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Number, Share, checked
+from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown, taken
 from agilerl.errors import ConfigError
 
 _Z95 = 1.959963984540054
@@ -21,16 +21,21 @@ class Fitness:
     With ``costs`` it is a vector, and agents are compared by Pareto dominance (``ranking``, ``evidence``).
     """
 
-    mean: float
+    mean: Number
     """Mean score over the panel (for several turns: mean episode return)."""
-    stderr: float = math.nan
+    stderr: Number = math.nan
     """Standard error of ``mean`` over the prompts; NaN when unknown."""
-    n: int = 1
+    n: Whole = 1
     """Number of prompts."""
-    scores: tuple[float, ...] = field(default=(), repr=False)
+    scores: tuple[Number, ...] = field(default=(), repr=False)
     """Score of each prompt, in panel order, the same panel for every agent; empty when only the mean is known."""
     costs: Mapping[str, "Fitness"] = field(default_factory=dict)
     """Further objectives by name, of the same prompts, each the better the lower (``kl``, ``length``)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.stderr < 0:
+            raise ConfigError(f"Fitness: expected a stderr of 0 or more, or NaN, found {self.stderr}")
 
     @classmethod
     @checked
@@ -72,10 +77,15 @@ class Fitness:
         return {**values, "costs": costs} if costs else values
 
     @classmethod
+    @checked
     def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
-        """Return the fitness that :meth:`state` gave."""
-        costs = {name: cls.from_state(cost) for name, cost in values.get("costs", {}).items()}
-        return cls(values["mean"], values["stderr"], values["n"], tuple(values["scores"]), costs)
+        """Return the fitness that :meth:`state` gave; raises ConfigError for anything else."""
+        missing = [name for name in ("mean", "stderr", "n", "scores") if name not in values]
+        if missing:
+            raise ConfigError(f"Fitness: expected what state() returned, found no {missing[0]} in {shown(values)}")
+        costs = taken(Mapping[str, Mapping[str, Any]], values.get("costs", {}), "Fitness", "costs")
+        others = {name: cls.from_state(cost) for name, cost in costs.items()}
+        return cls(values["mean"], values["stderr"], values["n"], values["scores"], others)
 
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""

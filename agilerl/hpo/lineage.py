@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agilerl.arguments import described
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation
@@ -149,6 +150,8 @@ def family_tree(records: Iterable[Record]) -> dict[int, Life]:
     """
     lives: dict[int, Life] = {}
     for record in records:
+        if not isinstance(record, Mapping):
+            raise CheckpointError(f"expected the lines of a lineage as mappings, found {described(record)}")
         try:
             _add(lives, record)
         except (KeyError, TypeError, ValueError) as error:

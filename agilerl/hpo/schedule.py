@@ -1,9 +1,9 @@
 """The hyperparameter schedule that a search found: each gene's value against tokens, followed through the ancestors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import Count, checked
+from agilerl.arguments import Count, Whole, checked, described, nearest, taken
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.lineage import Life, Record, family_tree, winning_lineage
 from agilerl.hpo.parameters import Value
@@ -11,7 +11,8 @@ from agilerl.hpo.parameters import Value
 SCHEMA_VERSION = 1
 
 
-def hyperparameter_schedule(records: Iterable[Record], agent: int) -> dict[str, Any]:
+@checked
+def hyperparameter_schedule(records: Iterable[Record], agent: Whole) -> dict[str, Any]:
     """Return the schedule of ``agent`` as plain data, ready for YAML.
 
     ``genes`` maps each name to steps ``{"tokens": int, "value": value}``, the first at 0: the value holds from that
@@ -54,16 +55,16 @@ def hyperparameter_schedule(records: Iterable[Record], agent: int) -> dict[str, 
     }
 
 
-def value_at(schedule: Mapping[str, Any], gene: str, tokens: int) -> Value:
+@checked
+def value_at(schedule: Mapping[str, Any], gene: str, tokens: Whole) -> Value:
     """Return the value of ``gene`` once ``tokens`` tokens were trained on; the last value holds beyond the end.
 
-    Raises ConfigError when the schedule does not have the gene, or ``tokens`` is negative.
+    Raises ConfigError for what is not a schedule, and when it does not have the gene.
     """
-    steps = schedule["genes"].get(gene)
-    if not steps:
-        raise ConfigError(f"The schedule has no gene {gene!r}; it has {', '.join(schedule['genes']) or 'none'}.")
-    if tokens < 0:
-        raise ConfigError(f"Tokens are counted from 0, found {tokens}.")
+    genes = _genes_of(schedule)
+    if gene not in genes:
+        raise ConfigError(f"the schedule has no gene {gene!r}; {nearest(gene, genes)}")
+    steps = genes[gene]
     value: Value = [step["value"] for step in steps if step["tokens"] <= tokens][-1]
     return value
 
@@ -72,17 +73,29 @@ def value_at(schedule: Mapping[str, Any], gene: str, tokens: int) -> Value:
 def stretched(schedule: Mapping[str, Any], tokens: Count) -> dict[str, Any]:
     """Return a schedule for an agent that trains on this many tokens: every position in proportion.
 
-    Raises ConfigError for a schedule without an exam after its start, which has no length.
+    Raises ConfigError for what is not a schedule, and for one without an exam after its start, which has no length.
     """
-    total = schedule["total_tokens"]
+    found, total = _genes_of(schedule), taken(Whole, schedule.get("total_tokens"), "the schedule", "total_tokens")
     if total < 1:
         raise ConfigError("The schedule has no length: its agent had trained on no token at its last exam.")
     genes: dict[str, list[dict[str, Any]]] = {}
-    for name, steps in schedule["genes"].items():
+    for name, steps in found.items():
         for step in steps:
             _append(genes, round(step["tokens"] * tokens / total), {name: step["value"]})
-    moved = [{**one, "tokens": round(one["tokens"] * tokens / total)} for one in schedule["not_replayed"]]
+    moved = [{**one, "tokens": round(one["tokens"] * tokens / total)} for one in schedule.get("not_replayed", [])]
     return {**schedule, "total_tokens": tokens, "genes": genes, "not_replayed": moved}
+
+
+def _genes_of(schedule: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return the genes' steps of a schedule, checked."""
+    genes = taken(Mapping[str, Sequence[Mapping[str, Any]]], schedule.get("genes"), "the schedule", "genes")
+    for name, steps in genes.items():
+        places = [taken(Whole, step.get("tokens"), "the schedule", f"the tokens of {name}") for step in steps]
+        if places[:1] != [0] or not all("value" in step for step in steps):
+            raise ConfigError(
+                f"the schedule: expected steps of {name} with tokens (the first 0) and value, found {described(steps)}"
+            )
+    return genes  # type: ignore[no-any-return]
 
 
 def _append(genes: dict[str, list[dict[str, Any]]], tokens: int, values: Mapping[str, Value]) -> None:

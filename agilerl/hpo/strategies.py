@@ -136,7 +136,8 @@ class LRSchedule:
         if self.name != "constant" and self.warmup + self.decay > 1 + 1e-9 and self.decay < 1:
             raise ConfigError(f"warmup={self.warmup:g} and decay={self.decay:g} overlap; they add up to at most 1.")
 
-    def factor(self, spent: float) -> float:
+    @checked
+    def factor(self, spent: Share) -> float:
         """Return the factor where ``spent`` of the budget, in [0, 1], is spent."""
         if spent < self.warmup:
             return max(spent / self.warmup, 0.01)

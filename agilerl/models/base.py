@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
@@ -501,6 +502,19 @@ def _check_complete(name: str, found: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def _without_retries(of_hub: bool) -> Iterator[None]:
+    """Take a model of the hub from its cache alone, if the hub does not answer: its client would retry for a minute."""
+    from huggingface_hub import constants
+
+    kept = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = kept or (of_hub and is_out_of_reach())
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = kept
+
+
 def _some(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - 1} more are" if len(keys) > 1 else " is"
     return f"{keys[0]}{more}"
@@ -515,7 +529,8 @@ def _loading(what: str, name: str, expected: str) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with _without_retries(resolve_model(name) == name):
+            yield
     except AgileRLError:
         raise
     except Exception as error:  # any of several libraries that read files: no list of their errors is complete

@@ -2,11 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agilerl.arguments import Location, shown
+from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
 from agilerl.hpo.spread import EMBEDDED_RATE
 from agilerl.hpo.strategies import UNITS
@@ -118,6 +120,14 @@ class RunRecord:
     def is_finished(self) -> bool:
         """True if the summary says so."""
         return bool(self.summary.get("status") == "finished")
+
+
+def check_different(runs: Sequence[Location]) -> None:
+    """Raise ConfigError for run directories of which one is given twice."""
+    places = [Path(path).resolve() for path in runs]
+    twice = next((path for number, path in enumerate(runs) if places[number] in places[:number]), None)
+    if twice is not None:
+        raise ConfigError(f"expected different run directories, found {shown(str(twice))} twice; leave one out")
 
 
 def load_run(path: Path) -> RunRecord:

@@ -27,6 +27,7 @@ from agilerl.report.load import (
     Family,
     RunRecord,
     Score,
+    check_different,
     cost_names,
     front_exams,
     hyperparameter_at,
@@ -51,6 +52,7 @@ def build_report(run_dirs: Sequence[Location], out: Location, *, reload: Count |
     """
     if not run_dirs:
         raise CheckpointError("expected at least one run directory for the report, found none.")
+    check_different(run_dirs)
     runs = [load_run(Path(path)) for path in run_dirs]
     html = render(runs, reload)
     out = Path(out)

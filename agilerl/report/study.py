@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import shown
+from agilerl.arguments import Location, Name, checked, shown
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.hpo.lineage import Life, family_tree
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.strict_json import read_json
 
 
-def export_study(run: Path, storage: str, name: str | None = None) -> int:
+@checked
+def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
     """Write a run to an Optuna storage (``sqlite:///runs.db``) as a new study; returns the number of trials.
 
     A trial is an agent: its hyperparameters as they were last, its exams as intermediate values by the tokens that it
@@ -24,6 +25,7 @@ def export_study(run: Path, storage: str, name: str | None = None) -> int:
         import optuna
     except ImportError as error:
         raise ConfigError(f"the export needs optuna, which is not installed; {how_to_install('optuna')}") from error
+    run = Path(run)
     layout, config = RunLayout(run), read_run(run)["config"]
     lives = family_tree(read_lines(layout.lineage))
     summary = read_json(layout.summary) if layout.summary.exists() else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 import regex
-from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2 import StrictUndefined, Template, TemplateError, meta
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from agilerl.addresses import request
@@ -60,6 +60,8 @@ class JudgeGrader(WaitingGrader):
 
     name = "judge"
     asks_once = True
+    judged: tuple[str, ...] = ("completion",)
+    """What the template has to show."""
 
     @checked
     def __init__(
@@ -115,7 +117,7 @@ class JudgeGrader(WaitingGrader):
         self.request = {"temperature": 0, **(request or {})}
         self.concurrency, self.timeout, self.attempts, self.first_wait = concurrency, timeout, attempts, first_wait
         self.cache = None if cache is None else Path(cache)
-        self._template = _compiled(template)
+        self._template = _compiled(template, self.judged)
         self._pattern = _checked_pattern(pattern)
         self._lock = Lock()
         self._replies: dict[str, str] = {}
@@ -256,7 +258,7 @@ def _passes(error: BaseException) -> bool:
 
 def _checked_url(base_url: str) -> str:
     url = httpx2.URL(base_url)
-    if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+    if any(map(str.isspace, base_url)) or url.scheme not in ("http", "https") or not url.host or url.userinfo:
         raise ConfigError(f"JudgeGrader: expected base_url as http(s)://host/path, without a password, on {url.host}")
     return base_url.rstrip("/")
 
@@ -270,11 +272,19 @@ def _checked_variable(name: str | None) -> str | None:
     return name
 
 
-def _compiled(template: str) -> Template:
+def _compiled(template: str, judged: Sequence[str]) -> Template:
+    environment = BoundedEnvironment(undefined=StrictUndefined)
     try:
-        return BoundedEnvironment(undefined=StrictUndefined).from_string(template)
+        compiled, read = environment.from_string(template), meta.find_undeclared_variables(environment.parse(template))
     except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
         raise ConfigError(f"JudgeGrader: the template is not valid Jinja: {error}") from error
+    missing = next((name for name in judged if name not in read), None)
+    if missing is not None:
+        expected = f"{{{{ {missing} }}}}"
+        raise ConfigError(
+            f"JudgeGrader: expected {expected} in the template, or it shows no answer, found {template!r}"
+        )
+    return compiled
 
 
 def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":

@@ -44,6 +44,7 @@ class PairwiseJudgeGrader(JudgeGrader):
     """
 
     name = "pairwise_judge"
+    judged = ("completion_a", "completion_b")
 
     @checked
     def __init__(

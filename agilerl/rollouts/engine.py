@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from agilerl.arguments import described, reason, shown
+from agilerl.arguments import check_fields, described, reason, shown
 from agilerl.custom_code import contained
 from agilerl.data import Completion, Trajectory
 from agilerl.data.batch import FinishReason
@@ -32,6 +32,7 @@ class SamplingSettings:
     """The end token cannot be drawn before this many tokens."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         limits = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "0 (greedy) or more"),

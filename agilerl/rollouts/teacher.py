@@ -12,6 +12,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_expo
 from torch import Tensor
 
 from agilerl.addresses import request
+from agilerl.arguments import Name, Positive, checked
 from agilerl.config.run import TEACHER_KEY
 from agilerl.config.vllm import server_url
 from agilerl.data import RolloutBatch
@@ -36,7 +37,10 @@ class TeacherEndpoint:
     ``TEACHER_API_KEY``, sent in the header ``Authorization``, and never shown.
     """
 
-    def __init__(self, url: str, model: str, api: TeacherAPI = "prompt_logprobs", *, timeout: float = 120.0) -> None:
+    @checked
+    def __init__(
+        self, url: Name, model: Name, api: TeacherAPI = "prompt_logprobs", *, timeout: Positive = 120.0
+    ) -> None:
         """Take the address, without ``/v1``, the model's name there, and the seconds for one answer."""
         try:
             self.url = str(server_url(url))

@@ -206,11 +206,20 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     """Return the mean of a metric over all processes of an accelerator (None: over the numbers alone)."""
     if metric_tensor is None:  # the accelerator may be left out
         accelerator, metric_tensor = None, accelerator
-    values = torch.as_tensor(np.asarray(metric_tensor) if not isinstance(metric_tensor, Tensor) else metric_tensor)
+    _check_accelerator(accelerator)
+    try:
+        values = torch.as_tensor(np.asarray(metric_tensor) if not isinstance(metric_tensor, Tensor) else metric_tensor)
+    except (TypeError, ValueError):
+        raise ConfigError(f"metric_tensor: expected numbers, found {described(metric_tensor)}") from None
     values = values.detach().float().reshape(-1)
     if accelerator is not None and accelerator.num_processes > 1:
         values = accelerator.gather(values.mean().reshape(1).to(accelerator.device))
     return float(values.mean())
+
+
+def _check_accelerator(given: Any) -> None:
+    if given is not None and not hasattr(given, "num_processes"):
+        raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(given)}")
 
 
 def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
@@ -222,6 +231,10 @@ def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
 
     if deepspeed_plugin is None and not torch.cuda.is_available() and PartialState().num_processes == 1:
         return None
+    if deepspeed_plugin is not None and not hasattr(deepspeed_plugin, "deepspeed_config"):
+        raise ConfigError(
+            f"deepspeed_plugin: expected an accelerate.DeepSpeedPlugin, found {described(deepspeed_plugin)}"
+        )
     return Accelerator(deepspeed_plugin=deepspeed_plugin)
 
 

@@ -19,13 +19,26 @@ from typing import Annotated, Any, TypeVar
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
-from agilerl.arguments import Count, Having, Hint, Location, Number, Positive, check_fields, described, nearest, taken
+from agilerl.arguments import (
+    Count,
+    Having,
+    Hint,
+    Location,
+    Number,
+    Positive,
+    check_fields,
+    checked,
+    described,
+    nearest,
+    reason,
+    taken,
+)
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym
 from agilerl.envs.tokenized import TokenObservationWrapper
-from agilerl.errors import ConfigError
+from agilerl.errors import AgileRLError, ConfigError, EnvError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
@@ -119,6 +132,13 @@ class LoopOptions:
                 "agents with",
                 stacklevel=5,
             )
+        for name, needed in _NEEDS.items():
+            if getattr(self, name) is not None and not getattr(self, needed):
+                warnings.warn(f"{name} has no effect without {needed}=True", stacklevel=5)
+
+
+_NEEDS = {"wandb_api_key": "wb", "wandb_kwargs": "wb", "tensorboard_log_dir": "tensorboard", "csv_log_dir": "csv"}
+"""Arguments that concern a tracker, with the argument that asks for it."""
 
 
 def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
@@ -126,6 +146,7 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
 
     def decorate(loop: LoopT) -> LoopT:
         own = [p for p in inspect.signature(loop).parameters.values() if p.name != "options"]
+        body = checked(loop)
         known = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
 
         @wraps(loop)
@@ -135,7 +156,7 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
                 names = [*(p.name for p in own), *known]
                 raise ConfigError(f"{loop.__name__} has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
             given = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
-            found = loop(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+            found = body(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
             mine = args[0] if args else kwargs.get("pop")
             if isinstance(mine, list):  # programs read their list afterwards, and who was replaced is gone
                 mine[:] = found[0]
@@ -211,7 +232,7 @@ def finetune_llm_sft(
 @documented_loop(max_steps=32768, evaluation_interval=50)
 def finetune_llm_multiturn(
     pop: Sequence[LLMAlgorithm],
-    max_turns: int,
+    max_turns: Count,
     env_factory: Callable[..., Any],
     env_config: Mapping[str, Any] | None = None,
     init_hp: Mapping[str, Any] | None = None,
@@ -225,7 +246,6 @@ def finetune_llm_multiturn(
     ``batch_size`` divided by its ``group_size``, at least one), ``group_size`` times each.
     """
     agents = _checked(pop, ("reasoning",))
-    taken(Count, max_turns, "finetune_llm_multiturn", "max_turns")
     task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
     return _Loop(agents, task, tokenizer, options, init_hp=init_hp).run()
 
@@ -233,7 +253,7 @@ def finetune_llm_multiturn(
 @documented_loop(max_steps=32768, evaluation_interval=50)
 def train_llm_rollout(
     pop: Sequence[LLMAlgorithm],
-    max_turns: int,
+    max_turns: Count,
     env_factory: Callable[..., Any],
     init_hp: Mapping[str, Any] | None = None,
     *,
@@ -262,15 +282,14 @@ def train_llm_dataset(
 
 def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgorithm]:
     """Return the agents; raises ConfigError unless they learn from one of these kinds of environment."""
-    agents = taken(Sequence[LLMAlgorithm], pop, "the training loop", "pop")
-    if not agents:
+    if not pop:
         raise ConfigError("expected a population of at least one agent as pop, found none")
-    wrong = next((agent for agent in agents if agent.env_type not in kinds), None)
+    wrong = next((agent for agent in pop if agent.env_type not in kinds), None)
     if wrong is not None:
         loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft", "unpaired": "train_llm_dataset"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
-    return _on_one_base(agents)
+    return _on_one_base(pop)
 
 
 def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
@@ -282,7 +301,7 @@ def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
     warnings.warn(
         f"{len(apart)} of {len(agents)} agents have a copy of the base model of their own: they are moved to that of "
         "the first; make them with population(), or pass runtime=pop[0].runtime, to load it once",
-        stacklevel=5,
+        stacklevel=6,
     )
     found = []
     for agent in agents:
@@ -299,7 +318,12 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
-    made = env if env is not None else taken(Callable[..., Any], env_fn, "the training loop", "env_fn")()
+    try:
+        made = env if env is not None else env_fn()
+    except AgileRLError:
+        raise
+    except Exception as error:  # a factory may raise anything; report its reason
+        raise EnvError(f"env_fn could not make an environment: {reason(error)}") from error
     if not isinstance(made, kind):
         raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(made)}")
     return made
@@ -333,6 +357,7 @@ def _episodes(
         limits.append(env.max_model_len)
         return env.env
 
+    plain.__name__ = getattr(env_factory, "__name__", "env_factory")
     first = [EpisodeTask(plain, env_config, max_turns=max_turns, test_episodes=0).take()]
     task = EpisodeTask(
         lambda **given: first.pop() if first else plain(**given),

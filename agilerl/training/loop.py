@@ -14,6 +14,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import AgentState, soup
+from agilerl.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
@@ -67,9 +68,10 @@ def planned_iterations(session: Session) -> int:
     return max(1, -(-session.config.training.max_steps // samples_per_iteration(session)))
 
 
+@checked
 def train(
     session: Session,
-    out: Path,
+    out: Location,
     *,
     command: list[str] | None = None,
     stop: StopRequest | None = None,
@@ -86,6 +88,7 @@ def train(
     if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
     process.
     """
+    out = Path(out)
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
         return
@@ -105,6 +108,7 @@ def train(
         yield from _work(session, out, run, None, stop or StopRequest(), trackers)
 
 
+@checked
 def resume(
     session: Session,
     run: RunDirectory | None,

@@ -10,7 +10,7 @@ from typing import Any
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
-from agilerl.arguments import nearest, shown
+from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.manifest import check_gene, check_hyperparameters, check_source, chosen
@@ -134,6 +134,7 @@ class Resolved:
         return {**whole, "algorithm": algorithm}
 
 
+@checked
 def resolve(config: RunConfig) -> Resolved:
     """Resolve a configuration and check everything that needs neither a model nor this machine.
 

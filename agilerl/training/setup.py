@@ -13,7 +13,7 @@ import torch
 from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.sharing import Sharing
-from agilerl.arguments import shown
+from agilerl.arguments import checked, shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
 from agilerl.config.run import TEACHER_KEY, RunConfig
@@ -104,6 +104,7 @@ class Loaded:
     topology: Topology
 
 
+@checked
 def build(
     config: RunConfig,
     checkpoint: Path | None = None,

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from agilerl.arguments import Location, nearest, shown
+from agilerl.arguments import Location, checked, described, nearest, shown
 from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
@@ -51,8 +51,8 @@ class Tracker(Protocol):
         """Take values by name at an iteration; iterations never decrease, and may come several times."""
 
 
-Wanted = Mapping[str, Mapping[str, Any]] | Sequence[str | Tracker]
-"""Trackers by name, each with the keywords of its library's start; or names, and trackers of the user's own."""
+Wanted = Mapping[str, Mapping[str, Any] | Tracker] | Sequence[str | Tracker] | str
+"""Trackers by name, each with the keywords of its library's start; or one or more names, and the user's own trackers."""
 
 
 # -- before a run -----------------------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ def check_trackers(wanted: Wanted, own: Iterable[str] = ()) -> None:
     for name in sorted(names):
         if name not in TRACKERS:
             raise ConfigError(
-                f"expected one of the trackers {', '.join(TRACKERS)}, found {shown(name)}; {nearest(name, TRACKERS)}, "
-                "or pass an object with log(values, step)"
+                f"expected one of the trackers {', '.join(TRACKERS)}, or an object with log(values, step), found "
+                f"{shown(name)}; {nearest(name, TRACKERS)}"
             )
         if not getattr(imports, f"is_{name}_available")():
             raise ConfigError(f"the tracker {name} needs its library, which is not installed: {how_to_install(name)}")
@@ -383,14 +383,30 @@ def _read(run: RunLayout) -> dict[str, _Sent]:
 def _named(wanted: Wanted) -> dict[str, Any]:
     """Return settings, or trackers that are made already, by name."""
     if isinstance(wanted, Mapping):
+        for name, one in wanted.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"expected trackers by their names, found {described(name)}")
+            if not (isinstance(one, Mapping) or _tracks(one)):
+                raise ConfigError(
+                    f"expected settings, or an object with log, for the tracker {shown(name)}, found {described(one)}"
+                )
         return dict(wanted)
+    if not isinstance(wanted, Sequence):
+        raise ConfigError(f"expected trackers as a list or a mapping, found {described(wanted)}")
     found: dict[str, Any] = {}
-    for one in [wanted] if isinstance(wanted, str) else wanted:
+    items: Sequence[Any] = [wanted] if isinstance(wanted, str) else wanted
+    for one in items:
+        if not isinstance(one, str) and not _tracks(one):
+            raise ConfigError(f"expected the name of a tracker, or an object with log, found {described(one)}")
         name = one if isinstance(one, str) else type(one).__name__
         if name in found:
             raise ConfigError(f"expected each tracker once, found {shown(name)} twice; give one class to each")
         found[name] = {} if isinstance(one, str) else one
     return found
+
+
+def _tracks(given: Any) -> bool:
+    return not isinstance(given, type) and callable(getattr(given, "log", None))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -407,6 +423,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class CSVFile:
     """The tracker behind ``csv=True``: a file in ``folder``, named after its time, with a row for each value."""
 
+    @checked
     def __init__(self, folder: Location) -> None:
         self.path = Path(folder) / f"{datetime.now():%Y%m%d-%H%M%S}.csv"
 

@@ -1,7 +1,7 @@
 """LocalTrainer: a run from Python, by AgileRL's name for it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from agilerl.config.run import RunConfig, place_of_run
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agilerl.training.events import Event
     from agilerl.training.setup import Session
 
 _OF_NETWORK = ("pretrained_model_name_or_path", "max_context_length", "lora_config")
@@ -100,6 +99,11 @@ class LocalTrainer:
                 f"LocalTrainer trains in one process, found an accelerator of {accelerator.num_processes}; start "
                 "several with `accelerate launch -m agilerl.cli train MANIFEST` (docs/one_agent.md)"
             )
+        from agilerl.envs.upstream import check_task
+        from agilerl.training.resolved import resolve
+
+        resolve(config)
+        check_task(config)
         self.config = config
         self.resume_from_checkpoint = None if resume_from is None else Path(resume_from)
         self.out: Path | None = None
@@ -127,6 +131,7 @@ class LocalTrainer:
             raise ConfigError("the task and the tokenizer are loaded by train(); call it first")
         return self.session
 
+    @checked
     def train(
         self,
         *,
@@ -142,7 +147,7 @@ class LocalTrainer:
         csv_log_dir: Location | None = None,
         verbose: bool = True,
         allow_code: bool = False,
-        consumers: "tuple[Callable[[Event], None], ...]" = (),
+        consumers: Sequence[Callable[..., Any]] = (),
     ) -> tuple[list[Any], list[float]]:
         """Train to the end; return the last population and the fitness of each of its agents.
 
@@ -197,9 +202,13 @@ class LocalTrainer:
 
 
 def _adapter(path: Location) -> str:
-    """Return the adapter's folder of a checkpoint, or of a run's elite."""
+    """Return the adapter's folder of a checkpoint, or of a run's elite; raises CheckpointError if there is none."""
+    from agilerl.models.adapters import read_config
+
     inside = Path(path) / "actor"
-    return str(inside if inside.is_dir() else path)
+    folder = inside if inside.is_dir() else Path(path)
+    read_config(folder)
+    return str(folder)
 
 
 def _environment(name: str) -> dict[str, Any]:
