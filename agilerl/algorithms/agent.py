@@ -781,6 +781,11 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         lora = adapters.read_config(actor_folder(folder))
         if runtime is None:
             saved = read_json(folder / "agent.json", PlainState)
+            if not saved["base"]:
+                raise CheckpointError(
+                    f"{folder} holds an agent on a model that had neither a name nor a folder; load that model, and "
+                    "pass runtime=Runtime.for_model(model)"
+                )
             runtime = Runtime.from_pretrained(saved["base"], device=device, lora_config=lora, **saved["pad"])
         state = read_state(folder, runtime.store.layers)
         check_base(state, runtime)

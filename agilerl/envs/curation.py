@@ -141,7 +141,7 @@ def form_of(
         raise _missing(["label"], columns, name)
     if purpose in ("preference", "unpaired"):
         return _form_of_pairs(columns, name)
-    if response not in (None, "target", *columns):
+    if response not in (None, "target", *columns) and "messages" not in columns:
         raise _missing([str(response)], columns, name)
     if purpose == "sft":
         prompts, needs = ["messages", "prompt", "question"], "text"

@@ -1,6 +1,7 @@
 """A run directory as plain records and a family tree, however far the run has come."""
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ class RunRecord:
 
 def check_different(runs: Sequence[Location]) -> None:
     """Raise ConfigError for run directories of which one is given twice."""
-    places = [Path(path).resolve() for path in runs]
+    places = [os.path.realpath(path) for path in runs]
     twice = next((path for number, path in enumerate(runs) if places[number] in places[:number]), None)
     if twice is not None:
         raise ConfigError(f"expected different run directories, found {shown(str(twice))} twice; leave one out")

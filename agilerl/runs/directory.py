@@ -231,7 +231,7 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
     The path is a run, which stands for its elite; or an adapter: ``elite/``, an agent of a checkpoint, any PEFT folder.
     Raises CheckpointError if there is neither, or if the run has no elite yet.
     """
-    root = Path(path)
+    root = _reached(path)
     if (root / "run.json").is_file():
         read_run(root)
         layout = RunLayout(root)
@@ -250,6 +250,17 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
     return folder, next((place for place in above if (place / "run.json").is_file()), None)
 
 
+def _reached(path: Location) -> Path:
+    """Return a path that may lead nowhere; raises CheckpointError for one that the system does not take."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise CheckpointError(f"expected a run at {shown(str(path))}: {error.strerror or error}") from error
+    return Path(path)
+
+
 @checked
 def read_run(path: Location) -> dict[str, Any]:
     """Return the checked content of ``run.json`` of any run, even one in use or finished; takes no lock.
@@ -257,7 +268,7 @@ def read_run(path: Location) -> dict[str, Any]:
     Raises CheckpointError if ``path`` is missing, not a run directory, or written by a newer version, or if its
     configuration does not match the hash beside it.
     """
-    root = Path(path)
+    root = _reached(path)
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
         raise CheckpointError(f"expected a run directory at {root}, found {found}.")

@@ -52,7 +52,7 @@ class Tracker(Protocol):
 
 
 Wanted = Mapping[str, Mapping[str, Any] | Tracker] | Sequence[str | Tracker] | str
-"""Trackers by name, each with the keywords of its library's start; or one or more names, and the user's own trackers."""
+"""Trackers by name, each with the keywords of its library's start; or names, or one, and the user's own trackers."""
 
 
 # -- before a run -----------------------------------------------------------------------------------------------------

@@ -202,13 +202,9 @@ class LocalTrainer:
 
 
 def _adapter(path: Location) -> str:
-    """Return the adapter's folder of a checkpoint, or of a run's elite; raises CheckpointError if there is none."""
-    from agilerl.models.adapters import read_config
-
+    """Return the adapter's folder of a checkpoint, or of a run's elite."""
     inside = Path(path) / "actor"
-    folder = inside if inside.is_dir() else Path(path)
-    read_config(folder)
-    return str(folder)
+    return str(inside if inside.is_dir() else path)
 
 
 def _environment(name: str) -> dict[str, Any]:

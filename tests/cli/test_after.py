@@ -49,6 +49,11 @@ def summary(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "summary.json").read_text()))
 
 
+@pytest.fixture(scope="module")
+def evolved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("after") / "evolved")
+
+
 @pytest.fixture
 def adapter(run: Path, tmp_path: Path) -> Path:
     """The elite's adapter alone, outside any run."""
@@ -406,6 +411,67 @@ def test_load_says_what_is_missing(adapter: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "unfinished", finished=False)
     with pytest.raises(CheckpointError, match="resume"):
         package.load(tmp_path / "unfinished")
+
+
+MISTAKES = {
+    "eval RUN training.sede=7": "'seed'",
+    "eval RUN trainin.seed=7": "'training'",
+    "eval RUN training.pop_size=9": "'training.pop_size'",
+    "eval RUN other.yaml": "other.yaml",
+    "eval RUN environment.task=reasoning_gym:gdc": "'gcd'",
+    "eval RUN environment.test_prompts=0": "test_prompts",
+    "eval RUN --samples -1": "--samples",
+    "eval RUN --temperature nan": "--temperature",
+    "eval RUN --right-from nan": "nan",
+    "eval RUN --worst -1": "--worst",
+    "eval RUN --sample 3": "--samples",
+    "eval RUN --out full": "full",
+    "chat RUN algorithm.lrr=3": "algorithm.lrr",
+    "chat RUN --max-tokens 0": "--max-tokens",
+    "chat RUN --temperature x": "--temperature",
+    "merge RUN": "OUT",
+    "merge RUN full": "full",
+    "merge RUN file": "file",
+    "merge RUN new --dtype int8": "int8",
+    "export RUN full": "full",
+    "export RUN new --name study": "--optuna",
+    "export RUN --optuna nonsense": "nonsense",
+    "export RUN --optuna sqlite:///file": "file",
+    "push RUN me": "'me'",
+    "push RUN me/x/y": "'me/x/y'",
+    "compare RUN": "alone",
+    "compare RUN RUN": "twice",
+    "compare RUN nowhere": "nowhere",
+    "report RUN RUN": "twice",
+    "report RUN --out full": "full",
+    "schedule EVOLVED --out file": "file",
+    "schedule EVOLVED --extrapolate 0": "--extrapolate",
+    "resume RUN/elite": "run.json",
+    "train --out RUN": "finished",
+}
+"""What is typed about a finished run, with what the message has to name."""
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_about_a_run_is_one_sentence(
+    typed: str, run: Path, evolved: Path, agilerl: Agilerl, tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("...")
+    (tmp_path / "file").write_text("...")
+    before = sorted(tmp_path.rglob("*"))
+    places = {"RUN": str(run), "EVOLVED": str(evolved), "RUN/elite": str(run / "elite")}
+    found = agilerl(*(places.get(word, word) for word in typed.split()))
+    assert (found.code, found.results) == (2, "")
+    assert found.errors.startswith("error: ")
+    assert found.errors.count("\n") == 1
+    assert MISTAKES[typed] in found.errors
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_schedule_is_printed_and_written(evolved: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    printed = json.loads(agilerl("schedule", str(evolved), "--json", "--out", "mine.yaml").output)
+    assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["genes"] == printed["genes"]
 
 
 # -- push --------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,23 @@ OTHERS = [
     *(["train", "--out", "caf\udcc3\udca9"], ["resume"], ["resume", "a", "b"], ["report", *["nowhere"] * 500]),
     *(["check"], ["check", "env.py:x", "--tokenizer"], ["env", "x"], ["env", "--bogus"], [""], ["TRAIN"], ["\udcff"]),
 ]
+AFTER = {
+    **{name: [] for name in ("eval", "chat", "schedule", "compare")},
+    **{name: ["folder/new"] for name in ("merge", "export")},
+    "push": ["me/mine", "--dry-run"],
+}
+"""Commands that begin with a run or an adapter, with what else each needs."""
+INIT = [
+    *(["init", path] for path in PATHS),
+    *(["init", "my.yaml", "--data", data] for data in ("broken.jsonl", "empty.jsonl", "junk.parquet", "junk.csv")),
+    *(["init", "my.yaml", "--data", data] for data in ("rows.txt", "folder", "nowhere.csv", "reasoning_gym:", "a b")),
+    *(["init", "my.yaml", "--data", data] for data in ("reasoning_gym:gdc", "agilerl/GuessTheNumber-v0", "/dev/zero")),
+    *(["init", "my.yaml", "--model", model] for model in ("", "./nowhere", "/dev/null", "~/nowhere")),
+    *(["init", "my.yaml", "--reward", reward] for reward in ("", "nice")),
+]
 CALLS = [
+    *([command, path, *rest] for path in PATHS for command, rest in AFTER.items()),
+    *INIT,
     *([command, name, "training.pop_size=0"] for name in MANIFESTS for command in ("train", "check")),
     *([command, path] for path in PATHS for command in ("resume", "report")),
     *(["report", path, "nowhere"] for path in ("loop.yaml", "run")),

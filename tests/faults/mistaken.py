@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from agilerl import Mutations, Population, TournamentSelection
+from agilerl import LocalTrainer, Mutations, Population, Run, TournamentSelection
+from agilerl import train as train_run
 from agilerl.algorithms import (
     DPO,
     GRPO,
@@ -24,6 +25,7 @@ from agilerl.envs import (
     GridNavigation,
     ReasoningGymTask,
 )
+from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import Fitness
 from agilerl.llm_envs import (
     ReasoningGym,
@@ -34,7 +36,9 @@ from agilerl.llm_envs import (
 from agilerl.rewards import (
     exact_match,
 )
+from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 from tests.faults.small_populations import make_population
+from tests.report.synthetic_run import make_run
 
 ROWS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(12)]
 CHAT = [{"role": "user", "content": "{question}"}]
@@ -103,6 +107,10 @@ class World:
     def file(self) -> Path:
         (self.path / "file").write_text("not a folder")
         return self.path / "file"
+
+    @cached_property
+    def finished(self) -> Run:
+        return Run(make_run(self.path / "finished"))
 
     @cached_property
     def rollout(self) -> Any:
@@ -176,6 +184,38 @@ def evolve(w: World, **changes: Any) -> Any:
         "seed": 0,
     }
     return w.population.evolve(**{**given, **changes})
+
+
+def search(w: World, **changes: Any) -> Evolution:
+    return Evolution(**{"values": {"lr": 1e-4}, "genes": {"lr": w.agent.genes["lr"]}, "size": 2, **changes})
+
+
+def standing(w: World, **changes: Any) -> None:
+    """Go on where a search stands, with one part of that replaced."""
+    search(w).load_state({**search(w).state(), **changes})
+
+
+def told(w: World, *exams: Any, spent: Any = 0.5) -> Any:
+    return search(w).tell(dict(enumerate(exams)), spent)
+
+
+def trained(w: World, **changes: Any) -> Any:
+    return train_run(**{"out": w.path / "new", "display": False, "max_tokens": 1, **changes})
+
+
+def trainer(**changes: Any) -> LocalTrainer:
+    return LocalTrainer(**{"algorithm": "GRPO", "environment": "reasoning_gym:gcd", **changes})
+
+
+def questions(w: World, **changes: Any) -> Any:
+    """The documented loop over questions."""
+    return finetune_llm_reasoning(**{"pop": [w.agent], "env": w.gym, "max_steps": 2, "verbose": False, **changes})
+
+
+def episodes(w: World, **changes: Any) -> Any:
+    """The documented loop over episodes."""
+    given = {"pop": [w.agent], "max_turns": 2, "env_factory": GridNavigation, "max_steps": 2, "verbose": False}
+    return finetune_llm_multiturn(**{**given, **changes})
 
 
 def spelling(**changes: Any) -> ReasoningGymTask:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from agilerl import Mutations, Population, Runtime, TournamentSelection
+from agilerl import Mutations, Population, Run, Runtime, TournamentSelection, load
 from agilerl.algorithms import (
     CISPO,
     DPO,
     GRPO,
     GSPO,
+    KTO,
     PPO,
     REINFORCE,
     RLOO,
@@ -53,8 +54,10 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliabilit
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
+from agilerl.hpo.schedule import hyperparameter_schedule, stretched, value_at
 from agilerl.hpo.selection import NoSelection, Plan, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.strategies import LRSchedule
 from agilerl.llm_envs import (
     FormatRewardWrapper,
     PreferenceGym,
@@ -62,8 +65,10 @@ from agilerl.llm_envs import (
     SearchTool,
     SFTGym,
     SyncMultiTurnVecEnv,
+    UnpairedGym,
 )
 from agilerl.report import build_report
+from agilerl.report.study import export_study
 from agilerl.rewards import (
     Accuracy,
     CombinedGrader,
@@ -72,6 +77,7 @@ from agilerl.rewards import (
     JsonValid,
     JudgeGrader,
     Overlong,
+    PairwiseJudgeGrader,
     Regex,
     Repetition,
     RewardModelGrader,
@@ -84,9 +90,22 @@ from agilerl.rewards import (
     library_grader,
     run_python,
 )
+from agilerl.rollouts import SamplingSettings
+from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runs import CheckpointStore, Journal, RunDirectory, read_lines, read_run
+from agilerl.training.loop import train as run_session
+from agilerl.training.resolved import resolve
+from agilerl.training.setup import build
+from agilerl.training.trackers import CSVFile, check_trackers
+from agilerl.training.train_llm import finetune_llm_preference
 from agilerl.utils.algo_utils import VLLMConfig
-from agilerl.utils.utils import save_llm_checkpoint
+from agilerl.utils.llm_utils import compare_responses, create_llm_accelerator
+from agilerl.utils.utils import (
+    aggregate_metrics_across_gpus,
+    create_population,
+    run_selection_and_mutation,
+    save_llm_checkpoint,
+)
 from tests.faults.mistaken import (
     CHAT,
     ROWS,
@@ -94,6 +113,7 @@ from tests.faults.mistaken import (
     beyond,
     chat,
     dataset,
+    episodes,
     evolve,
     foreign,
     gym,
@@ -103,8 +123,14 @@ from tests.faults.mistaken import (
     mutations,
     namesake,
     people,
+    questions,
+    search,
     spelling,
+    standing,
     stranger,
+    told,
+    trained,
+    trainer,
 )
 
 pytestmark = pytest.mark.model
@@ -116,6 +142,10 @@ class Mistake(NamedTuple):
     error: type[AgileRLError]
     words: tuple[str, ...]
     """What the message must name: the argument, and what was found."""
+
+
+LATE = {"genes": {"lr": [{"tokens": 5, "value": 1e-4}]}}
+"""A schedule without a value at its beginning."""
 
 
 MISTAKES = [
@@ -674,6 +704,160 @@ MISTAKES = [
     Mistake("vllm-config", lambda w: VLLMConfig(gpu_memory_utilization="x"), ConfigError, ("gpu_memory", "'x'")),
     Mistake("vllm-config-true", lambda w: VLLMConfig(max_num_seqs=True), ConfigError, ("max_num_seqs",)),
     Mistake("unknown-name", lambda w: Mutations(0, 0, 0, 0, 0, 0), ConfigError, ("rl_hp=0",)),
+    # -- runs from Python --------------------------------------------------------------------------------------------
+    Mistake("train-task-number", lambda w: trained(w, task=5), ConfigError, ("task", "5")),
+    Mistake("train-task-misspelt", lambda w: trained(w, task="reasoning_gym:gdc"), ConfigError, ("'gcd'",)),
+    Mistake("train-algorithm", lambda w: trained(w, algorithm="GROP"), ConfigError, ("'GROP'", "GRPO")),
+    Mistake("train-gene", lambda w: trained(w, evolve=["lrr"]), ConfigError, ("lrr",)),
+    Mistake("train-genes-text", lambda w: trained(w, evolve="lr"), ConfigError, ("evolve", "'lr'")),
+    Mistake("train-section", lambda w: trained(w, trainning={"evo_steps": 4}), ConfigError, ("trainning",)),
+    Mistake("train-section-number", lambda w: trained(w, training=5), ConfigError, ("training", "5")),
+    Mistake("train-setting", lambda w: trained(w, training={"evo_step": 4}), ConfigError, ("evo_step", "evo_steps")),
+    Mistake("train-no-rewards", lambda w: trained(w, reward=[]), ConfigError, ("reward", "none")),
+    Mistake("train-reward-number", lambda w: trained(w, reward=5), ConfigError, ("reward", "5")),
+    Mistake("train-rows-empty", lambda w: trained(w, dataset=[]), EnvError, ("none",)),
+    Mistake("train-out-taken", lambda w: trained(w, out=w.finished.path), CheckpointError, ("finished",)),
+    Mistake("train-display", lambda w: trained(w, display="no"), ConfigError, ("display", "'no'")),
+    Mistake("train-code", lambda w: trained(w, allow_code="no"), ConfigError, ("allow_code", "'no'")),
+    Mistake("train-manifest", lambda w: trained(w, manifest=w.path / "no.yaml"), ConfigError, ("no.yaml",)),
+    Mistake("run-nowhere", lambda w: Run(w.path / "no"), CheckpointError, ("no",)),
+    Mistake("run-long", lambda w: Run("a" * 5000), CheckpointError, ("too long",)),
+    Mistake("run-of-a-file", lambda w: Run(w.file), CheckpointError, ("file",)),
+    Mistake("run-resume-display", lambda w: w.finished.resume(display="no"), ConfigError, ("display", "'no'")),
+    Mistake("run-resume-code", lambda w: w.finished.resume(allow_code="no"), ConfigError, ("allow_code", "'no'")),
+    Mistake("run-report-out", lambda w: w.finished.report(5), ConfigError, ("out", "5")),
+    Mistake("report-twice", lambda w: build_report([w.finished.path] * 2, w.path / "r"), ConfigError, ("twice",)),
+    Mistake("load-any-none", lambda w: load(None), ConfigError, ("path", "None")),
+    Mistake("load-any-long", lambda w: load("a" * 5000), CheckpointError, ("too long",)),
+    Mistake("load-any-nowhere", lambda w: load(w.path / "no"), CheckpointError, ("no",)),
+    Mistake("load-nameless", lambda w: load(w.checkpoint), CheckpointError, ("runtime=", "agent")),
+    Mistake("trainer-algorithm", lambda w: trainer(algorithm="GRPPO"), ConfigError, ("'GRPPO'", "GRPO")),
+    Mistake("trainer-hyperparameter", lambda w: trainer(algorithm={"lrr": 1}), ConfigError, ("lrr", "'lr'")),
+    Mistake("trainer-task", lambda w: trainer(environment="reasoning_gym:gdc"), ConfigError, ("'gdc'", "'gcd'")),
+    Mistake(
+        "trainer-weights",
+        lambda w: trainer(load_weights_from=w.path / "no").train(out=w.path / "weights"),
+        CheckpointError,
+        ("adapter", "no"),
+    ),
+    Mistake("trainer-device", lambda w: trainer(device="gpu"), ConfigError, ("device", "'gpu'")),
+    Mistake("trainer-out", lambda w: trainer().train(out=5), ConfigError, ("out", "5")),
+    Mistake("trainer-elite", lambda w: trainer().train(elite_path=5), ConfigError, ("elite_path", "5")),
+    Mistake("trainer-code", lambda w: trainer().train(allow_code="no"), ConfigError, ("allow_code", "'no'")),
+    Mistake("trainer-verbose", lambda w: trainer().train(verbose="no"), ConfigError, ("verbose", "'no'")),
+    Mistake("trainer-consumers", lambda w: trainer().train(consumers=print), ConfigError, ("consumers", "print")),
+    Mistake("trainer-consumer", lambda w: trainer().train(consumers=["x"]), ConfigError, ("consumers[0]", "'x'")),
+    Mistake("trainer-env-early", lambda w: trainer().env, ConfigError, ("train()",)),
+    Mistake("build-none", lambda w: build(None), ConfigError, ("config", "None")),
+    Mistake("build-dict", lambda w: build({"training": {}}), ConfigError, ("config", "dict")),
+    Mistake("resolve-dict", lambda w: resolve({}), ConfigError, ("config", "{}")),
+    Mistake("session-none", lambda w: list(run_session(None, w.path / "x")), ConfigError, ("session", "None")),
+    Mistake("study-storage", lambda w: export_study(w.finished.path, None), ConfigError, ("storage", "None")),
+    # -- documented loops and helpers --------------------------------------------------------------------------------
+    Mistake("loop-pop-none", lambda w: questions(w, pop=None), ConfigError, ("pop", "None")),
+    Mistake("loop-pop-agent", lambda w: questions(w, pop=w.agent), ConfigError, ("pop", "GRPO")),
+    Mistake("loop-pop-empty", lambda w: questions(w, pop=[]), ConfigError, ("pop", "none")),
+    Mistake("loop-pop-sft", lambda w: questions(w, pop=[w.sft]), ConfigError, ("SFT", "finetune_llm_sft")),
+    Mistake("loop-no-env", lambda w: questions(w, env=None), ConfigError, ("neither",)),
+    Mistake("loop-two-envs", lambda w: questions(w, env_fn=lambda: w.gym), ConfigError, ("both",)),
+    Mistake("loop-env-task", lambda w: questions(w, env=w.task), ConfigError, ("env", "Parity")),
+    Mistake("loop-env-class", lambda w: questions(w, env=ReasoningGym), ConfigError, ("env", "ReasoningGym")),
+    Mistake("loop-env-sft", lambda w: questions(w, env=w.sft_gym), ConfigError, ("env", "SFTGym")),
+    Mistake("loop-env-fn", lambda w: questions(w, env=None, env_fn=w.gym), ConfigError, ("env_fn", "ReasoningGym")),
+    Mistake("loop-env-fn-none", lambda w: questions(w, env=None, env_fn=lambda: None), ConfigError, ("None",)),
+    Mistake(
+        "loop-env-fn-fails", lambda w: questions(w, env=None, env_fn=lambda: 1 / 0), EnvError, ("env_fn", "division")
+    ),
+    Mistake("loop-env-fn-asks", lambda w: questions(w, env=None, env_fn=lambda x: x), EnvError, ("env_fn", "x")),
+    Mistake("loop-init-hp", lambda w: questions(w, init_hp=5), ConfigError, ("init_hp", "5")),
+    Mistake("loop-init-hp-list", lambda w: episodes(w, init_hp=["LR"]), ConfigError, ("init_hp", "['LR']")),
+    Mistake("loop-batch", lambda w: episodes(w, init_hp={"BATCH_SIZE": 0}), ConfigError, ("BATCH_SIZE", "0")),
+    Mistake("loop-misspelt", lambda w: questions(w, max_step=4), ConfigError, ("max_step", "max_steps")),
+    Mistake("loop-no-mutations", lambda w: questions(w, tournament=NoSelection()), ConfigError, ("mutation",)),
+    Mistake("loop-elite", lambda w: questions(w, elite_path=5), ConfigError, ("elite_path", "5")),
+    Mistake("loop-accelerator", lambda w: questions(w, accelerator="x"), ConfigError, ("accelerator", "'x'")),
+    Mistake("loop-turns", lambda w: episodes(w, max_turns="2"), ConfigError, ("max_turns", "'2'")),
+    Mistake("loop-factory", lambda w: episodes(w, env_factory=GridNavigation()), ConfigError, ("env_factory",)),
+    Mistake("loop-factory-none", lambda w: episodes(w, env_factory=lambda: None), ConfigError, ("None",)),
+    Mistake("loop-env-config", lambda w: episodes(w, env_config=[1]), ConfigError, ("env_config", "[1]")),
+    Mistake(
+        "loop-env-setting", lambda w: episodes(w, env_config={"width": 3}), ConfigError, ("GridNavigation", "width")
+    ),
+    Mistake("loop-of-data", lambda w: finetune_llm_preference([w.dpo], w.sft_gym), ConfigError, ("env", "SFTGym")),
+    Mistake("population-algorithm", lambda w: create_population("GRPOO"), ConfigError, ("'GRPOO'", "GRPO")),
+    Mistake("population-values", lambda w: create_population("GRPO", INIT_HP=5), ConfigError, ("INIT_HP", "5")),
+    Mistake("select-strategy", lambda w: run_selection_and_mutation("x", [w.agent], None), ConfigError, ("'x'",)),
+    Mistake(
+        "compare-text", lambda w: compare_responses(w.agent, w.tokenizer, ["2+2"]), ConfigError, ("samples", "'2+2'")
+    ),
+    Mistake("mean-of-words", lambda w: aggregate_metrics_across_gpus(None, "x"), ConfigError, ("metric_tensor", "'x'")),
+    Mistake("mean-of-nothing", lambda w: aggregate_metrics_across_gpus(None), ConfigError, ("None",)),
+    Mistake("mean-accelerator", lambda w: aggregate_metrics_across_gpus("x", 1.0), ConfigError, ("accelerator", "'x'")),
+    Mistake("deepspeed-text", lambda w: create_llm_accelerator(deepspeed_plugin="x"), ConfigError, ("'x'",)),
+    Mistake("actor-onto-file", lambda w: w.agent.actor.save_pretrained(w.file), CheckpointError, ("file",)),
+    Mistake("actor-nowhere", lambda w: w.agent.actor.save_pretrained(None), ConfigError, ("path", "None")),
+    # -- the search for other trainers, schedules, trackers ----------------------------------------------------------
+    Mistake("search-values", lambda w: search(w, values={}), ConfigError, ("lr",)),
+    Mistake("search-value", lambda w: search(w, values={"lr": "x"}), ConfigError, ("lr", "'x'")),
+    Mistake("search-genes", lambda w: search(w, genes={"lr": (1, 2)}), ConfigError, ("genes['lr']", "(1, 2)")),
+    Mistake("search-strategy", lambda w: search(w, strategy="knokout"), ConfigError, ("'knokout'",)),
+    Mistake("search-class", lambda w: search(w, strategy=TournamentSelection), ConfigError, ("strategy",)),
+    Mistake("search-number", lambda w: search(w, strategy=5), ConfigError, ("strategy", "5")),
+    Mistake("search-setting", lambda w: search(w, settings={"perid": 1}), ConfigError, ("perid",)),
+    Mistake("tell-none", lambda w: search(w).tell(None, 0.5), ConfigError, ("exams", "None")),
+    Mistake("tell-few", lambda w: told(w, [1.0]), ConfigError, ("[0, 1]", "[0]")),
+    Mistake("tell-numbers", lambda w: told(w, 1.0, 2.0), ConfigError, ("exams[0]", "1.0")),
+    Mistake("tell-panels", lambda w: told(w, [1.0, 2.0], [1.0]), ConfigError, ("{0: 2, 1: 1}",)),
+    Mistake("tell-spent", lambda w: told(w, [1.0], [2.0], spent=2), ConfigError, ("spent", "2")),
+    Mistake("state-none", lambda w: search(w).load_state(None), ConfigError, ("state", "None")),
+    Mistake("state-empty", lambda w: search(w).load_state({}), CheckpointError, ("version",)),
+    Mistake("state-members", lambda w: standing(w, members=[]), CheckpointError, ("members",)),
+    Mistake(
+        "state-twins", lambda w: standing(w, members=search(w).state()["members"][:1] * 2), CheckpointError, ("0",)
+    ),
+    Mistake("state-index", lambda w: standing(w, next_index=0), CheckpointError, ("next_index", "[0, 1]")),
+    Mistake("state-generation", lambda w: standing(w, generation=-4), CheckpointError, ("generation", "-4")),
+    Mistake("state-infinite", lambda w: standing(w, generation=float("inf")), CheckpointError, ("infinity",)),
+    Mistake("state-best", lambda w: standing(w, best={"agent": 0, "fitness": "x"}), CheckpointError, ("'x'",)),
+    Mistake("state-of-another", lambda w: search(w, size=4).load_state(search(w).state()), CheckpointError, ("4", "2")),
+    Mistake("fitness-text", lambda w: Fitness("x"), ConfigError, ("mean", "'x'")),
+    Mistake("fitness-error", lambda w: Fitness(1.0, -1.0), ConfigError, ("stderr", "-1.0")),
+    Mistake("fitness-costs", lambda w: Fitness(1.0, costs={"kl": 0.5}), ConfigError, ("costs['kl']", "0.5")),
+    Mistake("fitness-state", lambda w: Fitness.from_state({}), ConfigError, ("mean", "{}")),
+    Mistake("fitness-state-none", lambda w: Fitness.from_state(None), ConfigError, ("None",)),
+    Mistake("schedule-empty", lambda w: value_at({}, "lr", 0), ConfigError, ("genes", "None")),
+    Mistake("schedule-gene", lambda w: value_at({"genes": {}}, "lr", 0), ConfigError, ("'lr'",)),
+    Mistake("schedule-tokens", lambda w: value_at({"genes": {}}, "lr", "x"), ConfigError, ("tokens", "'x'")),
+    Mistake("schedule-late", lambda w: value_at(LATE, "lr", 0), ConfigError, ("lr", "5")),
+    Mistake("schedule-no-length", lambda w: stretched({"genes": {}}, 9), ConfigError, ("total_tokens", "None")),
+    Mistake("schedule-records", lambda w: hyperparameter_schedule(["x"], 0), CheckpointError, ("'x'",)),
+    Mistake("schedule-no-records", lambda w: hyperparameter_schedule(None, 0), ConfigError, ("records", "None")),
+    Mistake("schedule-no-agent", lambda w: hyperparameter_schedule([], 0), CheckpointError, ("0",)),
+    Mistake("factor-text", lambda w: LRSchedule().factor("x"), ConfigError, ("spent", "'x'")),
+    Mistake("tracker-misspelt", lambda w: check_trackers(["wandbb"]), ConfigError, ("'wandbb'", "'wandb'")),
+    Mistake("tracker-none", lambda w: check_trackers(None), ConfigError, ("None",)),
+    Mistake("tracker-number", lambda w: check_trackers([5]), ConfigError, ("5",)),
+    Mistake("tracker-settings", lambda w: check_trackers({"wandb": 5}), ConfigError, ("'wandb'", "5")),
+    Mistake("tracker-number-name", lambda w: check_trackers({5: {"key": "hidden"}}), ConfigError, ("5",)),
+    Mistake("tracker-folder", lambda w: CSVFile(None), ConfigError, ("folder", "None")),
+    Mistake("judge-shows-nothing", lambda w: JudgeGrader("m", template="{answer}"), ConfigError, ("completion",)),
+    Mistake(
+        "judge-shows-one", lambda w: PairwiseJudgeGrader("m", template="{{ completion_a }}"), ConfigError, ("tion_b",)
+    ),
+    Mistake("judge-space", lambda w: JudgeGrader("m", base_url="http://a b"), ConfigError, ("base_url",)),
+    Mistake("teacher-nowhere", lambda w: TeacherEndpoint(None, "m"), ConfigError, ("url", "None")),
+    Mistake("teacher-api", lambda w: TeacherEndpoint("http://x", "m", "x"), ConfigError, ("api", "'x'")),
+    Mistake("sampling-text", lambda w: SamplingSettings("x"), ConfigError, ("max_new_tokens", "'x'")),
+    Mistake("game-step", lambda w: TicTacToe().step(5), ConfigError, ("action", "5")),
+    Mistake("gym-reset", lambda w: w.sft_gym.reset("x"), ConfigError, ("reset_dataloaders", "'x'")),
+    Mistake(
+        "sft-gym-other-column",
+        lambda w: SFTGym(ROWS, ROWS, w.tokenizer, response_column="anwser"),
+        EnvError,
+        ("anwser", "'answer'"),
+    ),
+    Mistake("unpaired-gym", lambda w: UnpairedGym(ROWS, ROWS, w.tokenizer), EnvError, ("label",)),
+    Mistake("kto-learns-sft", lambda w: KTO(runtime=w.runtime).learn(w.sft_gym.reset()), ConfigError, ("KTO",)),
 ]
 
 
@@ -693,5 +877,5 @@ def test_a_mistake_ends_in_a_sentence_that_names_it(mistake: Mistake, world: Wor
 
 
 def test_there_are_many_mistakes_and_each_has_a_name_of_its_own() -> None:
-    assert len(MISTAKES) >= 120
+    assert len(MISTAKES) >= 500
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)

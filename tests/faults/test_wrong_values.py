@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from agilerl import LocalTrainer, Mutations, Population, Run, Runtime, TournamentSelection
+from agilerl import LocalTrainer, Mutations, Population, Run, Runtime, TournamentSelection, load
 from agilerl import train as train_run
 from agilerl.algorithms import (
     ALGORITHMS,
@@ -57,12 +57,16 @@ from agilerl.envs.tools import (
     tool_schema,
 )
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import Fitness, evidence, pareto_front, probability_better, ranking, reliability
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, _say_that_all_move
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
+from agilerl.hpo.schedule import hyperparameter_schedule, stretched, value_at
 from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.strategies import LRSchedule, make_strategy
 from agilerl.llm_envs import (
     DatasetEnv,
     FormatRewardWrapper,
@@ -99,11 +103,29 @@ from agilerl.rewards import (
     grade,
     library_grader,
 )
+from agilerl.rollouts import SamplingSettings
+from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runs import CheckpointStore, Journal, JsonLines, RunDirectory, agent_files, read_lines, read_run
+from agilerl.training.llm import LoopOptions
 from agilerl.training.resolved import resolve
+from agilerl.training.trackers import check_trackers
+from agilerl.training.train_llm import (
+    finetune_llm_multiturn,
+    finetune_llm_preference,
+    finetune_llm_reasoning,
+    finetune_llm_sft,
+    train_llm_dataset,
+    train_llm_rollout,
+)
 from agilerl.utils.algo_utils import VLLMConfig
-from agilerl.utils.llm_utils import compare_responses, sample_eval_prompts
-from agilerl.utils.utils import create_population, run_selection_and_mutation, save_llm_checkpoint
+from agilerl.utils.llm_utils import compare_responses, create_llm_accelerator, sample_eval_prompts
+from agilerl.utils.utils import (
+    aggregate_metrics_across_gpus,
+    create_population,
+    run_selection_and_mutation,
+    save_llm_checkpoint,
+    tournament_selection_and_mutation,
+)
 from tests.faults.mistaken import (
     CHAT,
     ROWS,
@@ -113,6 +135,7 @@ from tests.faults.mistaken import (
     manifest,
     mutations,
     people,
+    search,
 )
 
 pytestmark = pytest.mark.model
@@ -144,6 +167,24 @@ WRONG = {
     "a class": int,
     "a tensor": torch.rand(2, 3),
 }
+
+
+def own_arguments(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a documented loop with the arguments that the other loops do not share."""
+    names = list(inspect.signature(loop).parameters)
+    names = names[: names.index("init_hp") + 1]
+
+    def call(**given: Any) -> Any:
+        return loop(**given, verbose=False, max_steps=2)
+
+    call.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])  # type: ignore[attr-defined]
+    return call
+
+
+def started(game: Any) -> Any:
+    game.reset(seed=0)
+    return game
+
 
 VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]] = {
     # Constructors and functions of the package's public names, with one call that works each.
@@ -284,6 +325,57 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
         run_selection_and_mutation,
         {"selection_strategy": None, "population": [w.spare], "mutation": mutations()},
     ),
+    "tournament_selection_and_mutation": lambda w: (
+        tournament_selection_and_mutation,
+        {"tournament": None, "population": [w.spare], "mutation": mutations()},
+    ),
+    "aggregate_metrics_across_gpus": lambda w: (aggregate_metrics_across_gpus, {"accelerator": None}),
+    "create_llm_accelerator": lambda w: (create_llm_accelerator, {}),
+    # The loops: their own arguments, of agents that do not learn from this environment, so that none trains.
+    "finetune_llm_reasoning": lambda w: (own_arguments(finetune_llm_reasoning), {"pop": [w.sft], "env": w.gym}),
+    "finetune_llm_sft": lambda w: (own_arguments(finetune_llm_sft), {"pop": [w.agent], "env": w.sft_gym}),
+    "finetune_llm_preference": lambda w: (own_arguments(finetune_llm_preference), {"pop": [w.dpo], "env": w.sft_gym}),
+    "train_llm_dataset": lambda w: (own_arguments(train_llm_dataset), {"pop": [w.agent], "env": w.sft_gym}),
+    "finetune_llm_multiturn": lambda w: (
+        own_arguments(finetune_llm_multiturn),
+        {"pop": [w.sft], "max_turns": 2, "env_factory": GridNavigation},
+    ),
+    "train_llm_rollout": lambda w: (
+        own_arguments(train_llm_rollout),
+        {"pop": [w.sft], "max_turns": 2, "env_factory": GridNavigation},
+    ),
+    "LoopOptions": lambda w: (LoopOptions, {}),
+    "check_trackers": lambda w: (check_trackers, {"wanted": []}),
+    "LocalTrainer.train": lambda w: (  # whose run exists, so nothing trains
+        LocalTrainer("GRPO", "reasoning_gym:gcd").train,
+        {"out": w.finished.path},
+    ),
+    "run.resume": lambda w: (w.finished.resume, {"display": False}),
+    "run.report": lambda w: (w.finished.report, {"out": "report.html"}),
+    "load": lambda w: (load, {"path": w.checkpoint, "runtime": w.runtime}),
+    # The search for other trainers.
+    "Evolution": lambda w: (Evolution, {"values": {"lr": 1e-4}, "genes": {"lr": w.agent.genes["lr"]}}),
+    "search.tell": lambda w: (search(w).tell, {"exams": {0: [1.0], 1: [0.0]}, "spent": 0.5}),
+    "search.load_state": lambda w: (search(w).load_state, {"state": search(w).state()}),
+    "search.factor": lambda w: (search(w).factor, {"spent": 0.5}),
+    "KnockoutSelection": lambda w: (KnockoutSelection, {"population_size": 4}),
+    "PulseSelection": lambda w: (PulseSelection, {}),
+    "make_strategy": lambda w: (make_strategy, {"name": "knockout", "population_size": 4, "settings": {}}),
+    "LRSchedule": lambda w: (LRSchedule, {}),
+    "LRSchedule.factor": lambda w: (LRSchedule().factor, {"spent": 0.5}),
+    "value_at": lambda w: (value_at, {"schedule": SCHEDULE, "gene": "lr", "tokens": 5}),
+    "stretched": lambda w: (stretched, {"schedule": SCHEDULE, "tokens": 9}),
+    "hyperparameter_schedule": lambda w: (
+        hyperparameter_schedule,
+        {"records": w.finished.lineage, "agent": w.finished.lineage[0]["agent"]},
+    ),
+    "Fitness": lambda w: (Fitness, {"mean": 1.0}),
+    "Fitness.from_state": lambda w: (Fitness.from_state, {"values": Fitness(1.0).state()}),
+    "SamplingSettings": lambda w: (SamplingSettings, {"max_new_tokens": 4}),
+    "TeacherEndpoint": lambda w: (TeacherEndpoint, {"url": "http://127.0.0.1:9", "model": "m"}),
+    "actor.save_pretrained": lambda w: (w.agent.actor.save_pretrained, {"path": "actor"}),
+    "gym.reset": lambda w: (w.sft_gym.reset, {}),
+    "TicTacToe.step": lambda w: (started(TicTacToe()).step, {"action": "1"}),
     "sample_eval_prompts": lambda w: (sample_eval_prompts, {"env": w.sft_gym}),
     "compare_responses": lambda w: (
         compare_responses,
@@ -329,6 +421,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "mutations.mutation": lambda w: (mutations().mutation, {"population": [w.spare]}),
     "Fitness.from_scores": lambda w: (Fitness.from_scores, {"scores": [1.0]}),
 }
+SCHEDULE = {"genes": {"lr": [{"tokens": 0, "value": 1e-4}]}, "total_tokens": 8, "not_replayed": []}
 VECTOR = Fitness(1.0, costs={"kl": Fitness(0.5)})
 CHANCES = ("no_mutation", "architecture", "new_layer_prob", "parameters", "activation", "rl_hp")
 PAIRS = [{"prompt": f"{n}+{n}?", "chosen": str(2 * n), "rejected": "no"} for n in range(4)]
@@ -345,7 +438,7 @@ SEEN_ELSEWHERE = {
     "RunDirectory", "RunLayout",  # made by create and open
     "calculator",  # a tool: what it raises is told to the model
     "TextTagParser", "run_python", "register_environments", "collect_hardware", "collect_versions",
-    "find_adapter", "load",  # tests/cli/test_after.py
+    "find_adapter",  # tests/cli/test_after.py
 }  # fmt: skip
 """Public names that take no arguments from a user, or that another test calls."""
 
@@ -371,7 +464,10 @@ def test_a_wrong_value_works_or_ends_in_a_sentence(
 
 
 def test_everything_public_is_called() -> None:
-    modules = ("", ".algorithms", ".envs", ".llm_envs", ".rewards", ".envs.tools", ".runs", ".report")
+    modules = (
+        *("", ".algorithms", ".envs", ".llm_envs", ".rewards", ".envs.tools", ".runs", ".report"),
+        *(".training.train_llm", ".utils.utils", ".utils.llm_utils", ".utils.algo_utils"),
+    )
     public = {name for module in modules for name in importlib.import_module(f"agilerl{module}").__all__}
     assert public - set(VALID) - SEEN_ELSEWHERE == set()
 
