@@ -134,7 +134,7 @@ class EvolvableAlgorithm(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
-        if name not in self.__dict__ and not hasattr(type(self), name):
+        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
             close = get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
             if hint := ours(name) or (f"did you mean {close[0]!r}?" if close else ""):
                 warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)

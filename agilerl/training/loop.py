@@ -92,7 +92,7 @@ def train(
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
         return
-    check_trackers(trackers or (), session.trackers)
+    check_trackers(trackers or (), list(session.trackers))
     config = session.config
     run = RunDirectory.create(
         out,
@@ -129,7 +129,7 @@ def resume(
         return
     with run:
         _check_date(session, run)
-        check_trackers(trackers or (), session.trackers)
+        check_trackers(trackers or (), list(session.trackers))
         yield from _work(session, run.root, run, session.saved, stop or StopRequest(), trackers, resumes=True)
 
 

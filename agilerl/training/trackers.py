@@ -58,6 +58,7 @@ Wanted = Mapping[str, Mapping[str, Any] | Tracker] | Sequence[str | Tracker] | s
 # -- before a run -----------------------------------------------------------------------------------------------------
 
 
+@checked
 def check_trackers(wanted: Wanted, own: Iterable[str] = ()) -> None:
     """Raise ConfigError for an unknown tracker, and one whose library is missing; imports none of them.
 

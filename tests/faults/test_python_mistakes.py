@@ -701,6 +701,7 @@ MISTAKES = [
         ConfigError,
         ("timeout", "isolate"),
     ),
+    Mistake("section-left-out", lambda w: manifest(pop_size=3), ConfigError, ("pop_size", "'training.pop_size'")),
     Mistake("vllm-config", lambda w: VLLMConfig(gpu_memory_utilization="x"), ConfigError, ("gpu_memory", "'x'")),
     Mistake("vllm-config-true", lambda w: VLLMConfig(max_num_seqs=True), ConfigError, ("max_num_seqs",)),
     Mistake("unknown-name", lambda w: Mutations(0, 0, 0, 0, 0, 0), ConfigError, ("rl_hp=0",)),

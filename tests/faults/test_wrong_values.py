@@ -346,9 +346,9 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     ),
     "LoopOptions": lambda w: (LoopOptions, {}),
     "check_trackers": lambda w: (check_trackers, {"wanted": []}),
-    "LocalTrainer.train": lambda w: (  # whose run exists, so nothing trains
-        LocalTrainer("GRPO", "reasoning_gym:gcd").train,
-        {"out": w.finished.path},
+    "LocalTrainer.train": lambda w: (  # of a finished run, so nothing trains
+        LocalTrainer("GRPO", "reasoning_gym:gcd", resume_from_checkpoint=w.finished.path).train,
+        {},
     ),
     "run.resume": lambda w: (w.finished.resume, {"display": False}),
     "run.report": lambda w: (w.finished.report, {"out": "report.html"}),
@@ -521,6 +521,30 @@ def test_more_genes_a_mutation_than_there_are_is_said_once(world: World) -> None
     with pytest.warns(UserWarning, match="genes_per_mutation=50"):
         mutations(genes_per_mutation=50).plan([Member.of(world.agent)], None, 0, 0)
     mutations(genes_per_mutation=50).plan([Member.of(world.agent)], None, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("grup_size", "'group_size'"), ("learning_rate", "lr")])
+def test_an_attribute_with_nearly_the_name_of_a_hyperparameter_is_said(name: str, meant: str, world: World) -> None:
+    agent = world.spare.clone()
+    with pytest.warns(UserWarning, match=rf"{name} .*{meant}"):
+        setattr(agent, name, 4)
+    setattr(agent, name, 5)  # it is an attribute by now
+    agent.notes = "of the user's own"
+    agent.clean_up()
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ({"wandb_api_key": "key"}, "wb"),
+        ({"wandb_kwargs": {"project": "x"}}, "wb"),
+        ({"tensorboard_log_dir": "x"}, "tensorboard"),
+        ({"csv_log_dir": "x"}, "csv"),
+    ],
+)
+def test_settings_of_a_tracker_that_was_not_asked_for_are_said(given: dict[str, Any], needed: str) -> None:
+    with pytest.warns(UserWarning, match=f"{next(iter(given))} .*{needed}=True"):
+        LoopOptions(**given)
 
 
 def test_a_completion_longer_than_the_context_is_said_once(world: World) -> None:

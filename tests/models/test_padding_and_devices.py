@@ -3,10 +3,12 @@
 import logging
 import shutil
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from agilerl import Population
@@ -183,3 +185,13 @@ def test_cuda_without_a_gpu_is_refused_wherever_a_device_is_given(tmp_path: Path
         with pytest.raises(ConfigError, match=r"device='?.*cuda.*needs .*GPU"):
             make()
     assert GRPO(actor_network=model, pad_token_id=PAD).runtime.base.device.type == "cpu"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    began = monotonic()
+    with pytest.raises(ConfigError, match=r"'nobody/nothing'.*'embedded'"):
+        GRPO(model_name="nobody/nothing")
+    assert monotonic() - began < 15  # the client's own retries take a minute
+    assert not constants.HF_HUB_OFFLINE

@@ -226,4 +226,4 @@ def test_settings_that_cannot_be_meant(settings, sentence):
 
 def test_a_template_that_does_not_fit_the_row():
     with pytest.raises(RewardError, match="'hint' is undefined"):
-        call_grader(judge("http://127.0.0.1:1", template="{{ hint }}"), ["x"], ROWS[:1])
+        call_grader(judge("http://127.0.0.1:1", template="{{ completion }} {{ hint }}"), ["x"], ROWS[:1])
