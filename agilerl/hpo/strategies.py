@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import TYPE_CHECKING, Any, Literal
 
-from agilerl.arguments import Share, check_fields, checked
+from agilerl.arguments import NotNegative, Share, check_fields, checked
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class LRSchedule:
             raise ConfigError(f"warmup={self.warmup:g} and decay={self.decay:g} overlap; they add up to at most 1.")
 
     @checked
-    def factor(self, spent: Share) -> float:
+    def factor(self, spent: NotNegative) -> float:
         """Return the factor where ``spent`` of the budget, in [0, 1], is spent."""
         if spent < self.warmup:
             return max(spent / self.warmup, 0.01)

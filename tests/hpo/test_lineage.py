@@ -161,7 +161,7 @@ def test_values_of_unknown_genes_and_negative_tokens_are_errors():
     schedule = hyperparameter_schedule(story(), 3)
     with pytest.raises(ValueError, match=r"'gamma'; .*lr, beta"):
         value_at(schedule, "gamma", 0)
-    with pytest.raises(ValueError, match="counted from 0"):
+    with pytest.raises(ValueError, match="tokens, found -1"):
         value_at(schedule, "lr", -1)
 
 
