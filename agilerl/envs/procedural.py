@@ -316,7 +316,7 @@ class ReasoningGymTask(Task):
         return EnvError(
             f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but with "
             f"these parameters it has only {len(self._panel)} {kind} ({self._panel_draws} draws); ask for fewer "
-            f"(eval_prompts, test_prompts), widen its params{other}"
+            f"(eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its params{other}"
         )
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:
