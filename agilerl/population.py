@@ -166,7 +166,7 @@ class Population:
         self.sharing = sharing
         self._teacher_slot: int | None = None
         if sharing.teacher is not None:
-            self._teacher_slot = load_teacher(self.runtime.store, Path(sharing.teacher).expanduser())
+            self._teacher_slot = load_teacher(self.runtime, Path(sharing.teacher).expanduser())
             weakref.finalize(self, self.runtime.store.release, self._teacher_slot)
         self._endpoint = None if sharing.teacher_url is None else self._teacher_endpoint(sharing)
         self.teacher: int | None = None

@@ -30,6 +30,7 @@ from agilerl.models.base import (
     from_model,
     load_base,
     load_tokenizer,
+    tokenizer_fingerprint,
 )
 from agilerl.models.flat import Packed, Rows, flatten
 from agilerl.models.lora import attach, detach, token_keys, token_values
@@ -55,9 +56,14 @@ from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, Rollou
 from agilerl.rollouts.torch_engine import Stops, TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
-from agilerl.templates import with_chat_template
+from agilerl.templates import settings_of, with_chat_template
+from agilerl.validation import validated
 
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
+
+
+_OF_STATE = ("config_overrides", "stop_sequences")
+"""Options that a state keeps: they change what is computed, or where completions end, and not how."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class Runtime:
         attach(base.model, self.store)
         base.store = self.store
         base.tokenizer_end = getattr(tokenizer, "eos_token_id", None)
+        self._fingerprinted: tuple[Any, str | None] | None = None
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)
@@ -175,6 +182,29 @@ class Runtime:
         tokenizer = with_chat_template(tokenizer, chat_template_path, chat_template_kwargs)
         base = load_base(name, dtype=dtype, device=device or "cpu", options=options.get("options"))
         return cls(base, tokenizer=tokenizer, **options)
+
+    @classmethod
+    def of_state(
+        cls,
+        name: str,
+        loaded: Mapping[str, Any],
+        pad: Mapping[str, Any],
+        *,
+        device: str | torch.device,
+        lora_config: Any,
+    ) -> "Runtime":
+        """Load the base that an agent was saved on with what changed it then: ``loaded`` is :attr:`loaded`, or empty.
+
+        The number format is that of the device, and a base that was quantised is loaded whole: both only round.
+        """
+        values = {key: loaded[key] for key in _OF_STATE if loaded.get(key) is not None}
+        options, tokenizer = validated(SharedOptions, values), None
+        template, names = loaded.get("chat_template"), loaded.get("chat_template_kwargs")
+        if template is not None or names:
+            tokenizer = with_chat_template(load_tokenizer(name, **pad), source=template, names=names)
+        return cls.from_pretrained(
+            name, device=device, lora_config=lora_config, tokenizer=tokenizer, options=options, **pad
+        )
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
@@ -300,6 +330,15 @@ class Runtime:
             own=own,
             offload=options.use_memory_efficient_params,
         )
+
+    @property
+    def loaded(self) -> dict[str, Any]:
+        """What an agent's state says of its base and tokenizer: fingerprints, and what they were loaded with."""
+        known = self._fingerprinted
+        if known is None or known[0] is not self.tokenizer:
+            known = self._fingerprinted = self.tokenizer, tokenizer_fingerprint(self.tokenizer)
+        chosen = self.options.model_dump(mode="json", include=set(_OF_STATE))
+        return {"weights": self.base.fingerprint, "tokenizer": known[1], **chosen, **settings_of(self.tokenizer)}
 
     @property
     def pass_tokens(self) -> int:

@@ -484,6 +484,8 @@ def _chat_template(source: str) -> Template:
 
 _NAMES = "chat_template_kwargs"
 """Attribute of a tokenizer: values for its chat template."""
+_SET = "chat_template_set"
+"""Attribute of a tokenizer: the chat template that took the place of its own."""
 _RESERVED = frozenset(
     "messages tools documents add_generation_prompt continue_final_message tokenize conversation chat_template "  # noqa: SIM905
     "raise_exception strftime_now".split()
@@ -491,19 +493,30 @@ _RESERVED = frozenset(
 
 
 def with_chat_template(
-    tokenizer: Any, path: str | os.PathLike[str] | None = None, names: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    path: str | os.PathLike[str] | None = None,
+    names: Mapping[str, Any] | None = None,
+    *,
+    source: str | None = None,
 ) -> Any:
     """Return a copy of a tokenizer with the chat template of a file, or with values that its template gets by name.
+
+    ``source`` is the text of a template, in place of a file. :func:`settings_of` returns what was set.
 
     Raises:
         ConfigError: a file that is missing, too large, not UTF-8 or no template; no template for the values, one that
             does not read one of them, or values that are set for each conversation.
     """
-    if path is None and not names:
+    if path is not None:
+        source = _template_of(Path(path))
+    elif source is not None:
+        _check_template(source, "chat_template")
+    if source is None and not names:
         return tokenizer
     changed = copy(tokenizer)
-    if path is not None:
-        changed.chat_template = _template_of(Path(path))
+    if source is not None:
+        changed.chat_template = source
+        setattr(changed, _SET, source)
     source = getattr(changed, "chat_template", None)
     for name in names or {}:
         key = f"chat_template_kwargs.{name}"
@@ -525,11 +538,20 @@ def _template_of(path: Path) -> str:
         source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template_path={str(path)!r} cannot be read as UTF-8 text: {error}") from error
+    _check_template(source, f"chat_template_path={str(path)!r}")
+    return source
+
+
+def _check_template(source: str, where: str) -> None:
     try:
         _chat_template(source)
     except TemplateError as error:
-        raise ConfigError(f"chat_template_path={str(path)!r} is no chat template: {error}") from error
-    return source
+        raise ConfigError(f"{where} is no chat template: {error}") from error
+
+
+def settings_of(tokenizer: Any) -> dict[str, Any]:
+    """Return what :func:`with_chat_template` has set: the text of the template (None: its own), and the values."""
+    return {"chat_template": getattr(tokenizer, _SET, None), "chat_template_kwargs": getattr(tokenizer, _NAMES, {})}
 
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "

@@ -101,6 +101,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
     reference_key: bytes = b"base"
     """Fingerprint of the reference; agents with equal ones share its log-probs."""
+    knows_base: bool = True
+    """False if the agent comes from a checkpoint that does not say which weights its base had."""
     reference_tracker: int = 0
     """How often the reference has been told to move."""
     _reference_lease: Callable[[], object]
@@ -774,7 +776,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     ) -> Self:
         """Build an agent from a checkpoint folder, loading its base model unless a ``runtime`` is given.
 
-        The folder was written by ``save_checkpoint`` or ``save_llm_checkpoint``, or is the ``elite/`` of a run. An
+        The folder was written by ``save_checkpoint`` or ``save_llm_checkpoint``, or is the ``elite/`` of a run. The
+        base is loaded with the chat template, config_overrides and stop_sequences that the agent was trained with. An
         agent that was trained with a custom loss needs it again as ``loss``; else CheckpointError is raised.
         """
         folder = Path(path)
@@ -786,7 +789,9 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
                     f"{folder} holds an agent on a model that had neither a name nor a folder; load that model, and "
                     "pass runtime=Runtime.for_model(model)"
                 )
-            runtime = Runtime.from_pretrained(saved["base"], device=device, lora_config=lora, **saved["pad"])
+            runtime = Runtime.of_state(
+                saved["base"], saved.get("loaded") or {}, saved["pad"], device=device, lora_config=lora
+            )
         state = read_state(folder, runtime.store.layers)
         check_base(state, runtime)
         runtime.accelerate(accelerator)

@@ -8,7 +8,9 @@ import errno
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +19,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.state import MOMENTS, PLAIN, AgentState, CriticState, Factors, PlainState
+from agilerl.algorithms.state import MOMENTS, PLAIN, AgentState, CriticState, Factors, PlainState, differences
 from agilerl.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, EngineError, WriteError
 from agilerl.models import adapters
+from agilerl.models.base import BaseModel
 from agilerl.models.slots import LinearShape
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import commit_folder
@@ -33,7 +36,8 @@ _HEADER = 8
 
 def plain(state: AgentState) -> dict[str, Any]:
     """Return the parts of a state that JSON holds; :func:`assembled` takes them back."""
-    return {name: getattr(state, name) for name in PLAIN}
+    # What an older file does not know is not written either.
+    return {name: value for name in PLAIN if (value := getattr(state, name)) is not None or name != "loaded"}
 
 
 def tensors(state: AgentState, layers: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -124,6 +128,22 @@ def actor_folder(folder: Path) -> Path:
         hint = f"; the best agent of this run is in {str(elite)!r}" if (elite / "agent.json").is_file() else ""
         raise CheckpointError(f"no agent checkpoint at {str(folder)!r}: agent.json is missing{hint}")
     return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def warn_of_another_base(folder: Path, base: BaseModel, loaded: Mapping[str, Any]) -> None:
+    """Warn if the adapter in a PEFT folder was trained on another base or tokenizer, as far as its files say.
+
+    ``loaded`` is ``Runtime.loaded``. An adapter of an agent has ``agent.json`` beside it, or one folder above.
+    """
+    name, saved = str(adapters.read_config(folder).base_model_name_or_path or ""), None
+    for home in (folder, folder.parent):
+        if (home / "agent.json").is_file():
+            with suppress(CheckpointError):  # the adapter can be read, whatever is beside it
+                found = strict_json.read_json(home / "agent.json", PlainState)
+                name, saved = found["base"], found.get("loaded")
+            break
+    for difference in differences(base.name if name == base.source else name, saved, base, loaded):
+        warnings.warn(f"{folder}: {difference}", stacklevel=3)
 
 
 def write_state(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
@@ -29,9 +30,9 @@ from agilerl.functional import (
     nonzero_advantage_rows,
 )
 from agilerl.models.adapters import lora_scaling, read_adapter
-from agilerl.models.slots import AdapterStore
 from agilerl.rollouts.engine import teaches_nothing
 from agilerl.rollouts.teacher import TeacherAPI, TeacherEndpoint
+from agilerl.runtime import Runtime
 
 Prompts = Literal["flat", "all"]
 
@@ -103,14 +104,16 @@ class Lesson:
 # -- distillation: the KL to a teacher, as an advantage of the agent's own tokens ------------------------------------
 
 
-def load_teacher(store: AdapterStore, folder: Path) -> int:
+def load_teacher(runtime: Runtime, folder: Path) -> int:
     """Read an adapter into a slot of its own and return the slot.
 
     Raises CheckpointError for a folder without a sound adapter of these layers, ConfigError if its rank is above those
     of the agents: a wider bank would change the last bits of all of them.
     """
-    inner = folder / "actor"
-    factors, lora = read_adapter(inner if inner.is_dir() else folder, store.layers)
+    store, inner = runtime.store, folder / "actor"
+    folder = inner if inner.is_dir() else folder
+    factors, lora = read_adapter(folder, store.layers)
+    warn_of_another_base(folder, runtime.base, runtime.loaded)
     if lora.r > store.max_rank:
         raise ConfigError(
             f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; give them "

@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from agilerl.arguments import shown
 from agilerl.errors import CheckpointError
 from agilerl.hpo.parameters import Gene, Way
 from agilerl.models import adapters
-from agilerl.models.base import EMBEDDED, resolve_model
+from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
 from agilerl.models.operators import Part, merged, merged_moments, rescale
 from agilerl.models.slots import AdapterStore
 from agilerl.runs.strict_json import LARGEST, Count, SavedValues
@@ -79,6 +79,16 @@ class _Lora(SavedValues):
     lora_alpha: Annotated[float, Field(ge=adapters.LEAST_ALPHA, le=adapters.MOST_ALPHA)]
     use_rslora: bool
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init_lora_weights: Literal["gaussian"] | None = None
+
+
+class _Loaded(SavedValues):
+    weights: str | None
+    tokenizer: str | None
+    config_overrides: dict[str, Any] | None
+    stop_sequences: list[str] | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
 
 
 class _Pad(SavedValues):
@@ -142,6 +152,8 @@ class AgentState:
     """None for an algorithm without a critic."""
     own_loss: str | None = None
     """Name of the user's loss function; the function itself is not stored."""
+    loaded: Annotated[dict[str, Any] | None, SavedAs(_Loaded | None)] = None
+    """Fingerprints of the base and of its tokenizer, and what changed them when they were loaded; None: not known."""
 
 
 PLAIN = tuple(f.name for f in fields(AgentState) if f.name not in ("adapter", "moments", "reference", "critic"))
@@ -154,7 +166,10 @@ def _type_in_json(hint: Any) -> Any:
 
 _HINTS: dict[str, Any] = get_type_hints(AgentState, include_extras=True)
 PlainState = create_model(  # type: ignore[call-overload]
-    "PlainState", __base__=SavedValues, **{name: (_type_in_json(_HINTS[name]), ...) for name in PLAIN}
+    "PlainState",
+    __base__=SavedValues,
+    # Older files do not know how the base was loaded.
+    **{name: (_type_in_json(_HINTS[name]), None if name == "loaded" else ...) for name in PLAIN},
 )
 """What ``agent.json`` may hold: a file that may come from a stranger is checked by it before any of it is used."""
 
@@ -166,6 +181,8 @@ class Stateful(Protocol):
     pad_token_id: int
     lora_config: Any
     cosine_lr_schedule_config: CosineLRScheduleConfig | None
+    knows_base: bool
+    """Whether the base is the one that the agent was trained on, as far as its state says."""
 
     @property
     def slot(self) -> int:
@@ -220,7 +237,8 @@ def capture(agent: Stateful) -> AgentState:
         config=agent.config.model_dump(mode="json", exclude_unset=True),
         genes={name: gene.state() for name, gene in agent.genes.items()},
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
-        | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {}),
+        | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {})
+        | ({"init_lora_weights": "gaussian"} if lora.init_lora_weights == "gaussian" else {}),
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),
         counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS if hasattr(agent, name)},
@@ -230,6 +248,7 @@ def capture(agent: Stateful) -> AgentState:
         reference=None if agent.reference_slot is None else store.adapter(agent.reference_slot),
         critic=None if agent.critic_slot is None else _capture_critic(store, agent.critic_slot),
         own_loss=None if agent.loss is None else loss_name(agent.loss),
+        loaded=agent.runtime.loaded if agent.knows_base else None,
     )
 
 
@@ -258,7 +277,7 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
 def lora_of(state: AgentState, runtime: Runtime) -> Any:
     """Return the LoraConfig of a state's adapter: the runtime's, with the rank, scale and dropout of the state."""
     lora = copy.deepcopy(runtime.lora_config)
-    for name, value in ({"lora_dropout": 0.0} | state.lora).items():
+    for name, value in ({"lora_dropout": 0.0, "init_lora_weights": True} | state.lora).items():
         setattr(lora, name, value)
     return lora
 
@@ -279,6 +298,7 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
 
 def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
+    agent.knows_base = state.loaded is not None
     for name in _COUNTERS:
         if name in state.counters:
             value = _like(state.counters[name], getattr(agent, name, None), name)
@@ -412,14 +432,46 @@ def _scaling(state: AgentState) -> float:
 
 
 def check_base(state: AgentState, runtime: Runtime) -> None:
-    """Warn if a state was saved on a base model of another name: matching shapes do not make it the same model."""
-    found, present = state.base, runtime.base.name
-    if found and present and _place(found) != _place(present):
-        warnings.warn(
-            f"the checkpoint was trained on the base model {found!r}, this agent is on {present!r}; unless they are "
-            "the same model, its adapter does not fit",
-            stacklevel=3,
+    """Warn if a state was saved on another base or tokenizer: matching shapes do not make it the same model."""
+    for difference in differences(state.base, state.loaded, runtime.base, runtime.loaded):
+        warnings.warn(difference, stacklevel=3)
+
+
+def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loaded: Mapping[str, Any]) -> list[str]:
+    """Return in words how a base and tokenizer differ from those that an adapter was trained on.
+
+    ``name`` and ``saved`` are a state's ``base`` and ``loaded``; ``loaded`` is that of the present runtime.
+    """
+    found, known = [], saved or {}
+    weights, here = known.get("weights"), loaded["weights"]
+    if weights is not None and here is not None and weights.partition(":")[0] == here.partition(":")[0]:
+        if weights != here:
+            found.append(
+                f"the checkpoint was trained on the base model {name!r}, and the weights of this one, {base.name!r}, "
+                "are others: its adapter does not fit; load the base that it was trained on"
+            )
+    elif name and base.name and _place(name) != _place(base.name):
+        found.append(
+            f"the checkpoint was trained on the base model {name!r}, this agent is on {base.name!r}; unless they are "
+            "the same model, its adapter does not fit"
         )
+    if saved is not None and _decisive(saved["config_overrides"]) != _decisive(loaded["config_overrides"]):
+        found.append(
+            f"the checkpoint was trained with config_overrides={saved['config_overrides']!r}, this base has "
+            f"{loaded['config_overrides']!r}: it computes something else; load it with those of the checkpoint"
+        )
+    tokens = known.get("tokenizer"), loaded["tokenizer"]
+    if None not in tokens and tokens[0] != tokens[1]:
+        found.append(
+            "the checkpoint was trained with another tokenizer or chat template than this base has: its prompts were "
+            "other tokens; load it with those of the checkpoint"
+        )
+    return found
+
+
+def _decisive(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the overrides that change the function; number formats and kernels only round."""
+    return {key: value for key, value in (overrides or {}).items() if "dtype" not in key and "attn" not in key}
 
 
 def _place(name: str) -> str:

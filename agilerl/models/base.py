@@ -1,5 +1,6 @@
 """The one frozen base model: loading it, checking it, and its two halves, body and head."""
 
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ from agilerl.models.quantised import (
 )
 from agilerl.models.slots import AdapterStore
 from agilerl.padding import with_padding
-from agilerl.templates import with_chat_template
+from agilerl.templates import settings_of, with_chat_template
 
 EMBEDDED = "embedded"
 """The name of the tiny model that is shipped with the package."""
@@ -115,6 +116,8 @@ class BaseModel:
         """Experts that a token chooses, of a mixture whose load-balancing loss is known; else None."""
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
+        self.fingerprint = None if self.quantisation is not None else fingerprint(self.model)
+        """Type and digest of the weights as they were loaded; None of a quantised base."""
         self.flattens = False
 
     @property
@@ -484,6 +487,39 @@ def load_base(
     choose_attention(model, attention, base.device)
     base.check_head()
     return base
+
+
+_SAMPLE = 64
+"""Numbers of each tensor that a fingerprint reads: enough for a base that was trained further, and cheap for a large
+one."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the type of a model's weights and a digest of some numbers of each: equal for equal models."""
+    digest = hashlib.blake2b(digest_size=16)
+    types = set()
+    # Without the wrapper of an adapter, if another runtime has attached one.
+    weights = {name.replace(".base_layer.", "."): weight for name, weight in model.named_parameters()}
+    for name, weight in sorted(weights.items()):
+        types.add(str(weight.dtype).removeprefix("torch."))
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        if weight.device.type != "meta":
+            flat = weight.detach().reshape(-1)
+            digest.update(flat[:: max(1, len(flat) // _SAMPLE)].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return f"{'+'.join(sorted(types))}:{digest.hexdigest()}"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str | None:
+    """Return a digest of a tokenizer's vocabulary, special tokens and chat template; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    parts = [
+        sorted(tokenizer.get_vocab().items()),
+        tokenizer.all_special_ids,
+        getattr(tokenizer, "chat_template", None),
+        sorted(settings_of(tokenizer)["chat_template_kwargs"].items()),
+    ]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _check_complete(name: str, found: Mapping[str, Any]) -> None:

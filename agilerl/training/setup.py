@@ -12,7 +12,9 @@ import torch
 
 from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.sharing import Sharing
+from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.named_files import digests
@@ -29,7 +31,7 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
-from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model
+from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
 from agilerl.population import Population
@@ -213,13 +215,18 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
             f"the files of {name!r} are quantised, and merging rounds the adapter away; name the base that they were "
             "made from: network.pretrained_model_name_or_path=..."
         )
-    base = _guarded(name, lambda: load_base(name, dtype="float32"))
-    settings = read_config(folder)
-    scope = resolve(config).options.lora_target_scope
+    options, settings = resolve(config).options, read_config(folder)
+    # All that changes the function; the merged model's config.json has it.
+    overrides = {key: value for key, value in (options.config_overrides or {}).items() if "dtype" not in key}
+    changed = SharedOptions(config_overrides=overrides or None)
+    base = _guarded(name, lambda: load_base(name, dtype="float32", options=changed))
+    tokenizer = _guarded(name, lambda: load_tokenizer(name, **config.network.of_tokenizer))
+    scope = options.lora_target_scope
     read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
+    loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
+    warn_of_another_base(folder, base, loaded)
     own = files.dtype or "float32" if dtype == "auto" else dtype
     merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
-    tokenizer = _guarded(name, lambda: load_tokenizer(name, **config.network.of_tokenizer))
     return merged.to(getattr(torch, str(own).removeprefix("torch."))), tokenizer
 
 
@@ -287,6 +294,12 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
             f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; resume "
             "from an older checkpoint"
         )
+    for state in saved.states:
+        if state.loaded is not None and (found := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
+            raise CheckpointError(
+                f"{saved.path} does not go on with this base: {found[0]}; or start another run from its adapters: "
+                "network.adapter=RUN/elite or an agent of a checkpoint"
+            )
     # The bank's width affects the last bits of every agent, even of those with a smaller rank.
     if saved.bank_rank > runtime.store.max_rank:
         runtime.store.widen(saved.bank_rank)
@@ -295,8 +308,10 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
 
 def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     """Start every agent, and its reference policy, from a PEFT adapter; raises ConfigError if its shape differs."""
-    store, wanted = agents[0].runtime.store, agents[0].lora_config
+    runtime, wanted = agents[0].runtime, agents[0].lora_config
+    store = runtime.store
     factors, found = read_adapter(folder, store.layers)
+    warn_of_another_base(folder, runtime.base, runtime.loaded)
     if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
         raise ConfigError(
             f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "

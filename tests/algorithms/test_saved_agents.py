@@ -140,7 +140,7 @@ def test_scales_of_one_agent_that_disagree_are_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_base_is_loaded_with_a_word(tmp_path: Path) -> None:
     agent = trained()
-    agent.runtime.base.name = "one/model"
+    agent.runtime.base.name, agent.runtime.base.fingerprint = "one/model", None  # as of a quantised base
     agent.save_checkpoint(tmp_path / "a")
     agent.load_checkpoint(tmp_path / "a")
     agent.runtime.base.name = "another/model"

@@ -310,11 +310,11 @@ def test_a_saved_adapter_teaches_every_agent_of_a_population(tmp_path: Path, fol
 def test_a_teacher_must_fit(tmp_path: Path) -> None:
     (agent,) = make_agents(1)
     with pytest.raises(CheckpointError, match="adapter_config"):
-        load_teacher(agent.runtime.store, tmp_path)
+        load_teacher(agent.runtime, tmp_path)
     wide = GRPO(runtime=Runtime.for_model(random_model(), lora_config=lora(16), seed=5), pad_token_id=PAD)
     wide.save_checkpoint(tmp_path / "wide")
     with pytest.raises(ConfigError, match="rank 16"):
-        load_teacher(agent.runtime.store, tmp_path / "wide")
+        load_teacher(agent.runtime, tmp_path / "wide")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
