@@ -145,6 +145,8 @@ class Population:
         check_objectives(objectives)
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
+        for agent in agents:
+            agent.check_open()
         number_apart(agents)
         check_source(agents, task)
         for agent in agents:

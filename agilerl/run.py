@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
     from agilerl.cli.progress import View
     from agilerl.report.load import Score
+    from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
     from agilerl.training.setup import Session
 
@@ -213,9 +214,16 @@ class Run:
         from agilerl.runs.directory import RunLayout, read_run
 
         self.path = Path(path)
-        self._layout = RunLayout(self.path)
+        self._files = RunLayout(self.path)
         self.config: dict[str, Any] = read_run(self.path)["config"]
         """All settings, section by section."""
+
+    @property
+    def _layout(self) -> "RunLayout":
+        """The places of the run's files; raises CheckpointError if the run was deleted meanwhile."""
+        if not self._files.run_json.is_file():
+            raise CheckpointError(f"the run in {shown(str(self.path))} is there no more: run.json is missing")
+        return self._files
 
     @property
     def is_finished(self) -> bool:

@@ -47,7 +47,7 @@ class TeacherEndpoint:
         except ValueError as error:
             raise ConfigError(f"sharing.teacher_url: {error}") from None
         self.model, self.api, self.timeout = model, api, timeout
-        self._key = os.environ.get(TEACHER_KEY, "")
+        self._key, self._closed = os.environ.get(TEACHER_KEY, ""), False
         self._client = httpx2.Client(
             timeout=httpx2.Timeout(timeout, connect=_PATIENCE),
             limits=httpx2.Limits(max_connections=_CONNECTIONS),
@@ -150,6 +150,8 @@ class TeacherEndpoint:
 
     def _post(self, path: str, body: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any] | None:
         """Send until an answer is not a temporary failure; None if it is ``optional`` and there is no such path."""
+        if self._closed:
+            raise EngineError(f"this client of the teacher at {self.url} was closed; make another one")
 
         def attempt() -> httpx2.Response:
             sent = request(self._client, "POST", f"{self.url}{path}", seconds=self.timeout, json=dict(body))
@@ -179,5 +181,6 @@ class TeacherEndpoint:
         return found if isinstance(found, dict) else {}
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; later requests raise EngineError."""
+        self._closed = True
         self._client.close()

@@ -211,9 +211,13 @@ class RunDirectory(RunLayout, Closing):
 
         Raises CheckpointError if the directory has been closed.
         """
+        self.check_open()
+        write_json(self.summary, {"status": "finished", **summary})
+
+    def check_open(self) -> None:
+        """Raise CheckpointError if the directory has been closed."""
         if not self._lock.held:
             raise CheckpointError(f"{self.root} has been closed; open it again to write to it.")
-        write_json(self.summary, {"status": "finished", **summary})
 
     def close(self) -> None:
         """Release the lock on the directory; closing twice is allowed."""

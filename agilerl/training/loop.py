@@ -89,6 +89,7 @@ def train(
     process.
     """
     out = Path(out)
+    session.check_new()
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
         return
@@ -125,9 +126,11 @@ def resume(
     does.
     """
     if run is None:
+        session.check_new()
         yield from _work(session, root or Path(), None, session.saved, stop or StopRequest())
         return
     with run:
+        session.check_new()
         _check_date(session, run)
         check_trackers(trackers or (), list(session.trackers))
         yield from _work(session, run.root, run, session.saved, stop or StopRequest(), trackers, resumes=True)
@@ -172,6 +175,7 @@ def _work(
         if run is not None and wanted:
             at = progress.iteration if resumes else None
             followed = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
+        session.begun = True
         with at_date(session.date):
             for event in _run(session, root, writer, checkpoints, progress, stop):
                 if writer is not None:

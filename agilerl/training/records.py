@@ -25,6 +25,7 @@ class RunWriter:
 
     def __init__(self, run: RunDirectory, saved: SavedCheckpoint | None = None) -> None:
         """Open the files of a run, truncated to their state at its checkpoint (None: emptied)."""
+        run.check_open()
         self.run = run
         at = Positions(0, 0, 0) if saved is None else saved.positions
         self.checkpoints = CheckpointStore(run.checkpoints)
@@ -86,6 +87,7 @@ class RunWriter:
 
     def elite(self, agent: LLMAlgorithm) -> None:
         """Write ``elite/``: a plain PEFT adapter, the tokenizer, and what else its algorithm's ``load`` needs."""
+        self.run.check_open()
         runtime, state = agent.runtime, agent.state()
 
         def write(folder: Path) -> None:

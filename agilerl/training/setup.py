@@ -69,6 +69,16 @@ class Session:
     """The date that chat templates use, local time."""
     trackers: Mapping[str, Callable[..., Tracker]] = field(default_factory=dict)
     """Classes of the user's own trackers, by their names in the configuration."""
+    begun: bool = False
+    """Whether a run has begun with it: its agents have learned, so no other run can."""
+
+    def check_new(self) -> None:
+        """Raise ConfigError if a run has begun with this session."""
+        if self.begun:
+            raise ConfigError(
+                "a run has begun with this session, and its agents have learned: build another one, from the "
+                "configuration for a new run, or from what open_run() returns to resume one"
+            )
 
     @property
     def config(self) -> RunConfig:

@@ -259,6 +259,7 @@ class Trackers:
         iteration that a run is resumed after, None for one that begins. Raises ConfigError if a tracker of a run that
         begins cannot be started; one of a resumed run is left out, with a warning.
         """
+        self._finished = False
         self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
         self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
         values = {**_flat(settings), **({} if run is None else {"run": str(run.root)})}
@@ -285,6 +286,7 @@ class Trackers:
 
     def __call__(self, event: Event) -> None:
         """Send what an event says."""
+        self._check_open()
         point = point_of(event, self._last)
         if point is not None and self._followed:
             self._last = point.step
@@ -293,17 +295,25 @@ class Trackers:
 
     def log(self, values: Mapping[str, float | str], step: int) -> None:
         """Send values of a loop that has no events, at an iteration."""
+        self._check_open()
         for one in list(self._followed):
             self._try(one, lambda one=one: one.log(dict(values), step))  # type: ignore[misc]
 
     def finish(self) -> None:
-        """End all trackers; a run that is resumed goes on where they ended."""
+        """End all trackers; a run that is resumed goes on where they ended. A second call does nothing."""
+        if self._finished:
+            return
+        self._finished = True
         for one in list(self._followed):
             if callable(finish := getattr(one.tracker, "finish", None)):
                 self._try(one, finish)
         with suppress(WriteError):  # of the run's own files too, and that is what is raised
             self._note(finished=True)
         self._followed.clear()
+
+    def _check_open(self) -> None:
+        if self._finished:
+            raise ConfigError("these trackers were finished, and take nothing more; make new ones")
 
     def _start(self, name: str, tracker: Any, own: Callable[..., Tracker] | None, values: dict[str, Any]) -> None:
         sent = self._known.get(name, _Sent())

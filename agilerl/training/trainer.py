@@ -179,7 +179,11 @@ class LocalTrainer:
 
             saved = open_run(self.resume_from_checkpoint, report=print)
             root, self.config = saved.run.root, saved.config
-            self.session = build(saved.config, saved.checkpoint, allow_code=allow_code)
+            try:
+                self.session = build(saved.config, saved.checkpoint, allow_code=allow_code)
+            except BaseException:
+                saved.run.close()
+                raise
             events = resume(self.session, saved.run, trackers={**self.config.training.trackers, **asked})
         self.out = root
         with closing(events):

@@ -1,6 +1,7 @@
 """What was set stays told from what has its default, in every way a configuration travels."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -8,19 +9,22 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
+from agilerl.run import _overrides
 from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.saved import SavedRun, open_run
 from agilerl.training.setup import build, check, first_generation, load_runtime
+from agilerl.training.trainer import LocalTrainer
+from agilerl.utils.utils import create_population
 from tests.training.small_runs import SMALL, lines
 
 MANIFESTS = Path(__file__).resolve().parent.parent.parent / "tutorials" / "manifests"
@@ -37,6 +41,12 @@ def declared_once() -> list[tuple[str, str]]:
         home = next(c for c in ALGORITHMS[name].Config.__mro__ if field in vars(c).get("__annotations__", {}))
         found.setdefault((home, field), []).append(name)
     return [(names[number % len(names)], field) for number, ((_, field), names) in enumerate(found.items())]
+
+
+def run_overrides(sections: dict[str, Any], **given: Any) -> list[str]:
+    """Return what ``agilerl.train`` makes of its arguments."""
+    names = ("model", "task", "algorithm", "population", "evolve", "max_tokens", "seed")
+    return _overrides(sections, **{name: given.get(name) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +162,102 @@ def test_a_python_configuration_gives_what_was_set(name: str, runtime: Runtime) 
     agent = algorithm(config=algorithm.Config(update_epochs=2), runtime=runtime, max_output_tokens=5)
     assert agent.config.model_fields_set == {"update_epochs", "max_output_tokens"}
     assert agent.clone().config.model_fields_set == {"update_epochs", "max_output_tokens"}
+
+
+ENVIRONMENTS = {"SFT": {"env_type": "sft"}, "DPO": {"env_type": "preference"}, "KTO": {"env_type": "unpaired"}}
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """Return why a call is refused; empty if it is not."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*the update is biased")
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_setting_given_in_python(name: str, runtime: Runtime) -> None:
+    """By LocalTrainer, ``agilerl.train`` and create_population."""
+    algorithm: type[LLMAlgorithm] = ALGORITHMS[name]
+    environment = ENVIRONMENTS.get(name, {"task": "reasoning_gym:gcd"})
+    named = {*load_manifest(None, [f"algorithm.name={name}"]).algorithm}
+    for field in sorted({*algorithm.Config.model_fields} - {"seed", "router_aux_loss_coef", "reward_weights"}):
+        _, value = set_to_another_value(name, field)
+        own = {field: value}
+        if why := refused(lambda own=own: algorithm.Config(**own)):  # type: ignore[misc]
+            assert field in why  # it needs another setting
+            continue
+        trainer = LocalTrainer({"name": name, **own}, environment)
+        assert resolve(trainer.config).hyperparameters.model_fields_set - DERIVED == {field}
+        chosen = run_overrides({"environment": environment}, algorithm={"name": name, **own})
+        config = load_manifest(None, chosen)
+        assert config.algorithm[field] == json.loads(json.dumps(value))
+        assert {*config.algorithm} - {field} <= named
+        (agent,) = create_population(name, INIT_HP={field.upper(): value}, actor_network=runtime.base.model)
+        assert agent.config.model_fields_set == {field}
+        agent.clean_up()
+
+
+def test_the_gene_algorithm_carries_what_was_set_and_no_default(runtime: Runtime) -> None:
+    for field in sorted({*GRPO.Config.model_fields} - {"router_aux_loss_coef"}):
+        value = 64 if field == "max_model_len" else another_value(GRPO.Config.model_fields[field])
+        given = {"max_output_tokens": 60, field: value}
+        if refused(lambda given=given: GRPO.Config(**given)):  # type: ignore[misc]
+            continue
+        for name in GRPO.family():
+            agent = GRPO(runtime=runtime, **given)
+            why = refused(lambda: agent.set_hyperparameters({"algorithm": name}))  # noqa: B023
+            assert not why or field in why  # it does not use the setting
+            clone = agent.clone(9)
+            assert agent.config.model_fields_set == clone.config.model_fields_set == {*given}
+            assert (clone.algorithm, clone.config) == (agent.algorithm, agent.config)
+            clone.clean_up()
+            agent.clean_up()
+
+
+OF_SECTIONS = [
+    "training.eval_temperature=0.5",
+    "training.lr_schedule=cosine",
+    "training.num_epochs=2",
+    "training.init=same",
+    "mutation.crossover=0.5",
+    "mutation.mutation_sd=0.1",
+    "mutation.rank_range=[2, 8]",
+    "mutation.probabilities={params_mut: 0.5, rl_hp_mut: 0.5}",
+    "selection_strategy.soup=0.8",
+    "selection_strategy.candidates=3",
+    "selection_strategy.equal_tokens=true",
+    "selection_strategy.objectives=[reward, kl]",
+    "selection_strategy.pulses={until: 0.5}",
+    "selection_strategy.collapse_guard=false",
+    "sharing.distillation=0.1",
+    "sharing.experience=2",
+    "sharing.experience_for=all",
+    "sharing.experience_cap=3",
+    "network.lora_config.lora_dropout=0.1",
+    "network.lora_config.init_lora_weights=gaussian",
+    "network.pad_token_id=7",
+    "algorithm.stop_sequences=[e]",
+    "environment.curriculum={prompts_per_level: 8}",
+    "environment.holdout=any",
+]
+
+
+@pytest.mark.parametrize("setting", OF_SECTIONS)
+def test_a_setting_of_a_section(setting: str, tmp_path: Path) -> None:
+    """Its value, that it was set, and that nothing else of its section was."""
+    needed = ["sharing.experience=2", "algorithm.beta=0"] if setting.startswith("sharing.experience") else []
+    config = load_manifest(None, [*needed, setting])
+    started(config, tmp_path / "run")
+    again = reopened(tmp_path / "run")
+    section, field = setting.partition("=")[0].split(".")[:2]
+    assert field in resolve(config).given()[section]
+    assert (resolve(again).document(), resolve(again).given()) == (resolve(config).document(), resolve(config).given())
+    for name in RunConfig.model_fields:
+        own, found = getattr(config, name), getattr(again, name)
+        assert (found, getattr(found, "model_fields_set", None)) == (own, getattr(own, "model_fields_set", None))
 
 
 CISPO_BOUNDS = {
