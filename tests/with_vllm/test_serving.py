@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ def serving(command: list[str], port: int, log: Path) -> Iterator[str]:
                 time.sleep(0.5)
         yield f"{address}/v1"
     finally:
-        os.killpg(process.pid, signal.SIGINT)
+        with suppress(ProcessLookupError):  # it has died, and the reason is above
+            os.killpg(process.pid, signal.SIGINT)
         process.wait(timeout=60)
 
 
