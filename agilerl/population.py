@@ -567,7 +567,7 @@ class Population:
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if self.task.multi_turn:
-            raise ConfigError(f"{self.task.name} is an environment, which has episodes and not a panel of questions")
+            raise ConfigError(f"{self.task.name} is an environment, which has episodes, not a panel of questions")
         return [(place.row, list(place.prompt_ids)) for place in self.places(split)]
 
     def _rows_of(self, split: Split | Panels) -> tuple[Split, int, int]:

@@ -366,7 +366,7 @@ def _follow(start: "Callable[[], Iterator[Event]]", session: "Session", root: Pa
                 print_plan(session, root, console)
                 watch(events, session, console)
     except KeyboardInterrupt:
-        print(f"interrupted; go on with agilerl.Run({str(root)!r}).resume()")
+        print(f"interrupted; continue with agilerl.Run({str(root)!r}).resume()")
         raise
 
 

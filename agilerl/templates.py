@@ -546,7 +546,7 @@ def _check_template(source: str, where: str) -> None:
     try:
         _chat_template(source)
     except TemplateError as error:
-        raise ConfigError(f"{where} is no chat template: {error}") from error
+        raise ConfigError(f"{where} is not a chat template: {error}") from error
 
 
 def settings_of(tokenizer: Any) -> dict[str, Any]:

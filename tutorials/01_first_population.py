@@ -12,7 +12,7 @@ import agilerl
 
 shutil.rmtree("runs/first", ignore_errors=True)  # a run is never overwritten
 
-# The plan comes first: what is trained, on what, for how long. Then a table, an agent a row, while it goes on.
+# The plan comes first: what is trained, on what, for how long. Then a table, an agent a row, during the run.
 run = agilerl.train(
     task="reasoning_gym:gcd",
     population=4,

@@ -1,4 +1,4 @@
-"""Rows and rewards of your own. About 15 seconds on one core.
+"""Your own rows and reward. About 15 seconds on one core.
 
 A run needs questions and a way to grade answers. Rows are dicts, from a list, a file, a DataFrame or the Hugging Face
 hub; a reward is a function that names the columns it wants. The run keeps rows for the exam and for the test, which
@@ -49,7 +49,7 @@ run = agilerl.train(
     out="runs/rows",
 )
 
-# Each reward is a metric of its own; agents are compared by them, not by their sum.
+# Each reward is a separate metric; agents are compared by them, not by their sum.
 learned = [line for line in run.metrics if line["kind"] == "train"]
 first, last = learned[0], learned[-1]
 for name in ("exact", "letters", "kept_vowels"):

@@ -25,7 +25,7 @@ class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     clip_min: Annotated[float | None, Field(ge=0)] = None
     """Floor of the weight; None: no floor."""
     clip_coef: Annotated[float | tuple[float, float] | None, Evolve(0.05, 0.5)] = None  # type: ignore[assignment]
-    """Both bounds of the weight at once, in place of ``clip_max`` and ``clip_min``: c means [1 - c, 1 + c]."""
+    """Both bounds of the weight at once, instead of ``clip_max`` and ``clip_min``: c means [1 - c, 1 + c]."""
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Self:

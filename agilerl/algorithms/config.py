@@ -72,7 +72,7 @@ class RolloutLLMConfig(LLMConfig):
     min_output_tokens: Annotated[int | None, Field(ge=0)] = None
     """The end token cannot be drawn before this many tokens. Biases the log-probs likewise."""
     reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)
-    """This agent's own weights of parts of the reward, by name, in place of those of the task's ``CombinedGrader``; in
+    """This agent's own weights of parts of the reward, by name, instead of those of the task's ``CombinedGrader``; in
     training alone. The gene of one is called ``reward_weights.<name>`` and needs a task with a fitness grader."""
 
     @model_validator(mode="after")
@@ -156,7 +156,7 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     kl_placement: Literal["loss", "reward", "advantage"] = "loss"
     """Where ``beta`` times the KL goes."""
     use_kl_advantage_shaping: bool = False
-    """Add beta (mean_t kl - kl_t) to the advantages, in place of the KL term of the loss."""
+    """Add beta (mean_t kl - kl_t) to the advantages, instead of the KL term of the loss."""
     kl_clamp_value: Annotated[float | None, Field(gt=0)] = None
     """Cap of a token's KL, in nats; None: no cap."""
     kl_target: Annotated[float | None, Field(gt=0)] = None

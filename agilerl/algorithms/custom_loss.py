@@ -1,4 +1,4 @@
-"""Custom losses: a function in place of an algorithm's objective, and PolicyLoss, which composes one of named parts."""
+"""Custom losses: a function instead of an algorithm's objective, and PolicyLoss, which composes one of named parts."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""DPPO (arXiv 2602.04879): a trust region around the policy in place of bounds of each token's ratio."""
+"""DPPO (arXiv 2602.04879): a trust region around the policy instead of bounds of each token's ratio."""
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 

@@ -84,7 +84,7 @@ class Learner(Protocol):
 
     @property
     def loss(self) -> Callable[..., Any] | None:
-        """The user's loss function, in place of the algorithm's objective."""
+        """The user's loss function, instead of the algorithm's objective."""
 
     @property
     def lora_config(self) -> Any:

@@ -17,7 +17,7 @@ class MaxRLConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
 
 
 class MaxRL(GRPO):
-    """GRPO with the advantage ``(r - mean_g) / mean_g``, the group's mean in place of its standard deviation.
+    """GRPO with the advantage ``(r - mean_g) / mean_g``, the group's mean instead of its standard deviation.
 
     With rewards of 0 and 1 and G samples this is the gradient of log p truncated at its G-th order: the rarer the
     success, the larger the step. A group whose mean is not above 0 teaches nothing, so rewards should not be negative.

@@ -47,7 +47,7 @@ class Sharing:
     """Folder of the adapter that teaches: a PEFT folder, or a checkpoint of an agent, for the same base.
     None: the elite of the last selection, which teaches all agents but itself."""
     teacher_url: str | None = None
-    """Address of an OpenAI-compatible endpoint whose model teaches, in place of a folder. Its key is read from the
+    """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder. Its key is read from the
     environment variable ``TEACHER_API_KEY``."""
     teacher_model: str | None = None
     """The model's name there."""

@@ -44,7 +44,7 @@ class Share:
     denominator: float
     metrics: MetricReducer
     loss: LossFunction | None = None
-    """Used in place of the agent's own; None: the agent's."""
+    """Used instead of the agent's own; None: the agent's."""
     window: int = 0
     """Which optimizer step of this update."""
 

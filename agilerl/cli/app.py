@@ -95,7 +95,7 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[
         bool,
-        typer.Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries say."),
+        typer.Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries print."),
     ] = False,
 ) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""
@@ -125,7 +125,7 @@ def init(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the defaults.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Ask three questions (model, data or task, reward), and write a manifest and what else a run needs.
+    """Ask three questions (model, data or task, reward), and write a manifest and the files it needs.
 
     The rest is a reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is
     asked.
@@ -163,7 +163,7 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run in --out, if no process uses it, and start anew.")
+        bool, typer.Option("--overwrite", help="Delete the run in --out, if no process uses it, and start a new one.")
     ] = False,
     allow_code: AllowCode = False,
     quiet: Quiet = False,
@@ -253,7 +253,7 @@ def report(
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Write it again as the runs go on, until they finish or Ctrl-C.")
+        bool, typer.Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
     ] = False,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
@@ -271,13 +271,13 @@ def schedule(
     ] = None,
     extrapolate: Annotated[
         int | None,
-        typer.Option("--extrapolate", metavar="TOKENS", help="Stretch it to an agent that trains on so many.", min=1),
+        typer.Option("--extrapolate", metavar="TOKENS", help="Stretch it to this many tokens of training.", min=1),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Export the hyperparameters that the elite of a run was trained with, followed through its ancestors.
 
-    Values stand against the tokens trained on. The file can be edited, and one agent trains with it:
+    Values are listed against the tokens trained on. You can edit the file and train one agent with it:
 
     agilerl schedule runs/mine --out mine.yaml
 
@@ -311,17 +311,17 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="[KEY.PATH=VALUE ...]",
-            help="Settings in place of the run's; for an adapter without a run also a manifest.",
+            help="Settings that replace the run's; for an adapter without a run also a manifest.",
             show_default=False,
         ),
     ] = None,
     *,
     samples: Annotated[
-        int, typer.Option("--samples", min=0, max=10_000, help="Answers drawn for each question, for pass@k; 0: none.")
+        int, typer.Option("--samples", min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
     ] = 4,
     temperature: Temperature = 1.0,
     full: Annotated[
-        float, typer.Option("--right-from", metavar="SCORE", help="Score from which on an answer is right for pass@k.")
+        float, typer.Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
     ] = 1.0,
     base: Annotated[bool, typer.Option("--base/--no-base", help="Ask the base the same questions.")] = True,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Questions to list, the worst first.")] = 5,
@@ -375,7 +375,7 @@ def chat(
     adapter: Adapter,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings in place of the run's.", show_default=False),
+        typer.Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.", show_default=False),
     ] = None,
     *,
     temperature: Temperature = 0.7,
@@ -384,7 +384,7 @@ def chat(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to an adapter. Lines of a pipe are answered too, one after another.
+    """Talk to an adapter. It also answers the lines of a pipe, one after another.
 
     agilerl chat runs/mine --base
 
@@ -505,8 +505,8 @@ def push(
         str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face hub.", show_default=False)
     ],
     *,
-    private: Annotated[bool, typer.Option("--private/--public", help="Who may see a repository that is made.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be uploaded, no more.")] = False,
+    private: Annotated[bool, typer.Option("--private/--public", help="Who can see a new repository.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -531,7 +531,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which settings of runs differ and what came of them, and write them side by side as one HTML file."""
+    """Show how runs differ in settings and results, and write them side by side as one HTML file."""
     from agilerl.cli.after import run_compare
 
     run_compare(runs, out, as_json=as_json)

@@ -117,7 +117,7 @@ class SharedOptions(_Options):
     """Texts that end a completion, besides end tokens: in training, in exams and in ``agent.generate``. The completion
     keeps the text."""
     use_vllm: bool = False
-    """Sample with vLLM in place of the torch engine."""
+    """Sample with vLLM instead of the torch engine."""
     vllm_config: Annotated[VLLMConfig | None, BeforeValidator(_plain)] = None
     """A ``VLLMConfig``, or its settings."""
     use_memory_efficient_params: bool = True
@@ -141,7 +141,7 @@ def contradiction(name: str, present: Any, found: Any) -> ConfigError:
     """Return the error of an agent that asks for what its base does not have."""
     return ConfigError(
         f"{name}={found!r} contradicts the base that this agent shares, which has {name}={present!r}: all agents on "
-        "one base have the same; give it to the first of them (or to Runtime(options=...)), or load a base of its own"
+        "one base have the same; give it to the first of them (or to Runtime(options=...)), or load a separate base"
     )
 
 
@@ -172,7 +172,7 @@ class NetworkConfig(Section):
     pad_token_id: Annotated[int | None, Field(ge=0)] = None
     """The same by number."""
     chat_template_path: Annotated[str | None, Field(min_length=1)] = None
-    """File with a chat template in place of the tokenizer's own, in the folder of the manifest or below."""
+    """File with a chat template instead of the tokenizer's own, in the folder of the manifest or below."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Values that the chat template reads by name: ``{enable_thinking: false}``."""
     max_context_length: Annotated[int | None, Field(ge=2)] = None

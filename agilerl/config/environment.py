@@ -95,7 +95,7 @@ class GraderConfig(Section):
     """Call a custom function from this many threads (with ``isolate``: processes) at a time, as completions end, while
     others are still generated. None: from the run's own thread when all have ended, or in one process."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
-    """Its name in metrics, in place of ``name``."""
+    """Its name in metrics, instead of ``name``."""
 
     @property
     def called(self) -> str:
@@ -123,7 +123,7 @@ class EnvironmentConfig(Section):
     """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None if there is a ``dataset`` or an
     ``env_id``."""
     dataset: Datasets = None
-    """Rows of your own in place of a task: a list of datasets, which are mixed by weight; or one of them; or its path
+    """Rows of your own instead of a task: a list of datasets, which are mixed by weight; or one of them; or its path
     alone."""
     dataset_exam: Datasets = None
     """Rows for the exam; None takes ``eval_prompts`` rows of ``dataset``, which training then leaves out."""

@@ -272,7 +272,7 @@ def check_unchanged(
         if before is None or digests(config)[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
             resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
-            remedy = f"go on with it as it is: {resumes}" if begun is None else "name another file on the command line"
+            remedy = f"resume it all the same: {resumes}" if begun is None else "name another file on the command line"
             raise CheckpointError(
                 f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or "
                 f"{remedy}"

@@ -240,7 +240,7 @@ class GeneConfig(Section):
     scale: Literal["log", "linear"] | None = None
     """Whether mutations are factors or differences."""
     choices: list[float | int | str | bool] | None = None
-    """The values to choose from, in place of a range."""
+    """The values to choose from, instead of a range."""
     shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
     """Multiply by ``shrink_factor`` or by ``grow_factor``, each half of the time, instead of drawing a step. Of the two
     one alone is enough: the other is 0.8 or 1.2 then."""
@@ -334,14 +334,14 @@ class SelectionConfig(Section):
     reference, nats a token) and ``length`` (tokens a completion), to be lowered. For knockout and halving, which then
     keep two agents unless ``floor`` says more, tournament, truncation, none and custom code. None: the reward."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
-    """Best exams whose agents sit a second panel at the end, as large as the exam, with the best agent of the last one.
-    That one is the elite, unless the panel shows one of them to be better with a probability of 0.8. 1: the elite is
+    """Best exams whose agents take a second panel at the end, as large as the exam, with the best agent of the last
+    one. That agent is the elite, unless the panel shows another to be better with a probability of 0.8. 1: the elite is
     the best exam's agent. None: 3 for knockout and pulses on tasks that make questions, else 1."""
     soup: Annotated[float | None, Field(ge=0.5, lt=1)] = None
-    """Let the soup of the candidates, the mean of their adapters' deltas, sit the second panel as well, and make it the
-    elite if it is better than the chosen candidate with this probability. None: no soup."""
+    """Let the soup of the candidates, the mean of their adapters' deltas, take the second panel as well, and make it
+    the elite if it is better than the chosen candidate with this probability. None: no soup."""
     equal_tokens: bool | None = None
-    """Compare agents after equally many tokens, not iterations: those that spend more sit iterations out. None: in
+    """Compare agents after equally many tokens, not iterations: those that spend more skip iterations. None: in
     knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
     ``max_output_tokens``)."""
     collapse_guard: bool = True
@@ -389,7 +389,7 @@ class SelectionConfig(Section):
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
-                known = ", ".join(sorted(own)) or "none of its own"
+                known = ", ".join(sorted(own)) or "no other settings"
                 raise ValueError(
                     f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
                     "it, or name another strategy"
@@ -410,8 +410,8 @@ class SelectionConfig(Section):
             )
         if self.floor == 1:
             raise ValueError(
-                f"objectives={shown(given)}: selection_strategy.floor=1 leaves one agent, which is no front; set floor "
-                "to 2 or more, or name a strategy that keeps all agents (tournament, truncation)"
+                f"objectives={shown(given)}: selection_strategy.floor=1 leaves one agent, which is not a front; set "
+                "floor to 2 or more, or name a strategy that keeps all agents (tournament, truncation)"
             )
         return self
 
@@ -429,7 +429,7 @@ class SharingConfig(Section):
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
     base. None: the elite of the last selection."""
     teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
-    """Address of an OpenAI-compatible endpoint whose model teaches, in place of a folder: any model with the base's
+    """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder: any model with the base's
     tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
     teacher_model: Annotated[str | None, Field(min_length=1)] = None
     """The model's name at ``teacher_url``."""
@@ -442,7 +442,7 @@ class SharingConfig(Section):
     experience_for: Literal["flat", "all"] = "flat"
     """Prompts that get them: those whose own completions all earned the same, or all."""
     experience_cap: Annotated[float, Field(gt=0)] = 2.0
-    """Most that the importance weight of such a completion may be."""
+    """Upper limit of the importance weight of such a completion."""
 
     @model_validator(mode="after")
     def _teaches(self) -> Self:
@@ -575,7 +575,7 @@ class RunConfig(Section):
 
     @property
     def candidates(self) -> int:
-        """Best exams whose agents sit the second panel; 1 if there is none."""
+        """Best exams whose agents take the second panel; 1 if there is none."""
         given = self.selection_strategy.candidates
         if given is not None:
             return given
@@ -611,9 +611,9 @@ class RunConfig(Section):
             self.sharing.distillation and not (self.sharing.teacher or self.sharing.teacher_url)
         )
         if learns and self.training.pop_size == 1:
-            said.append("sharing: there is one agent, so nobody to learn from; raise training.pop_size")
+            said.append("sharing: there is only one agent, so none to learn from; raise training.pop_size")
         if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
-            said.append(f"{strategy}: challengers differ by their learning rate, which is no gene here: there are none")
+            said.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
         return said
 
     @property

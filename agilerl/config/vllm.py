@@ -110,7 +110,7 @@ class VLLMConfig(BaseModel):
     kv_cache_dtype: str | None = None
     """Data type of the cache, for instance ``fp8``."""
     kv_cache_memory_bytes: Annotated[int | None, Field(ge=1)] = None
-    """Bytes of the cache, in place of what ``gpu_memory_utilization`` leaves; None on a CPU: 1 GiB."""
+    """Bytes of the cache, instead of what ``gpu_memory_utilization`` leaves; None on a CPU: 1 GiB."""
     enable_prefix_caching: bool = True
     """Compute what prompts of one adapter have in common once."""
     strip_multimodal_towers: bool = False

@@ -542,7 +542,7 @@ def _load_from_hub(name: str, split: str, config: str | None, *, stream: bool = 
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         cure = "check its name, split and configuration" if reachable else "the hub cannot be reached from here"
         raise EnvError(
-            f"there is no file {shown(name)}, and no dataset of that name can be loaded from the hub: "
+            f"there is no file {shown(name)}, and the hub has no dataset of that name that can be loaded: "
             f"{reason[:300]}; {cure}, or pass a file ({', '.join(FORMATS)})"
         ) from error
     finally:

@@ -139,7 +139,7 @@ def _no_gradient(window: _Window) -> Symptom | None:
     return Symptom(
         "no gradient",
         "rewards differ, but the gradient is 0",
-        "look at the advantages and at a loss of your own: it may be detached, or mask every token",
+        "check the advantages, and a custom loss if there is one: it may be detached, or mask every token",
     )
 
 

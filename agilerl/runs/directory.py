@@ -394,7 +394,7 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
     foreign = sorted(path.name for path in root.iterdir() if not _is_part(path))
     if foreign:
         raise CheckpointError(
-            f"{root} holds {shown(foreign[0])}, which is no part of a run, so the run is not overwritten; move that "
+            f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
         )
     if not locked:

@@ -132,8 +132,8 @@ def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[s
         found["lora_config"] = imported_peft().LoraConfig(**{"lora_alpha": 64, "r": 16, **lora})
     if unknown:
         warnings.warn(
-            f"INIT_HP: {', '.join(unknown)} {'is no setting' if len(unknown) == 1 else 'are no settings'} of "
-            f"{cls.__name__}, and ignored",
+            f"INIT_HP: {', '.join(unknown)} {'is not a setting' if len(unknown) == 1 else 'are not settings'} of "
+            f"{cls.__name__} and ignored",
             stacklevel=4,
         )
     return found

@@ -299,7 +299,7 @@ def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
     if not apart or any(agent.runtime.base.source != runtime.base.source for agent in apart):
         return list(agents)  # different models have an error of their own
     warnings.warn(
-        f"{len(apart)} of {len(agents)} agents have a copy of the base model of their own: they are moved to that of "
+        f"{len(apart)} of {len(agents)} agents have a separate copy of the base model: they are moved to that of "
         "the first; make them with population(), or pass runtime=pop[0].runtime, to load it once",
         stacklevel=6,
     )

@@ -274,8 +274,8 @@ def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iter
     if evolving and config.fitness_grader is None:
         raise ConfigError(
             f"mutation.rl_hp_selection.reward_weights.{evolving[0]}: a weight that evolves needs "
-            "environment.fitness_grader, which does not change: without one, agents win by weighting what is easy; "
-            f"use one of {', '.join(dict.fromkeys([OWN, *weights]))}"
+            "environment.fitness_grader, which does not change: without one, agents win by giving "
+            f"weight to what is easy; use one of {', '.join(dict.fromkeys([OWN, *weights]))}"
         )
     return {**{name: weights[name] for name in evolving}, **given}
 

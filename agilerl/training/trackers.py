@@ -365,7 +365,7 @@ class Trackers:
 
     def _switch_off(self, name: str, error: Exception) -> None:
         warnings.warn(
-            f"the tracker {shown(name)} failed and is switched off; the run goes on, and resuming it sends what is "
+            f"the tracker {shown(name)} failed and is switched off; the run continues, and resuming it sends what is "
             f"missing ({type(error).__name__}: {error})",
             stacklevel=2,
         )

@@ -93,7 +93,7 @@ def test_defaults_are_the_strategys_own_and_in_the_document(name: str) -> None:
         ({"name": "halving", "gate": 0.9}, r"gate .* selection_strategy.name=halving"),
         ({"name": "halving", "fraction": 0.5}, "fraction is not a setting"),
         ({"name": "truncation", "pulses": {"every": 3}}, "pulses is not a setting"),
-        ({"name": "none", "period": 3}, "none of its own"),
+        ({"name": "none", "period": 3}, "no other settings"),
         ({"name": "none", "elitism": True}, "elitism is a setting of name: tournament"),
         ({"name": "knockout", "tournament_size": 2}, r"tournament_size .* tournament"),
         ({"name": "knockout", "params": {"a": 1}}, "params is not a setting"),
