@@ -89,6 +89,28 @@ AllowCode = Annotated[
 ]
 
 
+def _price(text: str) -> float:
+    """Return a price of the command line."""
+    try:
+        price = float(text)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < float("inf"):
+        raise typer.BadParameter(f"expected a number above 0 (of any currency), found {text!r}")
+    return price
+
+
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        parser=_price,
+        metavar="NUMBER",
+        help="What an hour of all machines costs (default: training.price_per_hour); costs are shown then.",
+    ),
+]
+
+
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
@@ -255,11 +277,12 @@ def report(
     live: Annotated[
         bool, typer.Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
     ] = False,
+    price: Price = None,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
     from agilerl.cli.commands import run_report
 
-    run_report(runs, out, live=live)
+    run_report(runs, out, live=live, price=price)
 
 
 @app.command()
@@ -584,6 +607,7 @@ def plan(
     completion_tokens: Annotated[
         int | None, typer.Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
     ] = None,
+    price: Price = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -602,6 +626,7 @@ def plan(
         kind=gpu,
         prompt=prompt_tokens,
         completion=completion_tokens,
+        price=price,
         allow_code=allow_code,
         as_json=as_json,
     )

@@ -101,19 +101,19 @@ _RELOAD = 10
 """Seconds after which a page that is open loads itself anew."""
 
 
-def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False) -> None:
+def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False, price: float | None = None) -> None:
     """Write the report and print its path; see ``agilerl report --help``."""
     out = default_report(runs) if out is None else out
     _check_file(out)
     from agilerl.report import build_report
 
     if live:
-        _follow(runs, out)
+        _follow(runs, out, price)
     else:
-        print(build_report(runs, out))
+        print(build_report(runs, out, price=price))
 
 
-def _follow(runs: Sequence[Path], out: Path) -> None:
+def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
     """Write the report of runs whenever they have something new; the last page no longer loads itself anew.
 
     It takes at most a tenth of a core from the runs.
@@ -128,7 +128,7 @@ def _follow(runs: Sequence[Path], out: Path) -> None:
         while not all(layout.is_finished for layout in layouts):
             began, now = time.monotonic(), _states(layouts)
             if now != written:
-                build_report(runs, out, reload=_RELOAD)
+                build_report(runs, out, reload=_RELOAD, price=price)
             if written is None:
                 print(out, flush=True)
                 say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
@@ -136,7 +136,7 @@ def _follow(runs: Sequence[Path], out: Path) -> None:
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
     except KeyboardInterrupt:
         pass
-    build_report(runs, out)
+    build_report(runs, out, price=price)
     if written is None:
         print(out)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from agilerl.cli.output import console
 from agilerl.cli.running import configuration
-from agilerl.planning.footprint import SHARE, gib, pass_tokens
+from agilerl.planning.footprint import SHARE, gib, money, pass_tokens
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import (
     COPY_SHARE,
@@ -39,6 +39,7 @@ def run_plan(
     kind: str,
     prompt: int | None,
     completion: int | None,
+    price: float | None,
     allow_code: bool,
     as_json: bool,
 ) -> None:
@@ -63,6 +64,9 @@ def run_plan(
     load = workload(resolved, found, usual, row_multiple=CPU_ROWS if known is None else 1)
     capacity = proposed(shape, load, machine, costs, devices, vllm=resolved.options.use_vllm)
     document = _document(resolved, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
+    price = config.training.price_per_hour if price is None else price
+    if price is not None:
+        document["cost"] = {"price_per_hour": price, "generation": price * capacity.best.generation / 3600}
     if as_json:
         print(json.dumps(document, indent=1))
     else:
@@ -181,7 +185,8 @@ def _print(document: dict[str, Any], capacity: Capacity, console: Console) -> No
         if size:
             table.add_row(name, gib(size))
     console.print(table)
-    console.print(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}")
+    cost = f", which cost {money(document['cost']['generation'])}" if "cost" in document else ""
+    console.print(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}{cost}")
     table = _table()
     for name in ("phase", "seconds", "least possible", "times", "share"):
         table.add_column(name, justify="left" if name == "phase" else "right")

@@ -20,7 +20,7 @@ from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.strategies import UNITS
-from agilerl.planning.footprint import peak
+from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
 from agilerl.runs.diagnosis import Observer, told
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
@@ -36,7 +36,6 @@ from agilerl.training.events import (
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
 from agilerl.training.records import metric_lines
-from agilerl.training.resolved import usual_rate
 from agilerl.training.setup import Session
 
 SPLITS: tuple[Split, ...] = ("exam", "test")
@@ -99,6 +98,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "generations": -(-iterations // session.evo_steps),
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
+            "price_per_hour": config.training.price_per_hour,
             "exam_prompts": session.task.panel_size("exam"),
             "test_prompts": len(session.population.places("test")),
         },
@@ -163,13 +163,17 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
     )
     limits = [
-        f"{length[key]:,} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
+        f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     ]
     table.add_row(
         "length",
         f"{length['iterations']} iterations{', at most ' * bool(limits)}{' and '.join(limits)}, selection every "
         f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}",
     )
+    if length["price_per_hour"] is not None:
+        hour, seconds = length["price_per_hour"], length["max_seconds"]
+        most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
+        table.add_row("cost", f"{hour:g} an hour{most}")
     several = session.topology.world.size > 1
     if several:
         table.add_row("islands", _islands_text(**plan["islands"]))
@@ -261,7 +265,7 @@ def log(
 
     Lines of metrics are those of ``metrics.jsonl``.
     """
-    observer = Observer(_usual_rate(session))
+    observer = Observer(session.usual_rate)
 
     def show(event: Event) -> None:
         if isinstance(event, IterationDone):
@@ -321,7 +325,7 @@ class View:
         self.fitness: dict[int, Fitness] = {}
         self.failures: dict[int, Counter[str]] = {}
         self.best: int | None = None
-        self.observer = Observer(_usual_rate(session))
+        self.observer = Observer(session.usual_rate)
         self.said: set[tuple[int, str]] = set()
         self.notes: list[Text] = []
         self.iteration = 0
@@ -466,14 +470,6 @@ class View:
     def table(self) -> Table:
         """Return one row per agent, with as many columns as fit the terminal."""
         return _fitted(self.columns(), self.console.width)
-
-
-def _usual_rate(session: Session) -> float | None:
-    """Return the learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
-    if session.resolved.algorithm.env_type != "reasoning":
-        return None
-    base = session.population.runtime.base
-    return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
 
 
 class _Stopping:

@@ -11,7 +11,6 @@ from typing import Any
 from agilerl.arguments import Location, shown
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
-from agilerl.hpo.spread import EMBEDDED_RATE
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import symptoms, told
@@ -111,6 +110,10 @@ class RunRecord:
     """Sentences about what is missing or wrong."""
     symptoms: list[str]
     """Sentences about what may keep the agents of the last generation from learning."""
+    seconds: float
+    """Time that the run has taken so far; NaN if unknown."""
+    price: float
+    """What an hour of it costs; NaN if unknown."""
 
     @property
     def name(self) -> str:
@@ -131,8 +134,11 @@ def check_different(runs: Sequence[Location]) -> None:
         raise ConfigError(f"expected different run directories, found {shown(str(twice))} twice; leave one out")
 
 
-def load_run(path: Path) -> RunRecord:
-    """Read a run directory; raises CheckpointError if it is missing, damaged, or not a run directory."""
+def load_run(path: Path, price: float | None = None) -> RunRecord:
+    """Read a run directory; raises CheckpointError if it is missing, damaged, or not a run directory.
+
+    ``price`` of an hour goes before that of the run's settings.
+    """
     info = read_run(path)
     layout = RunLayout(path)
     summary = read_json(layout.summary) if layout.summary.exists() else {}
@@ -142,6 +148,8 @@ def load_run(path: Path) -> RunRecord:
     incomplete = _read_train(metrics, agents)
     _read_exams(metrics, agents)
     evolutions = [line for line in metrics if line.get("kind") == "evolution" and _whole(line.get("generation"))]
+    elapsed = (number(line.get("time/elapsed")) for line in metrics)
+    training = info["config"].get("training") or {}
     run = RunRecord(
         path=path,
         info=info,
@@ -153,11 +161,13 @@ def load_run(path: Path) -> RunRecord:
         elites=elites,
         notes=[],
         symptoms=[],
+        seconds=number_or(summary.get("seconds"), max((s for s in elapsed if math.isfinite(s)), default=math.nan)),
+        price=number(training.get("price_per_hour") if price is None else price),
     )
     run.notes = list(_notes(run, metrics, incomplete))
-    network = info["config"].get("network") or {}
-    rate = EMBEDDED_RATE if network.get("pretrained_model_name_or_path") == "embedded" else None
-    run.symptoms = told({a.index: symptoms(a.train, rate) for a in run.agents.values() if a.died is None})
+    rate = number(info.get("usual_rate"))
+    known = rate if math.isfinite(rate) else None
+    run.symptoms = told({a.index: symptoms(a.train, known) for a in run.agents.values() if a.died is None})
     return run
 
 

@@ -18,8 +18,9 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from agilerl.arguments import Count, Location, checked, shown
+from agilerl.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
+from agilerl.planning.footprint import money
 from agilerl.report import figures
 from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
 from agilerl.report.load import (
@@ -42,18 +43,21 @@ from agilerl.runs.atomic import write_text
 
 
 @checked
-def build_report(run_dirs: Sequence[Location], out: Location, *, reload: Count | None = None) -> Path:
+def build_report(
+    run_dirs: Sequence[Location], out: Location, *, reload: Count | None = None, price: Positive | None = None
+) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, running or interrupted; they are only read. The page needs no network and no other file.
-    With ``reload`` it loads itself anew every so many seconds, while nobody reads about an agent or searches.
+    With ``reload`` it loads itself anew every so many seconds, while nobody reads about an agent or searches. ``price``
+    is that of an hour of the runs, in place of their ``training.price_per_hour``.
     Raises CheckpointError if a directory is missing, damaged or not a run directory, WriteError if ``out`` cannot be
     written.
     """
     if not run_dirs:
         raise CheckpointError("expected at least one run directory for the report, found none.")
     check_different(run_dirs)
-    runs = [load_run(Path(path)) for path in run_dirs]
+    runs = [load_run(Path(path), price) for path in run_dirs]
     html = render(runs, reload)
     out = Path(out)
     try:
@@ -389,7 +393,8 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Generations": str(summary.get("generations") or len(generations) or ""),
         "Agents in total": str(len(run.agents) or ""),
         "Seed": str(info["seed"]),
-        "Duration": _duration(summary.get("seconds")),
+        "Duration": _duration(run.seconds),
+        "Cost": _cost(run, tokens),
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
         "Peak memory": _peak_memory(run),
         "Started": info["started"][:16].replace("T", " ") + " UTC",
@@ -526,8 +531,11 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
         if any(cells):
             rows.append((f"Test: {label}", cells))
     all_facts = [facts(run) for run in runs]
-    for label in ("Status", "Population", "Generations", "Seed", "Duration", "Tokens generated", "Tokens trained"):
-        rows.append((label, [found.get(label, "") for found in all_facts]))
+    labels = ["Status", "Population", "Generations", "Seed", "Duration", "Cost", "Tokens generated", "Tokens trained"]
+    for label in labels:
+        cells = [found.get(label, "") for found in all_facts]
+        if any(cells) or label != "Cost":  # only of runs with a price
+            rows.append((label, cells))
     flat = [_flatten(run.info["config"]) for run in runs]
     for key in sorted({key for found in flat for key in found}):
         cells = [str(found.get(key, "not set")) for found in flat]
@@ -590,6 +598,16 @@ def _duration(seconds: Any) -> str:
         return ""
     longest = timedelta.max.total_seconds()
     return str(timedelta(seconds=round(value))) if abs(value) < longest else f"{value:.3g} s"
+
+
+def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:
+    """Return what the run cost, and a million of its tokens; nothing without a price."""
+    cost = run.price * run.seconds / 3600
+    if not math.isfinite(cost):
+        return ""
+    total = math.fsum(number_or(count, 0.0) for count in tokens.values())
+    each = f"; {money(1e6 * cost / total)} a million tokens" if total >= 1 else ""
+    return f"{money(cost)} ({run.price:g} an hour{each})"
 
 
 def _peak_memory(run: RunRecord) -> str:

@@ -69,9 +69,9 @@ def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None
         return []
     rules: tuple[Callable[[], Symptom | None], ...] = (
         lambda: _failing_grader(window),
+        lambda: _cut_answers(window),
         lambda: _constant_reward(window),
         lambda: _equal_groups(window),
-        lambda: _cut_answers(window),
         lambda: _no_gradient(window),
         lambda: _clipped_updates(window),
         lambda: _no_exploration(window),
@@ -133,24 +133,32 @@ def _cut_answers(window: _Window) -> Symptom | None:
 
 
 def _no_gradient(window: _Window) -> Symptom | None:
-    norms, spread = window.values("grad_norm"), window.mean("reward_std")
+    # An update from which every row was left out has no norm.
+    updates = [
+        {"grad_norm": 0.0, **line} for line in window.lines if "loss" in line and line.get("outcome", "ok") == "ok"
+    ]
+    norms, spread = _values(updates, "grad_norm"), window.mean("reward_std")
     if len(norms) < FEWEST or max(norms) > 1e-9 or spread is None or spread <= 1e-9:
         return None
     return Symptom(
         "no gradient",
         "rewards differ, but the gradient is 0",
-        "check the advantages, and a custom loss if there is one: it may be detached, or mask every token",
+        "the loss leaves out every token: with algorithm.mask_truncated because all completions were cut; a custom loss "
+        "may be detached, or mask them",
     )
 
 
 def _clipped_updates(window: _Window) -> Symptom | None:
-    share = window.is_at_least("clip_ratio/region_mean", 0.5)
+    # Only a step away from the sampling policy, in the direction of the advantage, is clipped: with two steps a batch, of
+    # which the first is not away, and as many advantages of either sign, a quarter is all that can be.
+    share = window.is_at_least("clip_ratio/region_mean", 0.25)
     if share is None:
         return None
     return Symptom(
         "clipped updates",
-        f"{share:.0%} of the tokens were clipped",
-        "the policy leaves the region that one batch can teach; lower algorithm.lr or update_epochs",
+        f"{share:.0%} of the tokens were clipped, where 50% would be nearly all that can be",
+        "the policy leaves the region that one batch can teach; lower algorithm.lr or update_epochs, or take fewer "
+        "steps a batch (algorithm.batch_size)",
     )
 
 

@@ -132,6 +132,7 @@ class RunDirectory(RunLayout, Closing):
         files: Mapping[str, Mapping[str, str]] | None = None,
         date: datetime | None = None,
         overwrite: bool = False,
+        usual_rate: float | None = None,
     ) -> Self:
         """Start a run in a directory that is empty or does not exist yet.
 
@@ -139,7 +140,8 @@ class RunDirectory(RunLayout, Closing):
         (None: all of it). ``command`` defaults to the command line of this process, and is written without keys and
         passwords. ``files`` gives the sha256 of the files that the run reads, by kind and path. ``date`` is the date
         that its chat templates see, local time (None: now). With ``overwrite``, a run in the directory is deleted,
-        unless it is in use, or something is beside it that is not of a run.
+        unless it is in use, or something is beside it that is not of a run. ``usual_rate`` is the learning rate that is
+        usual for the base, for the report.
         Raises CheckpointError, having written nothing, if the directory is in use (with the owner's process id), holds
         a run, or holds something else.
         """
@@ -170,6 +172,8 @@ class RunDirectory(RunLayout, Closing):
                 "command": redacted(sys.argv if command is None else command),
                 "files": dict(files or {}),
             }
+            if usual_rate is not None:
+                info["usual_rate"] = usual_rate
             if given is not None:
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)

@@ -104,6 +104,7 @@ def train(
         files=session.files,
         date=session.date,
         overwrite=overwrite,
+        usual_rate=session.usual_rate,
     )
     with run:
         yield from _work(session, out, run, None, stop or StopRequest(), trackers)

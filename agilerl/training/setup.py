@@ -40,7 +40,7 @@ from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
-from agilerl.training.resolved import Resolved, resolve
+from agilerl.training.resolved import Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
 from agilerl.training.trackers import Tracker, check_trackers, load_trackers
@@ -97,6 +97,14 @@ class Session:
         """The selection strategy."""
         assert self.resolved.selection is not None, "code is loaded with the base"
         return self.resolved.selection
+
+    @property
+    def usual_rate(self) -> float | None:
+        """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
+        if self.resolved.algorithm.env_type != "reasoning":
+            return None
+        base = self.population.runtime.base
+        return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
 
     @property
     def mutations(self) -> Mutations:

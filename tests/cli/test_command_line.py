@@ -153,7 +153,8 @@ def test_env_names_versions_and_hardware(agilerl: Agilerl) -> None:
 
 @pytest.mark.model
 def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path: Path) -> None:
-    outcome = agilerl("train", *SMALL, "--dry-run", "--out", "a/run", "--seed", "3")
+    price = ("training.price_per_hour=2.5", "training.max_seconds=7200")
+    outcome = agilerl("train", *SMALL, *price, "--dry-run", "--out", "a/run", "--seed", "3")
     assert (outcome.code, outcome.errors) == (0, "")
     for word in (
         "embedded: ",
@@ -164,7 +165,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "lr in [1e-06, 0.01]",
         "4 prompts x 4 completions = 16 for each agent, 8 an optimizer step",
         "an iteration for all agents",
-        "4 iterations, selection every 2; exam 8 prompts, test 10",
+        "4 iterations, at most 7,200 s, selection every 2; exam 8 prompts, test 10",
+        "2.5 an hour; at most 5.00 in 7,200 s",
         "MiB besides Python and torch",
         "a/run",
         "Dry run: everything checked, nothing written.",

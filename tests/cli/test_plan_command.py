@@ -95,7 +95,7 @@ def test_this_machine_is_measured(agilerl: Agilerl) -> None:
 
 def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
     model = f"network.pretrained_model_name_or_path={seven}"
-    text = agilerl("plan", model, "--gpus", "2", "--gpu", "h100").output
+    text = agilerl("plan", model, "--gpus", "2", "--gpu", "h100", "--price", "6.5").output
     flat = " ".join(text.split())
     for words in (
         "7,615,616,512 parameters, 14.2 GiB",
@@ -105,6 +105,7 @@ def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
         "torchrun --nproc-per-node 2",
         "max_rows_in_flight",
         "Memory of the fullest device",
+        ", which cost ",
         "exam decode",
         "also fits: 1 island of 2 processes",
         "Not counted: grading",

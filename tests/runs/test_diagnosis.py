@@ -17,6 +17,7 @@ HEALTHY: dict[str, Any] = {
     "entropy": 0.6,
     "learning_rate": 1e-3,
     "reward_errors/exact": 0.0,
+    "loss": 0.01,
 }
 
 CASES = [
@@ -25,7 +26,7 @@ CASES = [
     ("equal groups", {"frac_reward_zero_std": 0.95}, "95%"),
     ("cut answers", {"completions/clipped_ratio": 0.75}, "limit of 12"),
     ("no gradient", {"grad_norm": 0.0}, "gradient is 0"),
-    ("clipped updates", {"clip_ratio/region_mean": 0.6}, "60%"),
+    ("clipped updates", {"clip_ratio/region_mean": 0.3}, "30%"),
     ("no exploration", {"entropy": 0.001}, "0.001"),
     ("low learning rate", {"learning_rate": 9e-5}, "9e-05"),
 ]
