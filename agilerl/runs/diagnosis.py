@@ -143,14 +143,14 @@ def _no_gradient(window: _Window) -> Symptom | None:
     return Symptom(
         "no gradient",
         "rewards differ, but the gradient is 0",
-        "the loss leaves out every token: with algorithm.mask_truncated because all completions were cut; a custom loss "
-        "may be detached, or mask them",
+        "the loss leaves out every token: with algorithm.mask_truncated because all completions were cut; a custom "
+        "loss may be detached, or mask them",
     )
 
 
 def _clipped_updates(window: _Window) -> Symptom | None:
-    # Only a step away from the sampling policy, in the direction of the advantage, is clipped: with two steps a batch, of
-    # which the first is not away, and as many advantages of either sign, a quarter is all that can be.
+    # Only a ratio that has moved the way of its advantage is clipped, as about half of them do, and none of the first
+    # step of a batch: with two steps a batch, a quarter is all that there can be.
     share = window.is_at_least("clip_ratio/region_mean", 0.25)
     if share is None:
         return None

@@ -73,9 +73,11 @@ class Browser:
         return message
 
     def open(self, page: Path) -> None:
-        """Load a file and wait until its scripts have run."""
+        """Load a file and wait until its scripts have run, and the report in it has its charts."""
         with self.loading():
             self._send("Page.navigate", url=page.absolute().as_uri())
+        shown = "'drawn' in document.body.dataset"
+        self.run(f"new Promise(done => {{ const look = () => {shown} ? done() : setTimeout(look, 20); look() }})")
 
     @contextmanager
     def loading(self) -> Iterator[None]:
