@@ -254,7 +254,7 @@ def _document(
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     if config.training.num_epochs is None:
         del resolved["training"]["num_epochs"]
-    for name, usual in (("eval_temperature", 0.0), ("eval_samples", 1)):
+    for name, usual in (("eval_temperature", 0.0), ("eval_samples", 1), ("price_per_hour", None)):
         if resolved["training"][name] == usual:
             del resolved["training"][name]
     for name in ("chat_template_path", "chat_template_kwargs"):

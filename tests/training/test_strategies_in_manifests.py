@@ -109,6 +109,30 @@ def test_what_does_not_belong_is_refused(values: dict[str, Any], message: str) -
         resolve(load_manifest(None, section(**values)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "genes"),
+    [
+        ((), ["lr"]),
+        (("selection_strategy.name=tournament",), ["lr"]),
+        (("selection_strategy.name=halving",), ["lr"]),
+        (("selection_strategy.name=none",), []),
+        (("selection_strategy.name=tournament", "training.pop_size=1"), []),
+        (("selection_strategy.name=tournament", "mutation={probabilities: {no_mut: 0.5}}"), []),
+        (("selection_strategy.name=tournament", "mutation={rl_hp_selection: {}}"), []),
+    ],
+)
+def test_a_manifest_without_mutation_evolves_the_learning_rate(settings: tuple[str, ...], genes: list[str]) -> None:
+    resolved = resolve(load_manifest(None, settings))
+    assert list(resolved.genes) == genes
+    assert recorded(
+        {"config": resolved.document(), "given": resolved.given(), "date": "2026-11-24T00:00:00"}
+    ).genes.keys() == set(genes)
+    # A run that was recorded without genes keeps that.
+    before = resolved.document()
+    before["mutation"]["rl_hp_selection"] = {}
+    assert recorded({"config": before, "given": resolved.given(), "date": "2026-11-24T00:00:00"}).genes == {}
+
+
 def test_what_the_tournament_alone_has_names_the_tournament() -> None:
     assert load_manifest(None, section(tournament_size=3)).selection_strategy.strategy == "tournament"
     assert load_manifest(None, section(elitism=True)).selection_strategy.strategy == "tournament"
