@@ -260,8 +260,8 @@ class MutationConfig(Section):
     probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
     """Kinds of mutation."""
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
-    """The genes: hyperparameters of the algorithm that evolve. Left out in knockout and pulses, or with the whole section
-    in other selections of several agents: the learning rate, in its declared range."""
+    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the whole
+    section in other selections of several agents: the learning rate, in its declared range."""
     mutation_sd: Annotated[float, Field(gt=0)] = 0.03
     """Size of adapter noise, relative to the adapter."""
     genes_per_mutation: Annotated[int, Field(ge=1)] = 1
@@ -560,8 +560,8 @@ class RunConfig(Section):
     def genes(self) -> dict[str, GeneConfig]:
         """The hyperparameters that evolve.
 
-        If none is named, the learning rate in knockout and pulses, and with another selection of several agents if there
-        is no section ``mutation`` at all.
+        If none is named, the learning rate in knockout and pulses, and with another selection of several agents if
+        there is no section ``mutation`` at all.
         """
         strategy = self.selection_strategy.strategy
         selects = strategy != "none" and self.training.pop_size > 1 and "mutation" not in self.model_fields_set
