@@ -260,8 +260,8 @@ class MutationConfig(Section):
     probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
     """Kinds of mutation."""
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
-    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the whole
-    section in other selections of several agents: the learning rate, in its declared range."""
+    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the
+    whole section in other selections of several agents: the learning rate, in its declared range."""
     mutation_sd: Annotated[float, Field(gt=0)] = 0.03
     """Size of adapter noise, relative to the adapter."""
     genes_per_mutation: Annotated[int, Field(ge=1)] = 1
