@@ -24,23 +24,32 @@ from benchmarking.roofline import LOADS, RANK, made_model, written  # noqa: E402
 from benchmarking.roofline_phases import Bench  # noqa: E402
 
 
-def trained(name: str, device: str, *, together: bool) -> dict[str, Any]:
-    """Return the tokens that fresh agents sample and their adapters after one update."""
+def trained(name: str, device: str, *, together: bool, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return the tokens that fresh agents sample, and the gradients and adapters of one update."""
     load = LOADS[name] | {"agents": 2, "prompts": 2, "group": 4}
-    bench = Bench(made_model(name, device), load, RANK, device)
+    bench = Bench(made_model(name, device, dtype), load, RANK, device)
     everyone = [[0, 1]] if together else [[0], [1]]
     tokens: list[Any] = [None, None]
     for chosen in everyone:
-        for agent, found in zip(chosen, bench.sampled(chosen)):
-            tokens[agent] = found
+        for agent, found in zip(chosen, bench.sampled([bench.agents[i].slot for i in chosen])):
+            tokens[agent] = [row.token_ids for row in found]
         learn_together([bench.agents[i] for i in chosen], [bench.batches[i] for i in chosen])
-    return {"tokens": tokens, "adapters": [bench.runtime.store.theta[a.slot].cpu().clone() for a in bench.agents]}
+    store, slots = bench.runtime.store, [agent.slot for agent in bench.agents]
+    # After one step from zero the first moment is the gradient, times a number.
+    banks = {"adapters": store.theta, "gradients": store.exp_avg}
+    return {"tokens": tokens, **{name: [bank[slot].cpu().clone() for slot in slots] for name, bank in banks.items()}}
 
 
 def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     pairs = list(zip(one["adapters"], other["adapters"]))
+    sampled = [list(zip(a, b)) for x, y in zip(one["tokens"], other["tokens"]) for a, b in zip(x, y)]
+    distance = max(
+        float((a - b).double().norm() / b.double().norm()) for a, b in zip(one["gradients"], other["gradients"])
+    )
     return {
         "same_tokens": one["tokens"] == other["tokens"],
+        "share_of_equal_tokens": sum(a == b for row in sampled for a, b in row) / sum(map(len, sampled)),
+        "distance_of_gradients": distance,
         "same_adapters": all(torch.equal(a, b) for a, b in pairs),
         "largest_difference": max(float((a - b).abs().max()) for a, b in pairs),
     }

@@ -167,7 +167,7 @@ class Bench:
             self.vllm = VLLMEngine(
                 self.runtime.base,
                 self.runtime.store,
-                VLLMConfig(),
+                VLLMConfig(sleep_mode=self.arguments.device != "cpu"),
                 seed=0,
                 lora_config=self.runtime.lora_config,
                 own=self.own,

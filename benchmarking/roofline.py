@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from agilerl.planning.footprint import memory, peak  # noqa: E402
 from agilerl.planning.machines import CPU_COSTS, GPU_COSTS, Machine  # noqa: E402
 from agilerl.planning.time import ITERATION, ModelShape, Workload, seconds, work  # noqa: E402
-from agilerl.sizes import CPU_ROWS  # noqa: E402
+from agilerl.sizes import CPU_ROWS, PASS_TOKENS  # noqa: E402
 
 SIZES: dict[str, dict[str, int]] = {
     "1M": {"hidden": 128, "feed_forward": 384, "layers": 4, "heads": 4, "kv_heads": 2, "vocabulary": 1024},
@@ -67,14 +67,14 @@ RANK = 16
 # -- the child: one model ---------------------------------------------------------------------------------------------
 
 
-def made_model(name: str, device: str) -> Any:
-    """Return a model that never ends a completion by itself, so that lengths are known."""
+def made_model(name: str, device: str, dtype: Any = None) -> Any:
+    """Return a model that never ends a completion by itself, so that lengths are known; None: bf16 but on a CPU."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from agilerl.models.base import resolve_model
 
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if name == "embedded":
         model = AutoModelForCausalLM.from_pretrained(resolve_model("embedded"), dtype=dtype)
     else:
@@ -86,7 +86,7 @@ def made_model(name: str, device: str) -> Any:
             num_hidden_layers=s["layers"],
             num_attention_heads=s["heads"],
             num_key_value_heads=s["kv_heads"],
-            max_position_embeddings=1024,
+            max_position_embeddings=4096,
             tie_word_embeddings=True,
             pad_token_id=0,
         )
@@ -98,7 +98,8 @@ def made_model(name: str, device: str) -> Any:
     return model.to(device)
 
 
-def child(name: str, device: str, rounds: int, agents: int | None) -> dict[str, Any]:
+def child(name: str, device: str, rounds: int, agents: int | None, *, disk: bool = True) -> dict[str, Any]:
+    """Measure one model in this process; without ``disk`` no checkpoints are written."""
     import torch
     import transformers
 
@@ -108,16 +109,16 @@ def child(name: str, device: str, rounds: int, agents: int | None) -> dict[str, 
 
     load = LOADS[name] | ({"agents": agents} if agents else {})
     tiny = {"agents": 1, "prompts": 1, "group": 2, "prompt": 4, "longest": 2}
-    Bench(made_model("1M", device), tiny, RANK, device).round()  # imports and kernels are no part of the memory
+    Bench(made_model("1M", device), tiny, RANK, device).round(disk=disk)  # imports and kernels are no part of the memory
     resident = resident_bytes(device)
     bench = Bench(made_model(name, device), load, RANK, device)
-    bench.round()
+    bench.round(disk=disk)
     used = peak_bytes(device) - resident
     times: dict[str, list[float]] = {}
     rates: list[tuple[float, float]] = []
     for _ in range(rounds):
         rates.append(bench.rates())
-        for phase, spent in bench.round().items():
+        for phase, spent in bench.round(disk=disk).items():
             times.setdefault(phase, []).append(spent)
     flops, bandwidth = median(f for f, _ in rates), median(b for _, b in rates)
     return {
@@ -132,6 +133,7 @@ def child(name: str, device: str, rounds: int, agents: int | None) -> dict[str, 
         "disk": bench.disk_rate(),
         "times": times,
         "peak_bytes": used,
+        "pass_tokens": bench.runtime.pass_tokens,
     }
 
 
@@ -199,7 +201,7 @@ def peak_bytes(device: str) -> int:
 
 
 def workload(found: dict[str, Any]) -> Workload:
-    load = found["load"]
+    load, tokens = found["load"], found.get("pass_tokens", PASS_TOKENS)
     return Workload(
         agents=load["agents"],
         rank=RANK,
@@ -211,6 +213,9 @@ def workload(found: dict[str, Any]) -> Workload:
         window=load["prompts"] * load["group"],
         reference=True,
         row_multiple=CPU_ROWS if found["device"] == "cpu" else 1,
+        pass_tokens=tokens,
+        micro_tokens=tokens,
+        max_tokens=tokens,
     )
 
 

@@ -12,7 +12,8 @@ from peft import LoraConfig
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.update import learn_together, optim_step
 from agilerl.cli.forecast import copy_rate, matmul_rate, shape_of
-from agilerl.data import Trajectory, collate
+from agilerl.config.base_model import SharedOptions
+from agilerl.data import Completion, Trajectory, collate
 from agilerl.functional import MetricReducer
 from agilerl.models.base import from_model
 from agilerl.rollouts import GenerationRequest, SamplingSettings
@@ -22,13 +23,15 @@ from agilerl.runtime import Runtime
 class Bench:
     """A population on one model, with everything that the phases need."""
 
-    def __init__(self, model: Any, load: dict[str, int], rank: int, device: str) -> None:
+    def __init__(
+        self, model: Any, load: dict[str, int], rank: int, device: str, options: SharedOptions | None = None
+    ) -> None:
         self.load, self.device = load, device
         self.clock = process_time if device == "cpu" else perf_counter
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         base = from_model(model, "model")
         self.shape = shape_of(model, lora, name="model", width=base.dtype.itemsize)
-        self.runtime = Runtime(base, lora_config=lora)
+        self.runtime = Runtime(base, lora_config=lora, options=options)
         rows = load["prompts"] * load["group"]
         self.runtime.store.reserve(load["agents"] + 1)
         self.agents = [
@@ -76,22 +79,32 @@ class Bench:
             os.fsync(file.fileno())
             return len(data) / (perf_counter() - start)
 
-    def round(self) -> dict[str, float]:
-        """Return the seconds of each phase, all agents together."""
-        # The first token of a completion comes from the prefill itself.
-        first = self._timed(lambda: self._generate(1))
-        whole = self._timed(lambda: self._generate(self.load["longest"] + 1))
-        times = {"prefill": first, "decode": max(whole - first, 1e-9)}
+    def round(self, *, disk: bool = True) -> dict[str, float]:
+        """Return the seconds of each phase, all agents together; without ``disk`` no checkpoints are written."""
+        times = self.generated([a.slot for a in self.agents], self.load["longest"])
         times["logprobs"] = self._timed(self._reference)
-        learned = self._timed(lambda: learn_together(self.agents, self.batches))
-        times["optimizer"] = self._timed(lambda: optim_step(self.agents, [MetricReducer() for _ in self.agents]))
-        times["train"] = max(learned - times["optimizer"], 1e-9)
+        times |= self.learned()
         times["evolve"] = self._timed(self._clones)
+        if not disk:
+            return times
         with tempfile.TemporaryDirectory() as folder:
             times["checkpoint"] = self._timed(
                 lambda: [a.save_checkpoint(Path(folder) / str(a.index)) for a in self.agents], perf_counter
             )
         return times
+
+    def generated(self, slots: Sequence[int | None], tokens: int) -> dict[str, float]:
+        """Return the seconds of the prompts of some slots, and of so many further tokens of each row."""
+        # The first token of a completion comes from the prefill itself.
+        first = self._timed(lambda: self.sampled(slots, 1))
+        whole = self._timed(lambda: self.sampled(slots, tokens + 1))
+        return {"prefill": first, "decode": max(whole - first, 1e-9)}
+
+    def learned(self) -> dict[str, float]:
+        """Return the seconds of an update's passes, and of its optimizer step."""
+        whole = self._timed(lambda: learn_together(self.agents, self.batches))
+        step = self._timed(lambda: optim_step(self.agents, [MetricReducer() for _ in self.agents]))
+        return {"optimizer": step, "train": max(whole - step, 1e-9)}
 
     def _timed(self, call: Callable[[], object], clock: Callable[[], float] | None = None) -> float:
         """Return the seconds of a call: on one CPU thread its CPU time, which other processes do not lengthen."""
@@ -106,22 +119,21 @@ class Bench:
         if self.device != "cpu":
             torch.cuda.synchronize()
 
-    def sampled(self, chosen: Sequence[int], tokens: int | None = None) -> list[list[list[int]]]:
-        """Sample the rows of some agents, of the whole length or of so many tokens; returns each agent's tokens."""
-        settings = SamplingSettings(max_new_tokens=tokens or self.load["longest"])
-        requests = [
-            GenerationRequest(self.agents[i].slot, prompt, self.load["group"], settings, key=(i, number))
-            for i in chosen
+    def requests(self, slots: Sequence[int | None], tokens: int) -> list[GenerationRequest]:
+        """Return the rows of some slots; None is the base without an adapter."""
+        settings = SamplingSettings(max_new_tokens=tokens)
+        return [
+            GenerationRequest(slot, prompt, self.load["group"], settings, key=(0 if slot is None else slot, number))
+            for slot in slots
             for number, prompt in enumerate(self.prompts)
         ]
-        groups = self.runtime.engine.generate(requests)
-        rows = [[completion.token_ids for completion in group] for group in groups]
-        assert all(len(row) == settings.max_new_tokens for group in rows for row in group)
-        count = len(self.prompts)
-        return [[row for group in rows[k * count : (k + 1) * count] for row in group] for k in range(len(chosen))]
 
-    def _generate(self, tokens: int) -> None:
-        self.sampled(range(len(self.agents)), tokens)
+    def sampled(self, slots: Sequence[int | None], tokens: int | None = None) -> list[list[Completion]]:
+        """Sample the rows of some slots, of the whole length or of so many tokens; returns those of each slot."""
+        tokens, count = tokens or self.load["longest"], len(self.prompts)
+        groups = self.runtime.engine.generate(self.requests(slots, tokens))
+        assert all(len(row.token_ids) == tokens for group in groups for row in group)
+        return [[row for group in groups[k * count : (k + 1) * count] for row in group] for k in range(len(slots))]
 
     def _reference(self) -> None:
         for agent, batch in zip(self.agents, self.batches):

@@ -455,6 +455,9 @@ def load_base(
     read from safetensors only, and no code of the model's repository is run.
     """
     check_device(device)
+    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+        # FSDP2 and Triton's kernels work on the current device, whichever one the weights are on.
+        torch.cuda.set_device(device)
     device = str(device)
     path = resolve_model(name)
     options = options or SharedOptions()
