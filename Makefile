@@ -111,10 +111,11 @@ format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generated: $(READY) ## Write docs/manifest.md, the typed keywords and the table of names again from the code
+generated: $(READY) ## Write what comes from the code and from results again: manifest.md, gpu.md, typed keywords, names
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_keywords.py
 	$(BIN)/python docs/generate_names.py
+	$(BIN)/python docs/generate_gpu.py
 	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 

@@ -26,7 +26,7 @@ from benchmarking.roofline_phases import Bench  # noqa: E402
 
 def trained(name: str, device: str, *, together: bool, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return the tokens that fresh agents sample, and the gradients and adapters of one update."""
-    load = LOADS[name] | {"agents": 2, "prompts": 2, "group": 4}
+    load = LOADS[name] | {"agents": 2, "prompts": 2, "group": 4, "longest": min(LOADS[name]["longest"], 32)}
     bench = Bench(made_model(name, device, dtype), load, RANK, device)
     everyone = [[0, 1]] if together else [[0], [1]]
     tokens: list[Any] = [None, None]

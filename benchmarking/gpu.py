@@ -1,6 +1,6 @@
 """Run everything that only a GPU can show, in order of value, within a budget of time; gpu.sh calls it.
 
-    python benchmarking/gpu.py OUT [--device cuda|cpu] [--only PART ...] [--budget 570]
+    python benchmarking/gpu.py OUT [--device cuda|cpu] [--only PART ...] [--budget SECONDS]
 
 It says first what this Python lacks and which parts go without. Each part is a process of its own with a limit of its
 own (gpu_parts.py), and adds each row to OUT/<part>.json when it is measured: a part that fails, or is stopped at its
@@ -15,20 +15,25 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET = 570
+BUDGET = {"cuda": 570, "cpu": 290}
 """Seconds for everything."""
 
-PACKAGE = "torch transformers peft accelerate safetensors numpy pydantic yaml gymnasium regex jinja2".split()
+PACKAGE = [
+    *("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "pydantic", "yaml", "gymnasium", "regex"),
+    *("jinja2", "httpx2", "tenacity"),
+]
 """What the package's own modules import."""
 RUN = [*PACKAGE, "scipy", "filelock", "pyarrow", "psutil", "typer", "rich"]
 """What `agilerl train` imports besides."""
@@ -51,13 +56,13 @@ MODULES = {
     "psutil": "runs: processes that grade",
     "typer": "runs: the command line",
     "rich": "runs: the command line",
-    "reasoning_gym": "the default task; without it runs add numbers",
+    "reasoning_gym": "further tasks; no part needs it",
     "pytest": "the tests",
     "pytest_timeout": "the tests' time limit; without it there is none",
     "hypothesis": "the tests",
     "datasets": "datasets of the hub; no part needs it",
-    "httpx2": "judges, tools and servers; no part needs it",
-    "tenacity": "judges, tools and servers; no part needs it",
+    "httpx2": "everything (the package imports it; judges, tools and servers use it)",
+    "tenacity": "everything (the package imports it; judges, tools and servers use it)",
     "huggingface_hub": "names of the hub; transformers brings it",
     "markupsafe": "reports; jinja2 brings it",
     "bitsandbytes": "the row with a base in 4 bits",
@@ -118,28 +123,32 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a + if files differ from it; "" in a copy without git."""
+    """Return the commit of this checkout, with a + if files differ from it; that of COMMIT in a copy without git."""
     asked = (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
     try:
         head, changed = (
             subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip() for words in asked
         )
     except FileNotFoundError:
-        return ""
-    return head + "+" * bool(changed)
+        head = changed = ""
+    return head + "+" * bool(changed) if head else os.environ.get("COMMIT", "")
+
+
+FACTS = """
+import json, platform, sys, torch
+kind = sys.argv[1]
+facts = {"kind": kind, "name": platform.processor() or platform.machine(), "machine": platform.platform()}
+if kind != "cpu":
+    p = torch.cuda.get_device_properties(0)
+    facts |= {"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}"}
+    facts |= {"cuda": torch.version.cuda}
+print(json.dumps(facts))
+"""
 
 
 def device_facts(device: str) -> dict[str, Any]:
     """Return what torch knows of the device, in a process of its own that leaves no context on it."""
-    code = """
-import json, platform, torch
-facts = {"kind": %r, "name": platform.processor() or platform.machine(), "machine": platform.platform()}
-if %r != "cpu":
-    p = torch.cuda.get_device_properties(0)
-    facts |= {"name": p.name, "memory": p.total_memory, "capability": f"{p.major}.{p.minor}", "cuda": torch.version.cuda}
-print(json.dumps(facts))
-""" % (device, device)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FACTS, device], capture_output=True, text=True)
     if done.returncode:
         return {"kind": device, "error": (done.stderr.strip().splitlines() or ["torch did not start"])[-1]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -195,7 +204,8 @@ def done(part: Part, out: Path, device: Mapping[str, Any], seconds: float) -> di
         )
         try:
             code = process.wait(timeout=seconds)
-            status = "done" if code == 0 else f"failed with exit code {code}: {last_line(out / f'{part.name}.log')}"
+            last = (lines_of(out / f"{part.name}.log") or [""])[-1]
+            status = "done" if code == 0 else f"failed with exit code {code}: {last}"
         except subprocess.TimeoutExpired:
             status = f"stopped after its limit of {seconds:.0f} s"
         finally:
@@ -208,24 +218,21 @@ def done(part: Part, out: Path, device: Mapping[str, Any], seconds: float) -> di
     if status == "done" and not document["rows"]:
         status = "failed: it has no rows"
     document |= {"status": status, "seconds": round(time.monotonic() - started, 1)}
+    if status != "done":
+        document["log"] = lines_of(out / f"{part.name}.log")[-60:]
     written(path, document)
     return document
 
 
 def ended(process: "subprocess.Popen[bytes]") -> None:
     """End what is left of a part: itself, and all that it has started."""
-    import signal
-
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
-def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else ""
+def lines_of(log: Path) -> list[str]:
+    return [line[:300] for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def measured(parts: Sequence[Part], out: Path, device: str, budget: float) -> int:
@@ -238,7 +245,7 @@ def measured(parts: Sequence[Part], out: Path, device: str, budget: float) -> in
         print(f"missing: {for_pip(name):18} for {MODULES[name]}")
     needed = sorted({for_pip(name) for part in parts for name in missing(part.needs)})
     if needed:
-        print(f"these would let every part run: pip install {' '.join(needed)}")
+        print(f"parts are left out without these: pip install {' '.join(needed)}", flush=True)
     facts = device_facts(device)
     document = head(facts, sys.argv) | {"missing": {for_pip(name): MODULES[name] for name in lacking}, "parts": []}
     for part in parts:
@@ -267,10 +274,10 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="some parts; default: all")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
+    parser.add_argument("--budget", type=float, help=f"seconds for everything; default: {BUDGET}")
     given = parser.parse_args()
     chosen = [part for part in PARTS if given.only is None or part.name in given.only]
-    return measured(chosen, given.out, given.device, given.budget)
+    return measured(chosen, given.out, given.device, given.budget or BUDGET[given.device])
 
 
 if __name__ == "__main__":

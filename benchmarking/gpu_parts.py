@@ -2,8 +2,9 @@
 
     python benchmarking/gpu_parts.py PART [--device cuda|cpu] --out FILE
 
-On a CPU the same rows are measured of a tiny model, which tries the code and says nothing about a GPU. A row that cannot
-be had here says why (``not_available``); one that fails says how (``failed``), the others go on, and the exit code is 1.
+On a CPU the same rows are measured of a tiny model, which tries the code and says nothing about a GPU. A row that
+cannot be had here says why (``not_available``); one that fails says how (``failed``), the others go on, and the exit
+code is 1.
 """
 
 import argparse
@@ -28,16 +29,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarking.gpu import Rows, device_facts, missing  # noqa: E402
+from benchmarking.gpu import Rows, device_facts  # noqa: E402
 
 BASE = {"cuda": "0.5B", "cpu": "0.2M"}
 """The model that most parts measure."""
-NUMBER_GAME = (
-    "environment={env_type: multiturn, env_id: agilerl/GuessTheNumber-v0, params: {max_number: 9}, "
-    "data_batch_size_per_gpu: 2, eval_prompts: 4, test_prompts: 4}",
-    "algorithm.max_output_tokens=3",
-)
-"""A task that needs no other package."""
 
 
 class Part:
@@ -47,24 +42,25 @@ class Part:
         self.rows, self.device, self.failed = rows, device, 0
         self.on_gpu = device != "cpu"
 
-    def row(self, measure: Callable[[], Mapping[str, Any]], **names: Any) -> dict[str, Any]:
-        """Add a row that begins with names, and ends with what is measured or why it is not."""
+    def row(self, measure: Callable[[], Mapping[str, Any]], *, optional: bool = False, **names: Any) -> None:
+        """Add a row that begins with names, and ends with what is measured or why it is not.
+
+        With ``optional`` it need not be available on this device, or with what is installed.
+        """
         from agilerl.errors import ConfigError
 
         found: Mapping[str, Any]
         start = perf_counter()
         try:
             found = measure()
-        except (ConfigError, ImportError) as error:
-            found = {"not_available": str(error).splitlines()[0][:300]}
         except Exception as error:  # whatever it is, the other rows are worth having
             traceback.print_exc()
-            self.failed += 1
-            found = {"failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
-        row = {**names, **found, "spent": round(perf_counter() - start, 2)}
-        self.rows.add(**row)
+            missing = optional and isinstance(error, ConfigError | ImportError)
+            self.failed += not missing
+            why = (str(error).splitlines() or [""])[0][:300]
+            found = {"not_available": why} if missing else {"failed": f"{type(error).__name__}: {why}"}
+        self.rows.add(**names, **found, spent=round(perf_counter() - start, 2))
         self.emptied()
-        return row
 
     def emptied(self) -> None:
         """Free what the last row has left behind."""
@@ -98,9 +94,9 @@ def tests(part: Part) -> None:
                 failed = {"error": str(report.longrepr)[-600:]} if report.failed else {}
                 part.rows.add(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), **failed)
 
-    # Its own options would need plugins that may not be there.
+    # Its own options would need plugins that may not be there, and other versions of libraries have other warnings.
     marked = "gpu" if part.on_gpu else "gpu and not gpu"
-    plain = ["-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "-q", "-m", marked]
+    plain = ["-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default", "-q", "-m", marked]
     code = int(pytest.main([*plain, "tests/test_gpu.py"], plugins=[Reporter()]))
     if not part.on_gpu:
         part.rows.add(test="pytest -m gpu", outcome="not run on a CPU")
@@ -146,11 +142,10 @@ def run(part: Part) -> None:
     from agilerl.training.setup import build
     from benchmarking.same_bits import GRPO, SMALL, differences, digests
 
-    task = NUMBER_GAME if missing(["reasoning_gym"]) else ()
     here = f"training.device={part.device}"
 
     def made(out: Path, overrides: Sequence[str], stop: StopRequest | None = None) -> Iterator[Any]:
-        return train(build(load_manifest(None, [*overrides, *task, here])), out, stop=stop)
+        return train(build(load_manifest(None, [*overrides, here])), out, stop=stop)
 
     def resumed() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -171,8 +166,9 @@ def run(part: Part) -> None:
 
         def whole_run() -> dict[str, Any]:
             nonlocal seconds
-            size = () if part.on_gpu else ("training.max_steps=512", "environment.eval_prompts=16")
-            for event in made(Path(folder, "run"), size if part.on_gpu else (*size, "environment.test_prompts=16")):
+            small = ("training.max_steps=512", "environment.eval_prompts=16", "environment.test_prompts=16")
+            size = () if part.on_gpu else small
+            for event in made(Path(folder, "run"), size):
                 seconds = perf_counter() - start
                 if isinstance(event, Evolved):
                     best = max(fitness.mean for fitness in event.fitness.values())
@@ -182,7 +178,7 @@ def run(part: Part) -> None:
             summary = json.loads(Path(folder, "run", "summary.json").read_text())
             return {"seconds": seconds, "tokens": summary["tokens"], "test": summary["test"]}
 
-        part.row(whole_run, what="the default run", task="the number game" if task else "gcd")
+        part.row(whole_run, what="the default run")
 
 
 # -- steps: time, memory, limits, the plan ----------------------------------------------------------------------------
@@ -195,11 +191,13 @@ def step(part: Part) -> None:
     small, large = ("0.5B", "1.5B") if part.on_gpu else ("0.2M", "0.5M")
     wanted = [(small, n) for n in (1, 8)] + [(large, n) for n in (1, 8)] + [(small, n) for n in (2, 4, 16)]
     if not part.on_gpu:
+        wanted = wanted[:3]
         LOADS.update({name: LOADS[name] | {"prompts": 1, "group": 4, "longest": 8} for name in (small, large)})
     for name, agents in wanted:
 
         def measure(name: str = name, agents: int = agents) -> dict[str, Any]:
-            found = judged(child(name, part.device, 1, agents, disk=False))
+            raw = child(name, part.device, 1, agents, disk=False)
+            found = judged(raw)
             load, seconds = found["load"], found["iteration"]["measured"]
             rows = agents * load["prompts"] * load["group"]
             phases = found["phases"]
@@ -213,8 +211,7 @@ def step(part: Part) -> None:
                 "predicted_over_measured": found["iteration"]["predicted_over_measured"],
                 "phases": phases,
                 "memory": found["memory"],
-                "F": found["F"],
-                "BW": found["BW"],
+                "raw": raw,  # from which roofline.judged and calibrated compute again, with other constants
             }
 
         part.row(measure, model=name, agents=agents)
@@ -243,8 +240,7 @@ def decode(part: Part) -> None:
             rows, found = agents * load["prompts"] * load["group"], {}
             for name, (chosen, bench.prompts) in arms.items():
                 bench.generated(chosen, 2)  # warms up
-                spent = median(bench.generated(chosen, tokens)["decode"] for _ in range(2))
-                found[name] = rows * tokens / spent
+                found[name] = rows * tokens / bench.generated(chosen, tokens)["decode"]
             return {"rows": rows, **found, "kept_with_adapters": found["with_adapters"] / found["no_adapter"]}
 
         part.row(measure, agents=agents, prompt_tokens=prompt, tokens=tokens)
@@ -401,7 +397,7 @@ def options(part: Part) -> None:
             finally:
                 torch.set_float32_matmul_precision(before)
 
-        part.row(measure, option=name, **load)
+        part.row(measure, optional=bool(chosen), option=name, **load)
 
 
 # -- GSPO's ratios ----------------------------------------------------------------------------------------------------
@@ -478,15 +474,14 @@ def engines(part: Part) -> None:
     sizes = {"agents": 8, "prompts": 4, "samples": 8, "tokens": 64} if part.on_gpu else {}
     sizes = sizes or {"agents": 2, "prompts": 1, "samples": 2, "tokens": 4}
     model = "0.5B" if part.on_gpu else "0.3M"
-    for rounds in (1, 2):
 
-        def measure(rounds: int = rounds) -> dict[str, Any]:
-            given = argparse.Namespace(model=model, device=part.device, rounds=rounds, **sizes)
-            with tempfile.TemporaryDirectory() as folder:
-                bench = rollout.Bench(given, Path(folder))
-                return {"arms": rollout.summary(bench, rollout.measured(bench))["arms"]}
+    def measure() -> dict[str, Any]:
+        given = argparse.Namespace(model=model, device=part.device, rounds=2, **sizes)
+        with tempfile.TemporaryDirectory() as folder:
+            bench = rollout.Bench(given, Path(folder))
+            return {"arms": rollout.summary(bench, rollout.measured(bench))["arms"]}
 
-        part.row(measure, model=model, rounds=rounds, **sizes)
+    part.row(measure, model=model, rounds=2, **sizes)
 
 
 # -- a divided base ---------------------------------------------------------------------------------------------------

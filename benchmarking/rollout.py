@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 
 from agilerl.config.vllm import VLLMConfig, installed_vllm  # noqa: E402
 from agilerl.models.adapters import default_lora_config, write_adapter  # noqa: E402
+from agilerl.models.base import load_base  # noqa: E402
 from agilerl.models.operators import add_noise  # noqa: E402
 from agilerl.models.tiny import tiny_model_path  # noqa: E402
 from agilerl.rollouts import GenerationRequest, SamplingSettings  # noqa: E402
@@ -85,8 +86,7 @@ class Bench:
         self.arguments, self.folder = arguments, folder
         a = arguments
         self.model = made_model(a.model, folder / "model")
-        # Any tokenizer will do: only tokens go in and out.
-        self.runtime = Runtime.from_pretrained(str(self.model), device=a.device, seed=0, tokenizer=object())
+        self.runtime = Runtime(load_base(str(self.model), device=a.device), seed=0)  # only tokens go in and out
         store = self.runtime.store
         store.reserve(a.agents)
         self.slots = [store.allocate(RANK, 2.0) for _ in range(a.agents)]

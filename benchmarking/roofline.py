@@ -109,7 +109,9 @@ def child(name: str, device: str, rounds: int, agents: int | None, *, disk: bool
 
     load = LOADS[name] | ({"agents": agents} if agents else {})
     tiny = {"agents": 1, "prompts": 1, "group": 2, "prompt": 4, "longest": 2}
-    Bench(made_model("1M", device), tiny, RANK, device).round(disk=disk)  # imports and kernels are no part of the memory
+    Bench(made_model("1M", device), tiny, RANK, device).round(
+        disk=disk
+    )  # imports and kernels are no part of the memory
     resident = resident_bytes(device)
     bench = Bench(made_model(name, device), load, RANK, device)
     bench.round(disk=disk)
@@ -248,7 +250,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
         "parameters": shape.parameters,
         "phases": phases,
         "iteration": total,
-        "memory": {"peak": found["peak_bytes"], "predicted": held, "ratio": held / found["peak_bytes"]},
+        "memory": {"peak": found["peak_bytes"], "predicted": held, "ratio": held / max(found["peak_bytes"], 1)},
     }
 
 

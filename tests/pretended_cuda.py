@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -63,7 +63,9 @@ class OnCuda(Tensor):
                 Device.reads["copy to the host"] += 1
             here = []
         if there and any(x.dim() for x in here):
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found two, cuda:0 and cpu, in {func}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found two, cuda:0 and cpu, in {func}"
+            )
         if func in _READING:
             Device.reads[str(func)] += 1
         with torch._C._DisableTorchDispatch():
@@ -100,7 +102,7 @@ class _Copy(torch.autograd.Function):
 class Device(TorchFunctionMode):
     """Inside, ``cuda`` is a device."""
 
-    reads: Counter[str] = Counter()
+    reads: ClassVar[Counter[str]] = Counter()
     """How often the host has waited for the device, by reason."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,11 +129,9 @@ class Device(TorchFunctionMode):
         kwargs["device"] = "cpu"
         if func in (torch.Generator,):
             raise RuntimeError("a generator on the device: no draw of ours may depend on it")
-        if _is_of_tensor(args) or func in (torch.as_tensor, torch.asarray) and isinstance(args[0], OnCuda):
+        if _is_of_tensor(args):  # it is there already, or will be: what is made of it has its place
             kwargs.pop("device")
-            found = func(*args, **kwargs)
-        else:
-            found = func(*args, **kwargs)
+        found = func(*args, **kwargs)
         return _placed(found).requires_grad_(gradient) if isinstance(found, Tensor) else found
 
 

@@ -389,7 +389,7 @@ def adamw_step(
     for slot, took, step in zip(slots, applied, steps):
         if took:
             store.steps[slot] = step
-    return [float(n) for n in norms], applied
+    return norms.tolist(), applied
 
 
 def _slices(size: int, width: int) -> list[slice]:
