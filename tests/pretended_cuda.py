@@ -182,6 +182,8 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[type[Device]]:
     patch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 0)
     patch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
     patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
+    patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.zeros(16, dtype=torch.uint8))
+    patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: None)
     hooks = torch.autograd.graph.saved_tensors_hooks
     patch.setattr(torch.autograd.graph, "saved_tensors_hooks", lambda *both: hooks(*map(_inside, both)))
     patch.setattr(torch.autograd, "_engine_run_backward", _inside(torch.autograd._engine_run_backward))
