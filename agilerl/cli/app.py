@@ -286,6 +286,26 @@ def report(
 
 
 @app.command()
+def lineage(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
+    *,
+    agent: Annotated[
+        int | None, typer.Option("--agent", metavar="N", help="Tell the life of this agent alone.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who lived, who left and why: all agents of a run in a table, or one agent's life, exam by exam.
+
+    agilerl lineage runs/mine
+
+    agilerl lineage runs/mine --agent 3
+    """
+    from agilerl.cli.commands import run_lineage
+
+    run_lineage(run, agent=agent, as_json=as_json)
+
+
+@app.command()
 def schedule(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
     *,

@@ -1,4 +1,4 @@
-"""The commands that do not start a run: ``agilerl check``, ``report``, ``schedule`` and ``env``."""
+"""The commands that do not start a run: ``agilerl check``, ``report``, ``lineage``, ``schedule`` and ``env``."""
 
 import json
 import os
@@ -183,6 +183,73 @@ def _check_file(out: Path) -> None:
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
         )
+
+
+# -- ``agilerl lineage``: who lived, who left and why -------------------------------------------------------------------
+
+
+def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
+    """Print all agents of a run, or what happened to one of them; see ``agilerl lineage --help``."""
+    from agilerl.report.life import lives, told_life
+    from agilerl.report.load import load_run, trace_family
+    from agilerl.runs.strict_json import dumps
+
+    record = load_run(run)
+    if agent is not None and agent not in record.agents:
+        known = f"it has {len(record.agents)}, the last one is {max(record.agents)}" if record.agents else "it has none"
+        raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {known}")
+    found = [life for life in lives(record) if agent in (None, life["agent"])]
+    if as_json:
+        print(dumps(found if agent is None else found[0]))
+    elif agent is None:
+        _show_lives(found, trace_family(record).line)
+    else:
+        _show_life(found[0], told_life(record, agent))
+
+
+def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
+    from rich.table import Table
+
+    from agilerl.cli.output import console
+    from agilerl.cli.progress import genes_text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("agent", "parent", "iterations", "last exam"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("genes")
+    table.add_column("left after gen.", justify="right")
+    table.add_column("why")
+    for life in found:
+        exam = life["exams"][-1] if life["exams"] else None
+        table.add_row(
+            f"{life['agent']}{'*' if life['agent'] in line else ' '}",
+            "-" if life["parent"] is None else str(life["parent"]),
+            str(life["iterations"]),
+            f"{exam['mean']:.3f}" if exam else "-",
+            genes_text(life["hyperparameters"], 2) or "-",
+            "-" if life["left"] is None else str(life["left"]),
+            "; ".join([life["reason"].removeprefix("left: ") or "-", *(s["name"] for s in life["symptoms"])]),
+        )
+    output = console()
+    output.print(table)
+    output.print("* the winning lineage. All that is known of an agent: --agent N")
+
+
+def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:
+    from rich.table import Table
+
+    from agilerl.cli.output import console
+    from agilerl.cli.progress import genes_text
+
+    output = console()
+    became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
+    output.print(f"Agent {life['agent']} trained for {life['iterations']} iterations and {became}.")
+    output.print(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    for generation, sentence in told:
+        table.add_row(f"generation {generation}", sentence)
+    output.print(table)
 
 
 # -- ``agilerl schedule``: the hyperparameters that a search found, against tokens ------------------------------------

@@ -328,6 +328,7 @@ class View:
         self.observer = Observer(session.usual_rate)
         self.said: set[tuple[int, str]] = set()
         self.notes: list[Text] = []
+        self.left: list[Text] = []
         self.iteration = 0
         self.out = Path()
         self.started = perf_counter()
@@ -377,10 +378,15 @@ class View:
             self.best = event.elite
             elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
             self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
+            if event.deaths:
+                left = ", ".join(f"{i} ({why.removeprefix('left: ')})" for i, why in event.deaths.items())
+                sentence = f"generation {event.generation}: left {left}"
+                self._line(sentence)
+                self.left = [Text(sentence)]
         elif isinstance(event, RunFinished):
             self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
-            self.live.update(Group(self.table(), *self.notes, self.bars, self.stopping), refresh=True)
+            self.live.update(Group(self.table(), *self.left, *self.notes, self.bars, self.stopping), refresh=True)
 
     def _line(self, text: str) -> None:
         if self.live is None:
@@ -565,6 +571,7 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
         console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
     _print_front(summary.get("front", ()), out, console)
     console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
+    console.print(f"Who left, why    agilerl lineage {out}", soft_wrap=True)
     tokens, generations = sum(summary["tokens"].values()), summary["generations"]
     console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 

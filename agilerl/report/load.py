@@ -13,7 +13,7 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import symptoms, told
+from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.strict_json import read_json
 
 
@@ -26,6 +26,11 @@ class Score:
     """Standard error of the mean; NaN if unknown."""
     n: int
     """Number of problems; 0 if unknown."""
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the mean is a number that can be compared."""
+        return math.isfinite(self.mean)
 
     @property
     def is_accuracy(self) -> bool:
@@ -66,6 +71,8 @@ class AgentRecord:
     train: list[dict[str, Any]] = field(default_factory=list)
     """Train lines, by step."""
     tokens: dict[str, float] = field(default_factory=dict)
+    symptoms: list[Symptom] = field(default_factory=list)
+    """What its last iterations say about why it may not have learned."""
 
     @property
     def generations(self) -> list[int]:
@@ -167,7 +174,9 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
     run.notes = list(_notes(run, metrics, incomplete))
     rate = number(info.get("usual_rate"))
     known = rate if math.isfinite(rate) else None
-    run.symptoms = told({a.index: symptoms(a.train, known) for a in run.agents.values() if a.died is None})
+    for agent in run.agents.values():
+        agent.symptoms = symptoms(agent.train, known)
+    run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
     return run
 
 

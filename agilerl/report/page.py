@@ -22,7 +22,7 @@ from markupsafe import Markup
 from agilerl.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
-from agilerl.report import figures
+from agilerl.report import figures, life
 from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
 from agilerl.report.load import (
     AgentRecord,
@@ -367,7 +367,7 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
 def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
     if "base" not in run.tests or "elite" not in run.tests:
         best = run.agents[family.winner].best if family.winner is not None else None
-        so_far = f" So far agent {family.winner} leads with a fitness of {_plus(best.score)}." if best else ""
+        so_far = f" So far agent {family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
         return f"There are no test results for base and elite yet.{so_far}"
     base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
     who = "The elite" + (f", agent {agent}," if agent is not None else "")
@@ -436,11 +436,11 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "agent": index,
             "colour": row_colour(family.rows[index]),
             "winning": index in family.line,
-            "parent": _parents(agent),
+            "parent": life.parents(agent),
             "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
             "died": "" if agent.died is None else f"{agent.died}: {agent.reason}" if agent.reason else str(agent.died),
             "changes": _changes(agent),
-            "fitness": _plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
+            "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(agent.tokens['trained']):,}"
             if math.isfinite(agent.tokens.get("trained", math.nan))
@@ -467,26 +467,11 @@ def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
                 [name, short_value(value), short_value(hyperparameter_at(agent, name, sys.maxsize, run))]
                 for name, value in sorted(agent.hyperparameters.items())
             ],
-            "events": _events(agent),
-            "exams": [[exam.generation, exam.step, _plus(exam.score), exam.score.n] for exam in agent.exams],
+            "events": [list(event) for event in life.events(agent)],
+            "exams": [[exam.generation, exam.step, life.plus(exam.score), exam.score.n] for exam in agent.exams],
         }
         for index, agent in run.agents.items()
     ]
-
-
-def _events(agent: AgentRecord) -> list[list[Any]]:
-    """Return [generation, sentence] of what happened to an agent, and why, in order."""
-    born = "founder of the population" if agent.parent is None else f"child of agent {_parents(agent)}"
-    events: list[tuple[int, str]] = [(agent.born or 0, born)]
-    for mutation in agent.mutations:
-        details = mutation.get("details")
-        why = details.get("reason") if isinstance(details, Mapping) else None
-        said = mutation.get("effect") or _changed(mutation)
-        events.append((mutation["generation"], f"mutation: {said}" + (f" (by {why})" if why else "")))
-    events += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
-    if agent.died is not None:
-        events.append((agent.died, "died" + (f": {agent.reason}" if agent.reason else "")))
-    return [list(event) for event in sorted(events, key=lambda event: event[0])]
 
 
 def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -504,7 +489,7 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "agent": index,
             "colour": row_colour(family.rows[index]),
             "winning": index == family.winner,
-            "reward": _plus(exam.score),
+            "reward": life.plus(exam.score),
             "costs": [_short_plus(exam.costs[name]) for name in cost_names(run)],
             "hyperparameters": ", ".join(
                 f"{name} {short_value(hyperparameter_at(run.agents[index], name, exam.generation - 1, run))}"
@@ -522,16 +507,11 @@ def _short_plus(score: Score) -> str:
     return f"{score.mean:.4g}{error}" if math.isfinite(score.mean) else "not finite"
 
 
-def _parents(agent: AgentRecord) -> str:
-    first = "founder" if agent.parent is None else str(agent.parent)
-    return first if agent.mate is None else f"{first} and {agent.mate}"
-
-
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows} of a table that compares several runs, with the settings that differ."""
     rows: list[tuple[str, list[str]]] = []
     for who, label in _WHO.items():
-        cells = [_plus(run.tests[who][1]) if who in run.tests else "" for run in runs]
+        cells = [life.plus(run.tests[who][1]) if who in run.tests else "" for run in runs]
         if any(cells):
             rows.append((f"Test: {label}", cells))
     all_facts = [facts(run) for run in runs]
@@ -549,27 +529,13 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
 
 
 def _changes(agent: AgentRecord) -> str:
-    return "; ".join(map(_changed, agent.mutations))
-
-
-def _changed(mutation: Mapping[str, Any]) -> str:
-    changes = [
-        f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
-        for change in mutation.get("changes") or []
-    ]
-    return ", ".join(changes) or str(mutation.get("kind"))
+    return "; ".join(map(life.changed, agent.mutations))
 
 
 def _value(value: float, accuracy: bool) -> str:
     if not math.isfinite(value):
         return "unknown" if math.isnan(value) else str(value)
     return f"{100 * value:.1f} %" if accuracy else f"{value:.3f}"
-
-
-def _plus(score: Score) -> str:
-    if not math.isfinite(score.mean):
-        return "not finite"
-    return f"{score.mean:.3f}" + (f" ± {score.stderr:.3f}" if math.isfinite(score.stderr) else "")
 
 
 def _first(config: Mapping[str, Any], *paths: str) -> str:

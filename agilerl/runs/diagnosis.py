@@ -4,16 +4,19 @@ Each rule looks at the last iterations of one agent, and says what it saw with i
 a symptom is a place to look and not a verdict. Nothing here changes a run.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any
 
 WINDOW = 8
 """Iterations that are looked at: the agent's last ones."""
 FEWEST = 3
 """Fewer iterations say nothing."""
+FALLEN = 4.0
+"""A reward that is this many times smaller than the highest so far has fallen."""
 SLOW = 10.0
 """A learning rate this many times below the base's usual one is called low."""
 
@@ -67,6 +70,8 @@ def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None
     window = _Window(lines)
     if len(window.lines) < FEWEST:
         return []
+    if fall := _fallen_reward(window, lines, usual_rate):  # what else is seen follows from it, or from the grader
+        return [symptom for symptom in (_failing_grader(window), fall) if symptom]
     rules: tuple[Callable[[], Symptom | None], ...] = (
         lambda: _failing_grader(window),
         lambda: _cut_answers(window),
@@ -78,6 +83,27 @@ def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None
         lambda: _low_rate(window, lines, usual_rate),
     )
     return [symptom for rule in rules if (symptom := rule()) is not None]
+
+
+def _fallen_reward(window: _Window, lines: Sequence[Mapping[str, Any]], usual: float | None) -> Symptom | None:
+    best = max(lines, key=lambda line: max(_values([line], "reward"), default=-math.inf))
+    highest, spread = _values([best], "reward"), _values([best], "reward_std")
+    rewards = window.values("reward")
+    harder = any("curriculum/level" in line for line in lines)
+    if harder or not highest or not spread or len(rewards) < FEWEST:
+        return None
+    now = median(rewards[-FEWEST:])
+    # Rare successes come and go: only a reward that was a good part of its own spread can be said to have fallen.
+    if highest[0] <= 0 or highest[0] < spread[0] / 3 or now * FALLEN > highest[0]:
+        return None
+    rate = max(_values(lines, "learning_rate"), default=0.0)
+    known = f", and {usual:.2g} is usual for this base" if usual and rate > usual else ""
+    return Symptom(
+        "fallen reward",
+        f"the reward fell from {highest[0]:.2g} to {now:.2g}; the learning rate was {rate:.2g}{known}",
+        "usually the steps are too large and the policy is broken: lower algorithm.lr, or the upper end of its range "
+        "(mutation.rl_hp_selection.lr)",
+    )
 
 
 def _failing_grader(window: _Window) -> Symptom | None:
@@ -98,7 +124,7 @@ def _failing_grader(window: _Window) -> Symptom | None:
 
 def _constant_reward(window: _Window) -> Symptom | None:
     spread, reward = window.values("reward_std"), window.values("reward")
-    if len(spread) < FEWEST or max(spread) > 1e-9 or max(reward) - min(reward) > 1e-9:
+    if min(len(spread), len(reward)) < FEWEST or max(spread) > 1e-9 or max(reward) - min(reward) > 1e-9:
         return None
     return Symptom(
         "constant reward",

@@ -115,6 +115,12 @@ class Evolved(Event):
     seconds: float
 
     @property
+    def deaths(self) -> dict[int, str]:
+        """Agents that left, each with the reason."""
+        unsaid = self.plan.reason or "left by the strategy's plan"
+        return {i: self.sick.get(i) or self.plan.verdicts.get(i) or unsaid for i in self.plan.deaths}
+
+    @property
     def metrics(self) -> dict[str, Value]:
         """Metrics of the population under their names in metrics.jsonl; genes are those of the new one."""
         means = [f.mean for f in self.fitness.values() if f.is_finite]

@@ -163,8 +163,7 @@ def _selection_lines(event: Evolved) -> Iterator[lineage.Record]:
         yield lineage.birth_record(
             birth.child, birth.parent, g, event.iteration, values, from_best=birth.from_best, mate=birth.mate
         )
-    for index in plan.deaths:
-        reason = event.sick.get(index) or plan.verdicts.get(index) or plan.reason or "left by the strategy's plan"
+    for index, reason in event.deaths.items():
         yield lineage.death_record(index, g, reason)
     for index, reason in plan.verdicts.items():
         if index not in plan.deaths:

@@ -290,6 +290,18 @@ def test_a_real_run_tells_its_story_in_order(session: Session, tmp_path: Path) -
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_who_leaves_is_said_with_the_reason(terminal: bool, session: Session, tmp_path: Path) -> None:
+    screen = console(250, terminal=terminal)
+    watch(train(session, tmp_path / "run", command=["test"]), session, screen)
+    deaths = [line for line in lines(tmp_path / "run" / "lineage.jsonl") if line["event"] == "death"]
+    assert deaths
+    for death in deaths:
+        said = re.findall(rf"generation {death['generation']}: left .*", written(screen))
+        assert f"{death['agent']} ({death['reason'].removeprefix('left: ')})" in said[0]
+    assert f"agilerl lineage {tmp_path / 'run'}" in written(screen)
+
+
 def check_it_is_written(event: Event, root: Path) -> None:
     """The run's writer is the first that an event reaches: nothing that a consumer does can lose it."""
     kinds = {IterationDone: "train", ExamDone: "eval", Evolved: "evolution", HeldOutTest: "test"}

@@ -63,6 +63,32 @@ def test_a_low_rate_that_pays_or_is_annealed_is_not_called_low() -> None:
     assert symptoms(run(8) + run(8, learning_rate=1e-6), usual_rate=1e-3) == []
 
 
+def test_a_reward_that_fell_is_told_alone() -> None:
+    broken = {"reward": 0.02, "reward_std": 0.1, "learning_rate": 0.1, "entropy": 0.001}
+    lines = run(2, learning_rate=0.1) + run(6, **broken)
+    (found,) = symptoms(lines, usual_rate=1e-3)  # what else is seen follows from it
+    assert found.name == "fallen reward"
+    assert all(number in found.found for number in ("0.5", "0.02", "0.1", "0.001"))
+    failing, fallen = symptoms([line | {"reward_errors/exact": 9.0} for line in lines])
+    assert (failing.name, fallen.name) == ("failing grader", "fallen reward")
+    # The first iteration is enough: the model answered, and its first step broke it.
+    assert [s.name for s in symptoms(run(1) + run(2, reward=0.0, reward_std=0.0))] == ["fallen reward"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        run(4) + run(4, reward=0.14),  # lower, and not by that much
+        run(4, reward=0.03, reward_std=0.17) + run(4, reward=0.0, reward_std=0.1),  # rare successes
+        run(4, **{"curriculum/level": 0.0}) + run(4, **{"curriculum/level": 2.0, "reward": 0.1}),
+        run(8, reward=-0.5),
+        run(4, reward=-0.1) + run(4, reward=-0.9),  # no scale below zero
+    ],
+)
+def test_a_reward_that_is_low_or_noisy_has_not_fallen(lines: list[dict[str, Any]]) -> None:
+    assert "fallen reward" not in [symptom.name for symptom in symptoms(lines)]
+
+
 def test_values_that_are_no_numbers_are_passed_over() -> None:
     hostile = dict(zip(HEALTHY, ["x", None, [], {}, 10**400, float("nan"), "1", True, "", 0]))
     assert symptoms([hostile] * 9, usual_rate=1e-3) == []

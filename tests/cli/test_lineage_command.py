@@ -1,0 +1,75 @@
+"""``agilerl lineage``: who lived, who left and why, for people and for programs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.runs import read_lines
+from tests.cli.outcome import Outcome
+from tests.report.synthetic_run import make_run
+
+Agilerl = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root: Path = make_run(tmp_path_factory.mktemp("lineage") / "mine", generations=4)
+    return root
+
+
+@pytest.fixture(scope="module")
+def lines(run: Path) -> list[dict[str, Any]]:
+    return list(read_lines(run / "lineage.jsonl"))
+
+
+def test_every_agent_has_a_row_that_says_why_it_left(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
+    found = agilerl("lineage", str(run))
+    assert found.code == 0, found.errors
+    rows = {int(row.split()[0].rstrip("*")): row for row in found.output.splitlines() if row[:5].strip(" *").isdigit()}
+    assert list(rows) == [line["agent"] for line in lines if line["event"] == "birth"]
+    deaths = {line["agent"]: line for line in lines if line["event"] == "death"}
+    assert deaths
+    for agent, row in rows.items():
+        assert (deaths[agent]["reason"] in row) if agent in deaths else row.rstrip().endswith(("-", "fallen reward"))
+
+
+def test_a_life_is_told_in_order(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
+    death = next(line for line in lines if line["event"] == "death" and line["reason"] == "fitness is not finite")
+    index = death["agent"]
+    life = json.loads(agilerl("lineage", str(run), "--agent", str(index), "--json").output)
+    own = [line for line in lines if line["agent"] == index]
+    assert (life["agent"], life["left"], life["reason"]) == (index, death["generation"], death["reason"])
+    assert [exam["generation"] for exam in life["exams"]] == [x["generation"] for x in own if x["event"] == "fitness"]
+    assert [exam["mean"] for exam in life["exams"]] == [None] * len(life["exams"])  # strict JSON
+    assert {exam["place"] for exam in life["exams"]} == {4}  # of four: what is not finite ranks last
+    assert "fallen reward" in [symptom["name"] for symptom in life["symptoms"]]
+    told = [event["sentence"] for event in life["events"]]
+    assert told[0] == "founder of the population"
+    assert "not finite, place 4 of 4" in told[1]
+    assert told[-1] == f"died: {death['reason']}"
+    text = agilerl("lineage", str(run), "--agent", str(index)).output
+    assert text.startswith(f"Agent {index} trained for")
+    assert len([row for row in text.splitlines() if row.startswith("generation ")]) == len(told)
+
+
+def test_all_lives_as_json(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
+    lives = json.loads(agilerl("lineage", str(run), "--json").output)
+    births = [line for line in lines if line["event"] == "birth"]
+    assert [(life["agent"], life["parent"]) for life in lives] == [(line["agent"], line["parent"]) for line in births]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--agent", "77"], "found 77"), (["--agent", "x"], "--agent"), (["--agents", "3"], "--agent")],
+)
+def test_what_is_refused(arguments: list[str], said: str, run: Path, agilerl: Agilerl) -> None:
+    found = agilerl("lineage", str(run), *arguments)
+    assert (found.code, found.output) == (2, "")
+    assert said in found.errors
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, agilerl: Agilerl) -> None:
+    assert agilerl("lineage", str(tmp_path)).code == 2
