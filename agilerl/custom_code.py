@@ -185,6 +185,14 @@ def file_of(name: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
+def not_allowed(where: str, name: str) -> ConfigError:
+    """Return the error about code that a setting names and the user has not allowed."""
+    return ConfigError(
+        f"{where}={shown(name)} names code, and a manifest does not run code unless you allow it: read it, then "
+        "give --allow-code (in Python: build(config, allow_code=True))"
+    )
+
+
 def load_code(where: str, name: str, *, allowed: bool) -> Any:
     """Return the function or class that a setting names, after running the file or module that it is in.
 
@@ -195,10 +203,7 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
         ConfigError: code is not allowed, cannot be found or raises, or has nothing of that name.
     """
     if not allowed:
-        raise ConfigError(
-            f"{where}={shown(name)} names code, and a manifest does not run code unless you allow it: read it, then "
-            "give --allow-code (in Python: build(config, allow_code=True))"
-        )
+        raise not_allowed(where, name)
     if name in _given:
         return _given[name]
     place, _, attribute = name.rpartition(":")

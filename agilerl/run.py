@@ -81,7 +81,7 @@ def train(
 
     unknown = next((name for name in sections if name not in SECTIONS), None)
     if unknown is not None:
-        raise ConfigError(f"train() has no argument {unknown!r}; {nearest(unknown, [*_NAMES, *SECTIONS])}")
+        raise ConfigError(f"train() has no argument {unknown!r}; {_meant(unknown)}")
     chosen = _overrides(
         sections,
         model=model,
@@ -121,6 +121,21 @@ def train(
 
 
 _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "sections")
+
+
+def _meant(name: str) -> str:
+    """Return a hint for an argument that ``train`` does not have."""
+    from agilerl.config.run import addresses_of
+    from agilerl.other_trainers import ours
+
+    if name == "loss":
+        return "a custom loss is for agents in a loop of your own: docs/losses.md"
+    places = [place.split(".") for place in addresses_of(name)]
+    return (
+        " or ".join(f'give {section}={{"{key}": ...}}' for section, key in places)
+        or ours(name)
+        or nearest(name, [*_NAMES, *SECTIONS])
+    )
 
 
 def _overrides(

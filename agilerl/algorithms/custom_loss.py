@@ -246,7 +246,7 @@ def _check_scalar(value: Any, name: str) -> None:
     if value.dim() != 0:
         raise ConfigError(
             f"{expected}, found shape {tuple(value.shape)}; reduce it, for instance with "
-            "agilerl.functional.objectives(loss, inputs.mask, 'token-mean', inputs.denominator)"
+            "agilerl.functional.aggregate(loss, inputs.mask, 'token-mean', inputs.denominator)"
         )
     if not value.requires_grad:
         raise ConfigError(

@@ -74,7 +74,7 @@ def _command() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except usage_error as error:
-        _fail(error.format_message(), 2)
+        _fail(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
     except BaseException as error:
         # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.
         if type(error).__name__ != "PanicException":
@@ -85,6 +85,14 @@ def _command() -> None:
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)
+
+
+def _setting_meant(option: str) -> str:
+    """Return a hint if a setting was given as an option: ``--lr``."""
+    from agilerl.config.run import addresses_of
+
+    places = addresses_of(option.strip("-").replace("-", "_")) if option else []
+    return f"; settings are given as {' or '.join(f'{place}=...' for place in places)}" if places else ""
 
 
 def _warn(message: Warning | str, *place: object, **more: object) -> None:

@@ -20,6 +20,7 @@ from agilerl.cli.output import console as new_console
 from agilerl.cli.output import say
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.serve import base_place
+from agilerl.config.named_files import check_allowed
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.runs import find_adapter, read_run
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from agilerl.training.evaluation import Answer, Evaluation, Results
 
 _CUT = 300
+_OFTEN_CUT = 0.05
+"""From this share of answers that were cut at the limit on, it is said."""
 """Characters of a question or an answer on the terminal."""
 
 
@@ -88,6 +91,8 @@ def run_eval(
         raise ConfigError("answers drawn at --temperature 0 are all alike; raise it, or give --samples 0")
     if out is not None:
         _vacant(out)
+    if not allow_code:
+        check_allowed(found.config)
     console = new_console(quiet=quiet or as_json)
     console.print(f"Evaluating {shown(str(found.folder))}: loading the libraries and the model.", soft_wrap=True)
     from agilerl.cli.running import quieten_libraries
@@ -159,6 +164,13 @@ def _show_evaluation(found: "Evaluation", worst: int) -> None:
     if difference is not None:
         console.print(
             f"P(adapter better than base) = {found.probability_better:.3f}, paired over the same {kind}", soft_wrap=True
+        )
+    if kind == "questions" and any(results is not None and results.cut >= _OFTEN_CUT for _, results in rows):
+        shares = ", ".join(f"{results.cut:.0%} of the {name}'s" for name, results in rows if results is not None)
+        console.print(
+            f"Answers that were cut at the limit of {settings['max_new_tokens']} tokens: {shares}; for a longer one "
+            "algorithm.max_output_tokens=...",
+            soft_wrap=True,
         )
     _show_worst(found, found.worst(worst))
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from agilerl.errors import ConfigError
+
 
 def _debug(value: bool) -> bool:
     if value:
@@ -224,6 +226,7 @@ def train(
 @app.command()
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", show_default=False, parser=_path)],
+    settings: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
     *,
     allow_code: AllowCode = False,
     allow_changes: Annotated[
@@ -238,6 +241,11 @@ def resume(
 
     On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
     """
+    if settings:
+        raise ConfigError(
+            f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a new "
+            f"one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
+        )
     from agilerl.cli.process_settings import apply
 
     apply()  # before the imports, which it makes faster

@@ -136,9 +136,18 @@ def _check_source(source: str, place: Path) -> None:
             raise ConfigError(
                 f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
             )
-        from agilerl.envs.sources import read_dataset
+        _renamed(path)
 
-        read_dataset(path, limit=1)
+
+def _renamed(path: Path) -> dict[str, str]:
+    """Return what to rename in a file of rows; raises EnvError if it has no question, or no answer, under any name."""
+    from agilerl.envs.curation import form_of, renamed
+    from agilerl.envs.sources import read_dataset
+
+    columns = read_dataset(path, limit=1).columns
+    found = renamed(columns)
+    form_of([*columns, *found], "reasoning", path.name, needs="text")
+    return found
 
 
 def _check_reward(reward: str) -> None:
@@ -162,7 +171,10 @@ def _manifest_text(manifest: Path, model: str, source: str, reward: str, rows: P
     if source.startswith("reasoning_gym:"):
         lines = [f"  task: {_yaml(source)}"]
     else:
-        lines = [f"  dataset: {_yaml(rows.name if source == SAMPLE else _beside(manifest, source))}"]
+        place = _yaml(rows.name if source == SAMPLE else _beside(manifest, source))
+        theirs = _renamed(Path(source).expanduser()) if source != SAMPLE and names_a_file(source) else {}
+        columns = ", ".join(f"{own}: {_yaml(name)}" for own, name in theirs.items())
+        lines = [f"  dataset: {{path: {place}, columns: {{{columns}}}}}" if theirs else f"  dataset: {place}"]
     count = len(sample_rows()) if source == SAMPLE else _count(source)
     exam, test = (128, 400) if count is None else (max(2, min(128, count // 8)), max(2, min(400, count // 4)))
     lines += [f"  eval_prompts: {exam:<16} # the exam that selection uses"]

@@ -35,6 +35,7 @@ from agilerl.cli.running import (
     work_along,
 )
 from agilerl.config.distributed import DistributedConfig, asked_for
+from agilerl.config.named_files import check_allowed
 from agilerl.config.run import RunConfig, default_out, place_of_run
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 
@@ -112,6 +113,8 @@ def run_train(
     config: RunConfig | ConfigError
     try:
         config = configuration(arguments, seed, replay)
+        if not options.get("allow_code"):
+            check_allowed(config)  # before the libraries are loaded
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
     if isinstance(config, RunConfig) and resume == "auto" and out is None:

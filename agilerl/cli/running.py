@@ -55,7 +55,8 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
 def manifest_name(arguments: Sequence[str]) -> str:
     """Return the name of a command line's manifest for messages."""
     manifests = manifests_in(arguments)
-    return shown(manifests[0]) if manifests else "the embedded default"
+    with_yours = ", with your settings" if len(arguments) > len(manifests) else ""
+    return f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}"
 
 
 def manifests_in(arguments: Sequence[str]) -> list[str]:
@@ -206,10 +207,10 @@ def found_text(root: Path, session: "Session") -> str:
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
         return f"Resuming {root}: no {'intact checkpoint' if damaged else 'checkpoint yet'}, so from the beginning."
-    done = session.saved.progress
+    done, agents = session.saved.progress, len(session.population.everyone)
     return (
         f"Resuming {root} after iteration {done.iteration} (checkpoint {session.saved.path.name}): generation "
-        f"{done.generation}, {len(session.population.everyone)} agents, {done.samples:,} of "
+        f"{done.generation}, {agents} agent{'s' * (agents != 1)}, {done.samples:,} of "
         f"{session.config.training.max_steps:,} samples."
     )
 

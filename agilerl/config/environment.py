@@ -231,5 +231,8 @@ class EnvironmentConfig(Section):
         given = [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
         if given:
             found = f"environment.{given[0]}={getattr(self, given[0])!r}"
-            raise ValueError(f"{found} is for env_type: multiturn, found {self.env_type}; leave it out")
+            raise ValueError(
+                f"{found} is for env_type: multiturn, found {self.env_type}; set environment.env_type=multiturn, or leave "
+                "it out"
+            )
         return self

@@ -18,7 +18,7 @@ from agilerl.config.aliases import translated, with_two_rates
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.config.declared import ALGORITHMS, FAMILY
 from agilerl.config.named_files import locate, locate_code, locate_template, locate_within
-from agilerl.config.run import RunConfig
+from agilerl.config.run import RunConfig, unknown_section
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.other_trainers import ours
@@ -226,7 +226,9 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
         path = ".".join(keys[: depth + 1])
         fields = getattr(model, "model_fields", None)
         if fields is not None and key not in fields:
-            raise ConfigError(f"unknown key {shown(path)}; {ours('.'.join(keys), value) or nearest(key, fields)}")
+            whole = ".".join(keys)
+            hint = (ours(whole, value) or nearest(key, fields)) if depth else unknown_section(whole, value)
+            raise ConfigError(f"unknown key {shown(path)}; {hint}")
         model = None if fields is None else _nested(fields[key].annotation)
         if depth < len(keys) - 1:
             if values.get(key) is None:

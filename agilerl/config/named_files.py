@@ -13,7 +13,7 @@ from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import file_of, names_code
+from agilerl.custom_code import file_of, names_code, not_allowed
 from agilerl.errors import CheckpointError, ConfigError
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -298,14 +298,25 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
         folder = Path(config.sharing.teacher)
         for name in ADAPTER_FILES:
             yield "data", (folder / "actor" if (folder / "actor").is_dir() else folder) / name
-    graders = [grader.name for grader in environment.graders or ()]
-    for name in (
-        *(environment.env_id or "", *graders),
-        *(config.selection_strategy.strategy, *config.training.trackers),
-    ):
-        code = file_of(name) if names_code(name) else None
+    for _, name in _named_code(config):
+        code = file_of(name)
         if code is not None:
             yield "code", code
+
+
+def check_allowed(config: RunConfig) -> None:
+    """Raise ConfigError if settings name code: for a command without ``--allow-code``, before anything is loaded."""
+    for where, name in _named_code(config):
+        raise not_allowed(where, name)
+
+
+def _named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings that name code, with what they name."""
+    graders = {f"environment.graders.{n}.name": g.name for n, g in enumerate(config.environment.graders or ())}
+    named = {"environment.env_id": config.environment.env_id or "", **graders}
+    named["selection_strategy.name"] = config.selection_strategy.strategy
+    trackers = [("training.trackers", name) for name in config.training.trackers]
+    yield from ((where, name) for where, name in [*named.items(), *trackers] if names_code(name))
 
 
 def _files_of_params(environment: EnvironmentConfig) -> Iterator[Path]:

@@ -13,13 +13,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
-from agilerl.config.base_model import NetworkConfig
+from agilerl.config.base_model import NetworkConfig, SharedOptions
+from agilerl.config.declared import ALGORITHMS
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig, Params
 from agilerl.config.vllm import server_url
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
+from agilerl.other_trainers import ours
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import validated
 
@@ -647,9 +649,29 @@ class RunConfig(Section):
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
         for section, content in values.items():
-            if section in cls.model_fields and not isinstance(content, Mapping):
+            if section not in cls.model_fields:
+                raise ConfigError(f"unknown key {shown(section)}; {unknown_section(section, content)}")
+            if not isinstance(content, Mapping):
                 raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
         return validated(cls, values)
+
+
+def addresses_of(name: str) -> list[str]:
+    """Return ``section.name`` for each section that has a setting of this name."""
+    own = {*SharedOptions.model_fields, *(key for one in ALGORITHMS.values() for key in one.hyperparameters)}
+    sections = {
+        section: own if section == "algorithm" else getattr(field.annotation, "model_fields", ())
+        for section, field in RunConfig.model_fields.items()
+    }
+    return [f"{section}.{name}" for section, names in sections.items() if name in names]
+
+
+def unknown_section(key: str, value: Any = None) -> str:
+    """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
+    places = " or ".join(map(repr, addresses_of(key)))
+    if places:
+        return f"did you mean {places}?"
+    return ours(key, value) or nearest(key.partition(".")[0], RunConfig.model_fields)
 
 
 def default_out(config: RunConfig) -> Path:

@@ -168,12 +168,31 @@ def _form_of_pairs(columns: Sequence[str], name: str) -> Form:
     return Form(next((column for column in ("prompt", "question") if column in columns), None), "chosen", pairs=True)
 
 
+_OFTEN = {
+    "question": ("problem", "instruction", "query", "input", "text"),
+    "answer": ("solution", "target", "output", "response", "label"),
+}
+"""What other datasets often call a column."""
+
+
+def renamed(columns: Sequence[str]) -> dict[str, str]:
+    """Return what to rename so that rows have a question and an answer, as far as other datasets' names tell."""
+    has = {"question": ("question", "messages", "prompt"), "answer": ("answer", "completion", "chosen", "messages")}
+    found = {
+        own: next((column for column in names if column in columns), None)
+        for own, names in _OFTEN.items()
+        if not any(column in columns for column in has[own])
+    }
+    return {own: theirs for own, theirs in found.items() if theirs is not None}
+
+
 def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvError:
-    hint = nearest(wanted[0], columns)
-    meant = f" {hint}" if hint.startswith("did") else ""
+    meant = renamed(columns).get(wanted[0])
+    hint = f"did you mean {meant!r}?" if meant else nearest(wanted[0], columns)
+    guess = f" {hint}" if hint.startswith("did") else ""
     return EnvError(
-        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{meant} rename a "
-        f"column with columns: {{{wanted[0]}: <its name>}}"
+        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{guess} rename a "
+        f"column with columns: {{{wanted[0]}: {meant or '<its name>'}}}"
     )
 
 

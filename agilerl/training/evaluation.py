@@ -45,6 +45,11 @@ class Results:
         known = [answer.score for answer in self.greedy if math.isfinite(answer.score)]
         return Fitness.from_scores(known) if known else Fitness(math.nan, n=0)
 
+    @property
+    def cut(self) -> float:
+        """The share of the greedy answers that ended at the limit of tokens, and not by themselves."""
+        return sum(answer.finish_reason in ("length", "context") for answer in self.greedy) / max(1, len(self.greedy))
+
     def passed(self, full: float) -> dict[int, Fitness]:
         """Return pass@k for k = 1, 2, 4, ... up to the number of samples: the chance that one of k earns ``full``.
 
@@ -137,7 +142,7 @@ class Evaluation:
 
     def _of(self, results: Results) -> dict[str, Any]:
         passed = {f"pass@{k}": _shown(value) for k, value in results.passed(self.full).items()}
-        return {"greedy": _shown(results.fitness), **passed}
+        return {"greedy": _shown(results.fitness), "cut": results.cut, **passed}
 
 
 @checked

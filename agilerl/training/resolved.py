@@ -313,8 +313,8 @@ def _genes_of(
         found[name] = gene = known.get(name) or _gene(declared, wanted, where)
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
-                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}; widen the range or "
-                "move the start"
+                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
+                f"{'' if name in config.algorithm else ', which is the default'}; widen the range or move the start"
             )
         _check_ends(gene, start, where)
     return found

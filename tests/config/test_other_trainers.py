@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from agilerl import GRPO
+from agilerl import GRPO, train
 from agilerl.algorithms import ALGORITHMS
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import _nested, check_names, load_manifest
@@ -99,3 +99,28 @@ def test_keywords_of_python() -> None:
         GRPO(max_completion_length=10)
     with pytest.raises(ConfigError, match="did you mean 'group_size'"):
         GRPO(gruop_size=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [("lr", "algorithm.lr"), ("max_tokens", "training.max_tokens"), ("dataset", "environment.dataset")]
+)
+def test_our_own_names_lead_to_their_section(name: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "flat.yaml").write_text(f"{name}: 7\n")
+    for manifest, overrides in ((None, [f"{name}=7"]), (tmp_path / "flat.yaml", [])):
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'; did you mean '{place}'"):
+            load_manifest(manifest, overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lr", 'algorithm={"lr": ...}'),
+        ("max_steps", 'training={"max_steps": ...}'),
+        ("learning_rate", "algorithm.lr"),
+        ("loss", "docs/losses.md"),
+        ("populaton", "population"),
+    ],
+)
+def test_an_argument_that_train_lacks_leads_to_its_place(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        train(task="gcd", **{name: 1})

@@ -167,7 +167,7 @@ def test_what_is_told_about_an_agent(tmp_path):
         [0, "child of agent 0 and 2"],
         [0, "mutation: lr 0.001 → 0.005 (by selection)"],
         [1, "kept: P = 0.6"],
-        [2, "died: left: place 4"],
+        [2, "left: place 4"],
     ]
 
 
