@@ -110,12 +110,17 @@ def train(
             check_vacant(root)  # the rows beside a run that exists are still needed
             place = root.with_name(f"{root.name}.rows.jsonl")
             _write_rows(place, rows)
-            config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
-
         from agilerl.training.loop import train as events_of
         from agilerl.training.setup import build
 
-        session = build(config, allow_code=allow_code or bool(graders))
+        try:
+            if rows is not None:
+                config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
+            session = build(config, allow_code=allow_code or bool(graders))
+        except BaseException:
+            if rows is not None:
+                place.unlink(missing_ok=True)  # no run reads them
+            raise
         _follow(lambda: events_of(session, root), session, root, display)
     return Run(root)
 

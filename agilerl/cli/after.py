@@ -435,6 +435,9 @@ def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Non
     found = [load_run(path) for path in runs]
     settings = [dict(_flat(run.info["config"])) for run in found]
     names = list(dict.fromkeys(name for one in settings for name in one))
+    for one in settings:
+        if one.get("algorithm.seed") == one.get("training.seed"):
+            one.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
     differ = {
         n: [one.get(n) for one in settings] for n in names if len({json.dumps(one.get(n)) for one in settings}) > 1
     }

@@ -220,4 +220,5 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     except (Exception, SystemExit) as error:  # a third-party constructor may raise anything; report its reason
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
-        raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}") from error
+        hint = "" if names_code(name) else " A class of yours is path.py:Class."
+        raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}{hint}") from error
