@@ -321,6 +321,7 @@ TEXTS = {
     "README-0": "the main job",
     "five_minutes-0": "the main job",
     "start-0": "the commands before it",
+    "start-1": "what became of an agent",
     "environments-0": "the commands before it",
     "CONTRIBUTING-0": "files of the package",
 }
@@ -354,6 +355,15 @@ def assert_excerpt(name: str, printed: str) -> None:
     """The lines of a text are among those printed, in their order; ``...`` stands for lines that are left out."""
     lines = iter(shape(printed))
     assert [line for line in shape(named("text")[name]) if line != "..." and line not in lines] == []
+
+
+def test_the_life_of_an_agent_is_told_as_shown(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of the page, a few seconds: an agent whose learning rate is too high, and what is said about it."""
+    monkeypatch.setenv("COLUMNS", "120")
+    for command in (line for line in commands(ROOT / "docs" / "start.md") if "runs/exploding" in line):
+        done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert shape(done.output) == shape(named("text")["start-1"])
 
 
 MAIN_JOB = [name for name, what in TEXTS.items() if what == "the main job"]

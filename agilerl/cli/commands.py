@@ -228,7 +228,7 @@ def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
             f"{exam['mean']:.3f}" if exam else "-",
             genes_text(life["hyperparameters"], 2) or "-",
             "-" if life["left"] is None else str(life["left"]),
-            "; ".join([life["reason"].removeprefix("left: ") or "-", *(s["name"] for s in life["symptoms"])]),
+            "; ".join(filter(None, [life["reason"].removeprefix("left: "), *(s["name"] for s in life["symptoms"])])),
         )
     output = console()
     output.print(table)

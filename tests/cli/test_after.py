@@ -235,7 +235,7 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
         if language == "python":
             exec(compile(block, "the page", "exec"), {})
             shown += 1
-    assert shown == 10
+    assert shown == 11
 
 
 # -- what a stranger's run may not do ----------------------------------------------------------------------------------
