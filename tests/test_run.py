@@ -77,6 +77,12 @@ def test_algorithms_of_data_need_no_more_than_their_name(algorithm: Any, tmp_pat
         agilerl.train(dataset=rows, out=tmp_path / "no", **{**small, "environment": {"env_type": "reasoning"}})
 
 
+def test_rows_of_a_run_that_never_began_do_not_stay(tmp_path: Path) -> None:
+    with pytest.raises(EnvError, match="column"):
+        agilerl.train(dataset=[{"a": "1"}] * 60, reward=short, out=tmp_path / "no", **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_run_in_its_place_leaves_its_rows_alone(finished: agilerl.Run) -> None:
     kept = finished.path.with_name("one.rows.jsonl")
     before = kept.read_bytes()

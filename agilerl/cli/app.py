@@ -243,8 +243,8 @@ def resume(
     """
     if settings:
         raise ConfigError(
-            f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a new "
-            f"one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
+            f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a "
+            f"new one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
         )
     from agilerl.cli.process_settings import apply
 

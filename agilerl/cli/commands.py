@@ -185,7 +185,7 @@ def _check_file(out: Path) -> None:
         )
 
 
-# -- ``agilerl lineage``: who lived, who left and why -------------------------------------------------------------------
+# -- ``agilerl lineage``: who lived, who left and why ------------------------------------------------------------------
 
 
 def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:

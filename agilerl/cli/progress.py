@@ -101,6 +101,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
             "price_per_hour": config.training.price_per_hour,
             "exam_prompts": session.task.panel_size("exam"),
             "test_prompts": len(session.population.places("test")),
+            "agents_leave": config.smallest_population < len(indices),
         },
         "islands": {
             "processes_per_island": topology.island.size,
@@ -168,7 +169,9 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     table.add_row(
         "length",
         f"{length['iterations']} iterations{', at most ' * bool(limits)}{' and '.join(limits)}, selection every "
-        f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}",
+        f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+        + "; as agents leave, those that stay get their iterations"
+        * length["agents_leave"],
     )
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]

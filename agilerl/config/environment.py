@@ -232,7 +232,7 @@ class EnvironmentConfig(Section):
         if given:
             found = f"environment.{given[0]}={getattr(self, given[0])!r}"
             raise ValueError(
-                f"{found} is for env_type: multiturn, found {self.env_type}; set environment.env_type=multiturn, or leave "
-                "it out"
+                f"{found} is for env_type: multiturn, found {self.env_type}; set environment.env_type=multiturn, or "
+                "leave it out"
             )
         return self

@@ -13,7 +13,7 @@ from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
     """Return every agent's life as plain data, in the order of birth."""
-    standings = _standings(run)
+    standings, place = _standings(run), places(run)
     return [
         {
             "agent": index,
@@ -28,12 +28,14 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             },
             "exams": [
                 {"generation": exam.generation, "step": exam.step, "mean": exam.score.mean, "stderr": exam.score.stderr}
-                | {"n": exam.score.n, "place": _place(standings[exam.generation], index)}
+                | {"n": exam.score.n, "place": place[exam.generation, index]}
                 for exam in agent.exams
             ],
             "outcomes": agent.trouble,
             "symptoms": [asdict(symptom) for symptom in agent.symptoms],
-            "events": [{"generation": generation, "sentence": said} for generation, said in told_life(run, index)],
+            "events": [
+                {"generation": generation, "sentence": said} for generation, said in _told(run, index, standings, place)
+            ],
         }
         for index, agent in run.agents.items()
     ]
@@ -41,7 +43,13 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
 
 def told_life(run: RunRecord, index: int) -> list[tuple[int, str]]:
     """Return (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
-    agent, standings = run.agents[index], _standings(run)
+    return _told(run, index, _standings(run), places(run))
+
+
+def _told(
+    run: RunRecord, index: int, standings: Mapping[int, Mapping[int, float]], place: Mapping[tuple[int, int], int]
+) -> list[tuple[int, str]]:
+    agent = run.agents[index]
     birth, *rest = events(agent)
     exams = []
     for exam in agent.exams:
@@ -49,7 +57,7 @@ def told_life(run: RunRecord, index: int) -> list[tuple[int, str]]:
         best = max(taken, key=lambda i: (taken[i], -i))
         leader = next(plus(e.score) for e in run.agents[best].exams if e.generation == exam.generation)
         ahead = "" if best == index else f"; the best, agent {best}, had {leader}"
-        where = f", place {_place(taken, index)} of {len(taken)}{ahead}" if len(taken) > 1 else ""
+        where = f", place {place[exam.generation, index]} of {len(taken)}{ahead}" if len(taken) > 1 else ""
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.
     return [birth, *sorted([*exams, *rest], key=lambda event: event[0])]
@@ -68,7 +76,9 @@ def events(agent: AgentRecord) -> list[tuple[int, str]]:
         first = next(line for line in agent.train if line["step"] == steps[0])
         times = f"{len(steps)} iteration{'s' * (len(steps) > 1)}"
         generation = first.get("generation")
-        found.append((generation if isinstance(generation, int) else 0, f"{outcome} from iteration {steps[0]}, {times}"))
+        found.append(
+            (generation if isinstance(generation, int) else 0, f"{outcome} from iteration {steps[0]}, {times}")
+        )
     found += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
     last = agent.generations[-1] if agent.generations else agent.born or 0
     found += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
@@ -109,6 +119,10 @@ def _standings(run: RunRecord) -> dict[int, dict[int, float]]:
     return found
 
 
-def _place(means: Mapping[int, float], index: int) -> int:
-    """Return an agent's place; equal means share one."""
-    return 1 + sum(mean > means[index] for mean in means.values())
+def places(run: RunRecord) -> dict[tuple[int, int], int]:
+    """Return the place of each (generation, agent) in the exam; equal means share one."""
+    return {
+        (generation, index): 1 + sum(other > mean for other in means.values())
+        for generation, means in _standings(run).items()
+        for index, mean in means.items()
+    }

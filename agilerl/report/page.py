@@ -393,7 +393,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     found = {
         "Status": "finished" if run.is_finished else str(summary.get("status", "not finished")),
         "Algorithm": _first(config, "algorithm.name"),
-        "Population": _size(_first(config, "training.pop_size"), str(summary.get("agents") or "")),
+        "Population": _population(_first(config, "training.pop_size"), str(summary.get("agents") or "")),
         "Generations": str(summary.get("generations") or len(generations) or ""),
         "Agents in total": str(len(run.agents) or ""),
         "Seed": str(info["seed"]),
@@ -415,6 +415,11 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Command": " ".join(map(str, info["command"])),
     }
     return {label: text for label, text in found.items() if text}
+
+
+def _population(first: str, last: str) -> str:
+    """Return how many agents began, and how many were left if that differs."""
+    return f"{first}, at the end {last}" if first and last and first != last else first or last
 
 
 def configuration(run: RunRecord) -> dict[str, str]:
@@ -454,6 +459,7 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
 def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return what the page shows about an agent that is clicked: whence it came, what it was, what became of it."""
     table = {row["agent"]: row for row in lineage_table(run, family)}
+    places = life.places(run)
     facts_shown = {"Generations": "lived", "Best fitness": "fitness", "Steps": "steps", "Tokens trained": "trained"}
     return [
         {
@@ -468,7 +474,10 @@ def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
                 for name, value in sorted(agent.hyperparameters.items())
             ],
             "events": [list(event) for event in life.events(agent)],
-            "exams": [[exam.generation, exam.step, life.plus(exam.score), exam.score.n] for exam in agent.exams],
+            "exams": [
+                [exam.generation, exam.step, life.plus(exam.score), exam.score.n, places[exam.generation, index]]
+                for exam in agent.exams
+            ],
         }
         for index, agent in run.agents.items()
     ]
@@ -569,10 +578,6 @@ def _duration(seconds: Any) -> str:
     longest = timedelta.max.total_seconds()
     return str(timedelta(seconds=round(value))) if abs(value) < longest else f"{value:.3g} s"
 
-
-def _size(first: str, last: str) -> str:
-    """Return how many agents began, and how many there were in the end."""
-    return f"{first}, {last} in the end" if first and last and first != last else first or last
 
 
 def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:

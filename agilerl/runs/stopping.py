@@ -18,8 +18,8 @@ AFTER_ITERATION = "stopping after this iteration, with a checkpoint"
 class Interrupted(Exception):  # noqa: N818  (not an error: the run can be resumed)
     """A run has stopped on request; it can be resumed from its last checkpoint."""
 
-    def __init__(self, code: int, root: Path, iteration: int) -> None:
-        super().__init__(f"stopped after iteration {iteration}; resume with: agilerl resume {root}")
+    def __init__(self, code: int, root: Path) -> None:
+        super().__init__(f"stopped; resume with: agilerl resume {root}")
         self.code, self.root = code, root
 
 

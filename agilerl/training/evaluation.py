@@ -126,6 +126,7 @@ class Evaluation:
         result: dict[str, Any] = {"task": self.task, "settings": self.settings, "questions": len(self.rows)}
         result["adapter"] = self._of(self.adapter)
         result["base"] = None if base is None else self._of(base)
+        result["cut"] = {"adapter": self.adapter.cut, "base": None if base is None else base.cut}
         result["difference"] = None
         if difference is not None:
             result["difference"] = {**_shown(difference), "probability_better": _number(self.probability_better)}
@@ -142,7 +143,7 @@ class Evaluation:
 
     def _of(self, results: Results) -> dict[str, Any]:
         passed = {f"pass@{k}": _shown(value) for k, value in results.passed(self.full).items()}
-        return {"greedy": _shown(results.fitness), "cut": results.cut, **passed}
+        return {"greedy": _shown(results.fitness), **passed}
 
 
 @checked

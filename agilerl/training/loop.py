@@ -224,7 +224,7 @@ def _run(
             if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
                 checkpoints.save(progress)
             if _asked(session, stop):
-                raise Interrupted(stop.code, root, progress.iteration)
+                raise Interrupted(stop.code, root)
         if progress.exam is None:
             yield PhaseStarted("exam")
             yield _exam(session, progress)
@@ -240,7 +240,7 @@ def _run(
         progress.pace.clear()
         checkpoints.save(progress)
         if _asked(session, stop):
-            raise Interrupted(stop.code, root, progress.iteration)
+            raise Interrupted(stop.code, root)
     yield PhaseStarted("test")
     front = _front(session, progress)
     tested = _test_elite(session, writer, progress)

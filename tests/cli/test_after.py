@@ -194,6 +194,16 @@ def _results(*scores: list[float]) -> Results:
     return Results([], [[Answer("", score, 1, "stop") for score in one] for one in scores])
 
 
+def test_answers_that_were_cut_are_said(run: Path, agilerl: Agilerl) -> None:
+    arguments = ("eval", str(run), "--samples", "0", "--worst", "0")
+    short = agilerl(*arguments, "algorithm.max_output_tokens=1")
+    assert "cut at the limit of 1 tokens: 100% of the adapter's" in short.output
+    document = json.loads(agilerl(*arguments, "--json").output)
+    cut = [one["adapter"]["greedy"]["finish_reason"] == "length" for one in document["answers"]]
+    assert document["cut"]["adapter"] == sum(cut) / len(cut) < 0.05
+    assert "cut at the limit" not in agilerl(*arguments).output
+
+
 def test_pass_at_k_is_the_share_of_all_subsets() -> None:
     scores = [[0.0, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [0.5, 1, float("nan"), 1]]
     found = _results(*scores).passed(1.0)
@@ -565,12 +575,13 @@ def test_push_without_a_token_or_a_proper_name(
 
 
 def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -> None:
-    other = changed(algorithm={"lr": 0.5})
+    other = changed(algorithm={"lr": 0.5, "seed": 7}, training={"seed": 7})
     done = agilerl("compare", str(run), str(other))
     assert done.code == 0, done.errors
     lines = done.output.splitlines()
     assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
-    assert not any(line.startswith("algorithm.beta") for line in lines)
+    assert not any(line.startswith(("algorithm.beta", "algorithm.seed")) for line in lines)
+    assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed"]
     assert Path(lines[-1]).is_file()
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]

@@ -31,7 +31,14 @@ BEFORE_THE_MODEL = {
     "unknown task": (["environment.task=reasoning_gym:gdc"], "'gdc'; did you mean 'gcd'"),
     "missing model folder": (["network.pretrained_model_name_or_path=/no/such"], "no model folder at '/no/such'"),
     "population of 0": (["training.pop_size=0"], "training.pop_size: input should be greater than or equal to 1"),
-    "start outside its range": (["mutation.rl_hp_selection.lr.min=1e-4"], "excludes the start, algorithm.lr=1e-05"),
+    "start outside its range": (
+        ["mutation.rl_hp_selection.lr.min=1e-4"],
+        "excludes the start, algorithm.lr=1e-05, which is the default",
+    ),
+    "a setting without its section": (["lr=1e-3"], "did you mean 'algorithm.lr'?"),
+    "a setting as an option": (["--max-steps", "3"], "settings are given as training.max_steps=..."),
+    "code without --allow-code": (["environment.graders=[{name: 'mine.py:right'}]"], "give --allow-code"),
+    "a game without its type": (["environment.env_id=agilerl/TicTacToe-v0"], "set environment.env_type=multiturn"),
     "tournament too large": (["selection_strategy.tournament_size=9"], "is larger than training.pop_size=4"),
     "no manifest": (["nothing.yaml"], "found nothing at 'nothing.yaml'"),
     "two manifests": (["a.yaml", "b.yaml"], "expected one manifest, found 'a.yaml', 'b.yaml'"),
@@ -91,6 +98,8 @@ def test_mistakes_found_with_the_model(mistake: str, agilerl: Agilerl, tmp_path:
         (["report"], "Missing argument 'RUN ...'"),
         (["report", "nowhere"], "expected a run directory at nowhere, found nothing"),
         (["--bogus"], "No such option: --bogus"),
+        (["resume", "runs/mine", "training.max_steps=9"], "network.adapter=runs/mine/elite training.max_steps=9"),
+        (["check", "Door"], "path.py:Class"),
     ],
 )
 def test_other_commands(arguments: list[str], words: str, agilerl: Agilerl) -> None:

@@ -83,6 +83,26 @@ def test_options_answer_the_questions(case: str, agilerl: Agilerl, tmp_path: Pat
     assert [grader.name for grader in e.graders or []] == graders[given["--reward"]]
 
 
+def test_columns_of_other_names_are_renamed(agilerl: Agilerl, tmp_path: Path) -> None:
+    lines = "".join(f'{{"problem": "{i} + 1?", "solution": "{i + 1}", "level": "easy"}}\n' for i in range(80))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    assert agilerl("init", "-y", "--data", "rows.jsonl").code == 0
+    (rows,) = load_manifest(tmp_path / "my.yaml").environment.dataset or ()
+    assert rows.columns == {"question": "problem", "answer": "solution"}
+    assert agilerl("train", "my.yaml", "--allow-code", "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(("columns", "missing"), [("a,b", "question"), ("question,b", "answer")])
+def test_rows_that_nothing_can_be_made_of_are_refused(
+    columns: str, missing: str, agilerl: Agilerl, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text(f"{columns}\n1,2\n")
+    refused = agilerl("init", "-y", "--data", "rows.csv")
+    assert (refused.code, refused.output) == (2, "")
+    assert f"expected the column {missing}" in refused.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
 @pytest.mark.parametrize("taken", ["my.yaml", "my_rows.jsonl", "my_reward.py"])
 def test_nothing_is_overwritten(taken: str, agilerl: Agilerl, tmp_path: Path) -> None:
     (tmp_path / taken).write_text("mine")

@@ -102,7 +102,8 @@ def test_keywords_of_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [("lr", "algorithm.lr"), ("max_tokens", "training.max_tokens"), ("dataset", "environment.dataset")]
+    ("name", "place"),
+    [("lr", "algorithm.lr"), ("max_tokens", "training.max_tokens"), ("dataset", "environment.dataset")],
 )
 def test_our_own_names_lead_to_their_section(name: str, place: str, tmp_path: Path) -> None:
     (tmp_path / "flat.yaml").write_text(f"{name}: 7\n")

@@ -162,7 +162,7 @@ def test_what_is_told_about_an_agent(tmp_path):
     first, second, third = page.data(id="agents-0")[0]
     assert (first["children"], second["parents"], third["children"]) == ([1], [0, 2], [1])
     assert second["genes"] == [["lr", "0.001", "0.005"]]
-    assert second["exams"] == [[1, 20, "0.750 ± 0.100", 20]]
+    assert second["exams"] == [[1, 20, "0.750 ± 0.100", 20, 1]]  # the first of one
     assert second["events"] == [
         [0, "child of agent 0 and 2"],
         [0, "mutation: lr 0.001 → 0.005 (by selection)"],
