@@ -579,7 +579,6 @@ def _duration(seconds: Any) -> str:
     return str(timedelta(seconds=round(value))) if abs(value) < longest else f"{value:.3g} s"
 
 
-
 def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:
     """Return what the run cost, and a million of its tokens; nothing without a price."""
     cost = run.price * run.seconds / 3600

@@ -267,7 +267,7 @@ def test_tables_name_what_is_known(load):
     assert rows[1]["died"] == "0: sick"
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1})
-    assert facts(halved)["Population"] == "4, 1 in the end"
+    assert facts(halved)["Population"] == "4, at the end 1"
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["rows"]
 
