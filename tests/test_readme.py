@@ -58,7 +58,10 @@ SHOWING = [
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+|algorithm\.use_vllm=true")
 """What this machine need not have: a model of the hub, vLLM."""
-PROGRAMS = {"agilerl", "make", "pip", "python", "python3", "git", "cd", "source", "torchrun", "accelerate", "vllm"}
+PROGRAMS = {
+    *("agilerl", "make", "pip", "python", "python3", "git", "cd", "source", "torchrun", "accelerate", "vllm"),
+    "benchmarking/gpu.sh",
+}
 
 
 def fences(page: Path) -> list[tuple[str, str]]:
@@ -433,6 +436,14 @@ def test_scripts_parse_their_arguments(command: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
     with pytest.raises(ParsedError):
         runpy.run_path(str(ROOT / path), run_name="__main__")
+
+
+@pytest.mark.parametrize("command", all_of("benchmarking/gpu.sh"))
+def test_the_script_for_a_gpu_hands_its_arguments_on(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, out, device = ROOT / words(command)[0], words(command)[1], words(command)[2:3] or ["cuda"]
+    said = subprocess.run(["bash", script, out, *device, "echo"], capture_output=True, text=True, check=True).stdout
+    assert shlex.split(said) == [str(script.with_suffix(".py")), out, "--device", *device]
+    test_scripts_parse_their_arguments(f"python benchmarking/gpu.py {out} --device {device[0]}", monkeypatch)
 
 
 @pytest.mark.parametrize("command", all_of("vllm"))
