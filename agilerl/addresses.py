@@ -3,9 +3,10 @@
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -52,6 +53,21 @@ def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool
     return target is not None and any(_covers(_parts(one), target) for one in (*allowed, *typed, *own))
 
 
+def check_cluster(address: str | None, typed: Iterable[str] = ()) -> None:
+    """Raise ConfigError if a file would have this process join a Ray cluster at an address that the file names.
+
+    Messages of such a cluster are pickled: whoever owns it runs code here.
+    """
+    allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
+    if address in (None, "auto", "local", os.environ.get("RAY_ADDRESS"), *typed, *allowed):
+        return
+    raise ConfigError(
+        f"distributed.address: a manifest cannot name the Ray cluster that is joined ({_shown(str(address))}), because "
+        "its owner can run code here; if you trust it, allow it: name it on the command line, in RAY_ADDRESS, or in "
+        f"{ALLOWED}"
+    )
+
+
 def addresses_in(value: Any) -> Iterator[str]:
     """Yield the addresses among the values of a setting, at any depth."""
     if isinstance(value, str) and value.lower().startswith(("http://", "https://")):
@@ -88,24 +104,60 @@ def _shown(address: str) -> str:
 def request(client: "httpx2.Client", method: str, url: Any, *, seconds: float, **arguments: Any) -> "httpx2.Response":
     """Send a request and return the whole answer, of at most 64 MiB, decompressed.
 
-    A client's timeouts limit each wait for data, and a server that sends a byte a minute never exceeds them;
-    ``seconds`` limits the whole answer. Raises AnswerTooLarge, and whatever the client raises.
+    A client's timeouts limit each wait for data, and a server that sends a byte a minute never exceeds them, be it in
+    headers, interim answers, or a compressed text of no length; ``seconds`` limits the whole answer. Raises
+    AnswerTooLarge, and whatever the client raises.
     """
     import httpx2
 
-    deadline, content = time.monotonic() + seconds, bytearray()
+    content = bytearray()
     headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
-    with client.stream(method, url, headers=headers, **arguments) as answer:
-        if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
-            raise _too_large()("the answer is compressed with a method that was not requested")
-        for piece in answer.iter_bytes():
-            content += piece
-            if len(content) > _ANSWER_BYTES:
-                raise _too_large()(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
-            if time.monotonic() > deadline:
-                raise httpx2.ReadTimeout(f"the answer was not complete within {seconds:g} s")
+    before = getattr(_DEADLINE, "of_thread", None)
+    _DEADLINE.of_thread = time.monotonic() + seconds
+    try:
+        with client.stream(method, url, headers=headers, extensions={"trace": _bound_stream}, **arguments) as answer:
+            if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
+                raise _too_large()("the answer is compressed with a method that was not requested")
+            for piece in answer.iter_bytes():
+                content += piece
+                if len(content) > _ANSWER_BYTES:
+                    raise _too_large()(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
+                _seconds_left()
+    finally:
+        _DEADLINE.of_thread = before
     kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
     return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
+
+
+_DEADLINE = threading.local()
+"""When the request of a thread has to be answered; a client without an event loop reads in the thread that asks."""
+
+
+def _seconds_left() -> float:
+    """Return the seconds left for the request of this thread; raises the client's timeout if there are none."""
+    import httpx2
+
+    deadline = getattr(_DEADLINE, "of_thread", None)
+    left = _NO_DEADLINE if deadline is None else deadline - time.monotonic()
+    if left <= 0:
+        raise httpx2.ReadTimeout("the answer was not complete in time")
+    return float(left)
+
+
+_NO_DEADLINE = 1e6  # a connection that is closed between requests
+
+
+def _bound_stream(event: str, about: dict[str, Any]) -> None:
+    """Let a new connection wait no longer than the request in progress has left; called with what the client does."""
+    stream = about.get("return_value")
+    if event.endswith(".complete") and hasattr(stream, "start_tls"):
+        for name in ("read", "write"):
+            setattr(stream, name, partial(_until_deadline, getattr(stream, name)))
+
+
+def _until_deadline(act: Any, data: Any, timeout: float | None = None) -> Any:
+    left = _seconds_left()
+    return act(data, timeout=left if timeout is None else min(timeout, left))
 
 
 @cache

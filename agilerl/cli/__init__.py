@@ -75,6 +75,8 @@ def _command() -> None:
         _fail("interrupted", 130)
     except usage_error as error:
         _fail(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
+    except MemoryError:
+        _fail("there was not enough memory for what was read or asked for; use smaller files or settings", 2)
     except BaseException as error:
         # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.
         if type(error).__name__ != "PanicException":

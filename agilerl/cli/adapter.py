@@ -14,6 +14,7 @@ from agilerl.addresses import addresses_in
 from agilerl.arguments import nearest, shown
 from agilerl.cli.running import manifests_in
 from agilerl.config.base_model import SharedOptions
+from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.manifest import check_names, config_of_run, load_manifest
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
@@ -81,8 +82,9 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
         given = _of_a_run(info["config"], info.get("given") or info["config"])
         begun = config_of_run(given)
         config = config_of_run(given, overrides).dated(run_date(info))
+        read, at_first = (config, begun) if examined else map(_without_task, (config, begun))
+        check_unchanged(read, info.get("files", {}), run, begun=at_first)
         if examined:
-            check_unchanged(config, info.get("files", {}), run, begun=begun)
             _check_unseen(config, begun)
             if not allow_addresses:
                 _check_addresses(config)
@@ -103,6 +105,11 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
 
         check_task(config)
     return Subject(folder, run, config, all_rows)
+
+
+def _without_task(config: RunConfig) -> RunConfig:
+    """Return the settings that a conversation has: of files those of the network alone."""
+    return config.replaced(environment=EnvironmentConfig())
 
 
 def _of_a_run(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import say
+from agilerl.cli.output import readable, say, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.serve import base_place
 from agilerl.config.named_files import check_allowed
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.runs import find_adapter, read_run
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
-from agilerl.runs.directory import ADAPTER_CONFIG
+from agilerl.runs.directory import ADAPTER_CONFIG, as_written
 from agilerl.runs.strict_json import read_json
 
 if TYPE_CHECKING:
@@ -55,13 +55,8 @@ def _as_a_whole(out: Path) -> Iterator[None]:
         raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}") from error
 
 
-def _readable(text: str) -> str:
-    """Return a text of a model or a file without control characters but line ends: it cannot command the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-
-
 def _one_line(text: str) -> str:
-    line = " ".join(_readable(text).split())
+    line = " ".join(readable(text).split())
     return line if len(line) <= _CUT else f"{line[: _CUT - 3]}..."
 
 
@@ -253,7 +248,7 @@ def run_chat(
             print(json.dumps({"user": line, **replies}), flush=True)
             continue
         for name, reply in replies.items():
-            print(f"{name}> {_readable(reply)}" if beside_base else _readable(reply), flush=True)
+            tell_line(f"{name}> {reply}" if beside_base else reply)
 
 
 def _lines(*, quiet: bool) -> Iterator[str]:
@@ -441,7 +436,10 @@ def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Non
     differ = {
         n: [one.get(n) for one in settings] for n in names if len({json.dumps(one.get(n)) for one in settings}) > 1
     }
-    results = [_result(run) for run in found]
+    results = []
+    for run in found:
+        with as_written(run.path):
+            results.append(_result(run))
     if as_json:
         document = {"runs": [str(path) for path in runs], "settings": differ, "results": results}
         print(json.dumps(document, indent=1))
@@ -472,7 +470,9 @@ def _result(run: Any) -> dict[str, Any]:
         tests[who] = {"mean": score.mean, "ci95": list(ends), "n": score.n} if finite else None
     tokens = run.summary.get("tokens") or {}
     spent = sum(int(number(value)) for value in tokens.values()) if tokens else None
-    return {"finished": run.is_finished, "test": tests, "tokens": spent, "seconds": run.summary.get("seconds")}
+    seconds = run.summary.get("seconds")
+    seconds = None if seconds is None else float(seconds)
+    return {"finished": run.is_finished, "test": tests, "tokens": spent, "seconds": seconds}
 
 
 def _show_comparison(

@@ -1,6 +1,7 @@
 """The commands that do not start a run: ``agilerl check``, ``report``, ``lineage``, ``schedule`` and ``env``."""
 
 import json
+import operator
 import os
 import stat
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from agilerl.arguments import shown
+from agilerl.cli.output import console, say, tell_line
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,10 +65,10 @@ def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> No
         print(json.dumps({"target": target, "ok": errors == 0, "findings": list(findings)}, indent=1))
         return
     for finding in findings:
-        print(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
+        tell_line(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
     warnings = len(findings) - errors
     counts = [f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    print(f"{target}: {' and '.join(counts) or 'nothing wrong'}")
+    tell_line(f"{target}: {' and '.join(counts) or 'nothing wrong'}")
 
 
 def _is_manifest(name: str) -> bool:
@@ -110,7 +112,7 @@ def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False, pr
     if live:
         _follow(runs, out, price)
     else:
-        print(build_report(runs, out, price=price))
+        tell_line(build_report(runs, out, price=price))
 
 
 def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
@@ -118,7 +120,6 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
 
     It takes at most a tenth of a core from the runs.
     """
-    from agilerl.cli.output import say
     from agilerl.report import build_report
     from agilerl.runs import RunLayout
 
@@ -130,7 +131,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
             if now != written:
                 build_report(runs, out, reload=_RELOAD, price=price)
             if written is None:
-                print(out, flush=True)
+                tell_line(out)
                 say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
@@ -138,7 +139,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
         pass
     build_report(runs, out, price=price)
     if written is None:
-        print(out)
+        tell_line(out)
 
 
 def _states(layouts: Sequence["RunLayout"]) -> list[tuple[int, int]]:
@@ -259,6 +260,7 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
     """Write the schedule of a run's elite and show it; see ``agilerl schedule --help``."""
     from agilerl.hpo.schedule import hyperparameter_schedule, stretched
     from agilerl.runs import RunLayout, read_lines, read_run
+    from agilerl.runs.directory import as_written
     from agilerl.runs.strict_json import read_json
 
     layout, config = RunLayout(run), read_run(run)["config"]
@@ -267,7 +269,9 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
         raise ConfigError(
             f"expected a finished run with an elite, found none in {shown(str(run))}; resume it with agilerl resume"
         )
-    schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+    with as_written(run):
+        index = operator.index(elite["index"])
+        schedule = hyperparameter_schedule(read_lines(layout.lineage), index)
     if not schedule["genes"]:
         raise ConfigError(
             f"no hyperparameter evolved in {shown(str(run))}, so there is no schedule; its values are in run.json"
@@ -283,7 +287,7 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
         raise ConfigError(f"{shown(str(out))} exists; give another file with --out, or delete it")
     line = " -> ".join(map(str, schedule["ancestors"]))
     header = (
-        f"# The path of agent {elite['index']}, the elite of {run.name} (line {line}): values by tokens trained on, of "
+        f"# The path of agent {index}, the elite of {shown(run.name)} (line {line}): values by tokens trained on, of "
         f"{schedule['total_tokens']}.\n# One agent trains with it: agilerl train MANIFEST --replay FILE\n"
     )
     ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
@@ -295,14 +299,12 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
         print(json.dumps(schedule, indent=1))
         return
     _show_schedule(schedule)
-    print(f"written: {out}")
+    tell_line(f"written: {out}")
 
 
 def _show_schedule(schedule: dict[str, Any]) -> None:
     """Print the steps as a table: tokens trained on, and each gene's value from there on."""
     from rich.table import Table
-
-    from agilerl.cli.output import console
 
     table = Table(
         "tokens", *schedule["genes"], box=None, title=f"agents {' -> '.join(map(str, schedule['ancestors']))}"
@@ -325,7 +327,7 @@ def _show_schedule(schedule: dict[str, Any]) -> None:
     console().print(table)
     if schedule["not_replayed"]:
         kinds = ", ".join(sorted({str(one["kind"]) for one in schedule["not_replayed"]}))
-        print(f"not part of a schedule, because it happened to weights: {kinds}")
+        tell_line(f"not part of a schedule, because it happened to weights: {kinds}")
 
 
 # -- ``agilerl env``: versions, hardware and settings of the process --------------------------------------------------
@@ -335,7 +337,6 @@ def run_env(*, as_json: bool) -> None:
     """Print what a bug report needs."""
     from rich.table import Table
 
-    from agilerl.cli.output import console
     from agilerl.cli.process_settings import described
     from agilerl.errors import DISTRIBUTION, mixed_installation
     from agilerl.runs import collect_hardware, collect_versions

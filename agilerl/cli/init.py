@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from agilerl.arguments import shown
+from agilerl.bounds import check_file, memory_bytes
 from agilerl.cli.output import console
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
@@ -203,13 +204,24 @@ def _beside(manifest: Path, source: str) -> str:
 
 
 def _count(source: str) -> int | None:
-    """Return the number of lines of a file of rows; None for what is not a text of one row a line."""
+    """Return the number of lines of a file of rows; None for what is not a text of one row a line.
+
+    A line may be as long as the file, so it is read in pieces.
+    """
     path = Path(source).expanduser()
     if not (names_a_file(source) and path.suffix.lower() in _LINES):
         return None
     try:
+        memory = memory_bytes()
+        check_file(path, None if memory is None else memory // 8)
+        lines, inside = 0, False
         with open(path, "rb") as file:
-            return sum(1 for line in file if line.strip())
+            while piece := file.read(1 << 20):
+                first, *rest = piece.split(b"\n")
+                inside = inside or bool(first.strip())
+                for part in rest:
+                    lines, inside = lines + inside, bool(part.strip())
+        return lines + inside
     except OSError as error:
         raise ConfigError(f"{shown(source)} cannot be read: {error.strerror or error}") from error
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from agilerl.addresses import check_cluster
 from agilerl.arguments import shown
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import console_of_lines, json_line, say, tell_line
@@ -138,6 +139,8 @@ def launch(request: Request, manifest: str = "") -> None:
     ``manifest`` is the name of a new run's manifest in messages.
     """
     config = request.config
+    if isinstance(config, RunConfig) and config.distributed.backend == "ray":
+        check_cluster(config.distributed.address, config.typed_addresses)
     on_ray = isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run
     together = not on_ray and asked_for(request.distributed)
     writes = not together or os.environ.get("RANK") == "0"
@@ -360,7 +363,7 @@ def _on_ray(config: RunConfig, request: Request) -> None:
     # After a lost process there is a run to resume, or nothing at all.
     width = shutil.get_terminal_size().columns
     works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
-    ended = launch(d, works, partial(print, flush=True), lambda: stop_on_signals(say_at_once), serving(config))
+    ended = launch(d, works, tell_line, lambda: stop_on_signals(say_at_once), serving(config))
     if ended.kind == "crashed":
         say(ended.text)
         raise EngineError("a worker crashed; its traceback is above")

@@ -5,13 +5,15 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import IO, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from agilerl.errors import WriteError
 
@@ -61,15 +63,26 @@ def json_line(event: str, **values: object) -> str:
     return f"{head[:-1]}, {dumps(values)[1:]}" if values else head
 
 
-def tell_line(line: str) -> None:
+def readable(text: object) -> str:
+    """Return a text of a model, a file or a name that cannot command the terminal.
+
+    Control characters other than line ends and tabs, and those that turn the direction of writing, are replaced.
+    """
+    return _COMMANDS.sub("\ufffd", str(text))
+
+
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def tell_line(line: object) -> None:
     """Print a line of results at once, also into a pipe."""
-    print(line, flush=True)
+    print(readable(line), flush=True)
 
 
 def say(sentence: str) -> None:
     """Print a message that is not a result to standard error; if that is closed as well, print nothing."""
     with suppress(OSError):
-        print(sentence, file=sys.stderr, flush=True)
+        print(readable(sentence), file=sys.stderr, flush=True)
 
 
 def lost_output(output: TextIO) -> OSError | None:
@@ -127,7 +140,15 @@ class _Output(io.TextIOWrapper):
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError if the reader is gone; rich's console would end the program."""
+    """A console whose texts cannot command the terminal, and that raises BrokenPipeError if the reader is gone.
+
+    Rich prints control characters of a text as they are, and would end the program.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the pieces of something to print; those that are commands of rich itself stay as they are."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=readable(segment.text))
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))

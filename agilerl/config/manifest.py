@@ -92,7 +92,8 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ..
             environment.pop(name, None)
     for keys, value in changed:
         _put(values, keys, value)
-    return tuple(address for _, value in changed for address in addresses_in(value))
+    cluster = [str(value) for keys, value in changed if keys == ["distributed", "address"]]
+    return (*(address for _, value in changed for address in addresses_in(value)), *cluster)
 
 
 @checked

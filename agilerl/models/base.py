@@ -618,9 +618,10 @@ def resolve_model(name: str) -> str:
                 f"no model folder at {name!r}; expected a folder with config.json and *.safetensors "
                 "(network.pretrained_model_name_or_path), a hub name, or 'embedded'"
             )
-        check_model_folder(path)
-        if not (path / "config.json").is_file():
+        config = path / "config.json"
+        if not config.exists() or config.is_dir():
             raise ConfigError(f"the folder {name!r} has no config.json, so it is not a Hugging Face model")
+        check_model_folder(path)
     return str(path) if looks_local else name
 
 

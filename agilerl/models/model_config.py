@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from agilerl.arguments import nearest, shown
@@ -29,11 +29,23 @@ def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigError for a model folder with anything but regular files, or with a file that is far too large.
 
-    transformers would wait for ever on a named pipe.
+    transformers would wait for ever on a named pipe. An index of weights may only name safetensors below the folder:
+    transformers would open any path that it names, and read other formats with pickle.
     """
-    for path in folder.iterdir():
-        if path.suffix in _READ and not path.is_dir():
-            check_file(path, None if path.suffix == ".safetensors" else _TEXT_BYTES)
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if not path.is_dir():
+            most = _CONFIG_BYTES if path.name in _CONFIGS else _TEXT_BYTES
+            check_file(path, most if path.suffix in _READ and path.suffix != ".safetensors" else None)
+    for path in folder.glob(f"*{_INDEX}"):
+        try:
+            named = {str(name) for name in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # loading reports it
+            continue
+        for name in sorted(named):
+            place = PurePosixPath(name)
+            if place.is_absolute() or ".." in place.parts or "\\" in name or place.suffix != ".safetensors":
+                raise ConfigError(f"{path} names {shown(name)}; expected *.safetensors in the folder of the model")
+            check_file(folder / name)
 
 
 def check_config(path: str, **known: Any) -> None:
@@ -48,15 +60,18 @@ def check_config(path: str, **known: Any) -> None:
         numbers = list(_numbers("config.json", "", config))
     except Exception:  # loading the file will report it
         return
-    _check_names(path, "config.json", config)
+    _check_values(f"the model {path!r}: ", "config.json", config, numbers)
+
+
+def _check_values(of: str, where: str, values: Any, numbers: Sequence[tuple[str, str, int]]) -> None:
+    _check_names(of, where, values)
     for where, key, number in numbers:
         if (_COUNTED.search(key) and number > _COUNT) or (_SIZED.search(key) and number > _SIZE):
             raise ConfigError(
-                f"the model {path!r}: {where}={number} is more than any model has; use the config.json that belongs "
-                "to these weights"
+                f"{of}{where}={number} is more than any model has; use the config.json that belongs to these weights"
             )
         if key in _POSITIVE and number < 1:
-            raise ConfigError(f"the model {path!r}: expected 1 or more for {where}, found {number}")
+            raise ConfigError(f"{of}expected 1 or more for {where}, found {number}")
 
 
 def check_attention(where: str, value: Any) -> None:
@@ -72,27 +87,30 @@ def check_attention(where: str, value: Any) -> None:
             )
 
 
-def _check_names(path: str, where: str, value: Any) -> None:
+def _check_names(of: str, where: str, value: Any) -> None:
     """Check the values that transformers looks up by name, and the length of lists."""
     if isinstance(value, list) and len(value) > _COUNT:
-        raise ConfigError(
-            f"the model {path!r}: {where} is a list of {len(value):,} entries, expected at most {_COUNT:,}"
-        )
+        raise ConfigError(f"{of}{where} is a list of {len(value):,} entries, expected at most {_COUNT:,}")
     if not isinstance(value, dict):
         return
     for key, inner in value.items():
         if key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
-            check_attention(f"the model {path!r}: {where}: {key}", inner)
+            check_attention(f"{of}{where}: {key}", inner)
         elif key in ("dtype", "torch_dtype") and isinstance(inner, str) and inner.removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(f"{of}expected {where}: {key} as one of {', '.join(_DTYPES)}, found {shown(inner)}")
+        elif key == "transformers_weights" and not str(inner).endswith((".safetensors", _INDEX)):
             raise ConfigError(
-                f"the model {path!r}: expected {where}: {key} as one of {', '.join(_DTYPES)}, found {shown(inner)}"
+                f"{of}expected {where}: {key} as *.safetensors, or an index of them, found {shown(inner)}"
             )
         else:
-            _check_names(path, f"{where}: {key}", inner)
+            _check_names(of, f"{where}: {key}", inner)
 
 
+_INDEX = "safetensors.index.json"
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".tiktoken")
 _TEXT_BYTES = 500_000_000
+_CONFIGS, _CONFIG_BYTES = ("config.json", "generation_config.json"), 5_000_000
+"""A configuration with as many labels as fit into a larger file would take minutes to read."""
 _COUNTED, _COUNT = re.compile(r"layers?$|layers?_|n_layer|blocks?$|depths?$|stages?$|experts?$|heads?$|labels$"), 4096
 _POSITIVE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -111,11 +129,11 @@ def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]
             yield from _numbers(where, key, inner)
 
 
-def check_size(config: Any, name: str, width: float) -> None:
+def check_size(config: Any, name: str, width: float, kind: Any = None) -> None:
     """Raise ConfigError if the model that a configuration describes is larger than the machine's memory.
 
     Its files may be small: transformers allocates weights at the size that the configuration states.
-    ``width`` is the least bytes of a parameter.
+    ``width`` is the least bytes of a parameter, ``kind`` the auto class that loads it (None: ``auto_class``).
     """
     import torch
 
@@ -123,7 +141,7 @@ def check_size(config: Any, name: str, width: float) -> None:
     if limit is None:
         return
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=False)
+        model = (kind or auto_class(config)).from_config(config, trust_remote_code=False)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count * width > limit:
         raise ConfigError(
@@ -137,6 +155,8 @@ def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     check_config(path)
+    where, given = "config_overrides", dict(overrides)
+    _check_values("", where, given, list(_numbers(where, "", given)))
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     for name, value in overrides.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import Location, shown
-from agilerl.errors import ConfigError
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
@@ -206,6 +206,7 @@ def _score(line: Mapping[str, Any], prefix: str = "", mean: str = "mean") -> Sco
 def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int, int]:
     """Fill ``agents`` from lineage.jsonl and return the elite of each generation."""
     elites: dict[int, int] = {}
+    exams: dict[int, dict[int, Exam]] = defaultdict(dict)
     for line in read_lines(layout.lineage):
         index, generation = line.get("agent"), line.get("generation")
         if not isinstance(index, int) or not isinstance(generation, int):
@@ -227,19 +228,18 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
         elif event == "elite":
             elites[generation] = index
         elif event == "fitness":
-            agent.exams = [exam for exam in agent.exams if exam.generation != generation]
             found = line.get("costs")
             costs = found if isinstance(found, dict) else {}
-            agent.exams.append(
-                Exam(
-                    generation,
-                    int(number_or(line.get("step"), generation)),
-                    _score(line),
-                    {name: _score(cost) for name, cost in costs.items() if isinstance(cost, dict)},
-                )
+            exams[index].pop(generation, None)  # of an exam written twice, the last line counts, in its place
+            exams[index][generation] = Exam(
+                generation,
+                int(number_or(line.get("step"), generation)),
+                _score(line),
+                {name: _score(cost) for name, cost in costs.items() if isinstance(cost, dict)},
             )
             agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
+        agent.exams = list(exams.get(agent.index, {}).values())
         agent.exams.sort(key=lambda exam: exam.step)
         if agent.parent is not None and agent.parent not in agents:
             agent.parent = None
@@ -270,11 +270,13 @@ def _read_train(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -
 
 def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> None:
     """Fill in exams that are missing from the lineage, from the eval lines."""
+    known = {index: {exam.generation for exam in agent.exams} for index, agent in agents.items()}
     for line in metrics:
         if line.get("kind") != "eval" or not all(_whole(line.get(key)) for key in ("agent", "generation", "step")):
             continue
-        agent = _agent(agents, line["agent"])
-        if all(exam.generation != line["generation"] for exam in agent.exams):
+        agent, generations = _agent(agents, line["agent"]), known.setdefault(line["agent"], set())
+        if line["generation"] not in generations:
+            generations.add(line["generation"])
             costs = {
                 name: _score({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
                 for name in UNITS
@@ -282,7 +284,8 @@ def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -
             }
             score = _score(line, "eval/", "reward_mean")
             agent.exams.append(Exam(line["generation"], line["step"], score, costs))
-            agent.exams.sort(key=lambda exam: exam.step)
+    for agent in agents.values():
+        agent.exams.sort(key=lambda exam: exam.step)
 
 
 def _tests(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, tuple[int | None, Score]]:
@@ -445,6 +448,9 @@ def _winner(run: RunRecord) -> int | None:
     return max(best)[1] if best else None
 
 
+_MOST_AT_ONCE = 4096
+
+
 def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: list[int]) -> dict[int, int]:
     """Give each agent a row for its whole life: near its parent's, the winning lineage placed first."""
     rows: dict[int, int] = {}
@@ -459,6 +465,8 @@ def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: lis
             row = min(free, key=lambda row: (abs(row - wanted), row))
         else:
             row = len(ends)
+            if row == _MOST_AT_ONCE:
+                raise CheckpointError(f"expected at most {_MOST_AT_ONCE:,} agents at once in lineage.jsonl, found more")
             ends.append(-math.inf)
         rows[index], ends[row] = row, end
     return rows

@@ -8,6 +8,7 @@ from agilerl.arguments import Location, Name, checked, shown
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.hpo.lineage import Life, family_tree
 from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
 
 
@@ -27,6 +28,29 @@ def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
         raise ConfigError(f"the export needs optuna, which is not installed; {how_to_install('optuna')}") from error
     run = Path(run)
     layout, config = RunLayout(run), read_run(run)["config"]
+    with as_written(run):
+        trials = _trials(layout)
+    name = run.resolve().name if name is None else name
+    try:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(study_name=name, storage=storage, direction="maximize")
+    except optuna.exceptions.DuplicatedStudyError as error:
+        raise ConfigError(f"{shown(storage)} has a study {shown(name)}; give another name with --name") from error
+    except Exception as error:  # what a storage raises depends on its database
+        raise ConfigError(
+            f"expected the address of an Optuna storage, such as sqlite:///runs.db, found {shown(storage)}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    study.set_user_attr("task", config["environment"].get("task") or config["environment"].get("env_id") or "dataset")
+    study.set_user_attr("algorithm", config["algorithm"]["name"])
+    study.add_trials(trials)
+    return len(trials)
+
+
+def _trials(layout: RunLayout) -> list[Any]:
+    """Return a trial for each agent of a run."""
+    import optuna
+
     lives = family_tree(read_lines(layout.lineage))
     summary = read_json(layout.summary) if layout.summary.exists() else {}
     elite = (summary.get("elite") or {}).get("index")
@@ -51,21 +75,7 @@ def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
                 intermediate_values=exams,
             )
         )
-    name = run.resolve().name if name is None else name
-    try:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(study_name=name, storage=storage, direction="maximize")
-    except optuna.exceptions.DuplicatedStudyError as error:
-        raise ConfigError(f"{shown(storage)} has a study {shown(name)}; give another name with --name") from error
-    except Exception as error:  # what a storage raises depends on its database
-        raise ConfigError(
-            f"expected the address of an Optuna storage, such as sqlite:///runs.db, found {shown(storage)}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    study.set_user_attr("task", config["environment"].get("task") or config["environment"].get("env_id") or "dataset")
-    study.set_user_attr("algorithm", config["algorithm"]["name"])
-    study.add_trials(trials)
-    return len(trials)
+    return trials
 
 
 def _span(gene: str, lives: Iterable[Life]) -> Any:

@@ -327,20 +327,30 @@ def _pattern_score(pattern: "regex.Pattern[str]", reply: str) -> float | None:
 
 
 def _read_cache(path: Path) -> dict[str, str]:
-    """Return the replies of a cache; a last line that was cut off while writing is skipped, and a newline added."""
+    """Return the replies of a cache; a last line that was cut off while writing is skipped, and a newline added.
+
+    Raises ConfigError for a file of anything else: a manifest must not have replies appended to the user's rows.
+    """
     check_file(path, _CACHE_BYTES)
     replies = {}
     text = path.read_text(encoding="utf-8", errors="replace")
-    if text and not text.endswith("\n"):
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")
     for line in text.splitlines():
         try:
             entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict) and set(entry) == {"key", "reply"}:
             replies[str(entry["key"])] = str(entry["reply"])
-        except (ValueError, LookupError, TypeError):
-            continue
+        elif line and not line.startswith(_ENTRY[: len(line)]):
+            raise ConfigError(f"expected replies of a judge in {path}, which grows, found {_short(line)}; name another")
+    if text and not text.endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
     return replies
+
+
+_ENTRY = '{"key": "'
+"""How a line of a cache begins, also one that was cut off."""
 
 
 def _short(text: str) -> str:

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
-from agilerl.models.model_config import check_config, check_model_folder, check_tokenizer_parts
+from agilerl.models.model_config import check_config, check_model_folder, check_size, check_tokenizer_parts
 from agilerl.rewards.grader import BaseGrader
 from agilerl.templates import apply_chat_template
 
@@ -69,7 +69,11 @@ class RewardModelGrader(BaseGrader):
             ConfigError: they cannot be loaded, or the model has several outputs and ``label`` is not one of them.
         """
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer  # takes seconds to import
+        from transformers import (
+            AutoConfig,
+            AutoModelForSequenceClassification,
+            AutoTokenizer,
+        )  # takes seconds to import
 
         known: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
         folder = Path(self.model).expanduser()
@@ -81,9 +85,9 @@ class RewardModelGrader(BaseGrader):
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.model, **known)
             check_tokenizer_parts(self._tokenizer, self.model)
-            self._model = AutoModelForSequenceClassification.from_pretrained(
-                self.model, dtype=getattr(torch, self.dtype), use_safetensors=True, **known
-            )
+            kind, dtype = AutoModelForSequenceClassification, getattr(torch, self.dtype)
+            check_size(AutoConfig.from_pretrained(self.model, **known), self.model, dtype.itemsize, kind)
+            self._model = kind.from_pretrained(self.model, dtype=dtype, use_safetensors=True, **known)
         except ConfigError:
             raise
         except Exception as error:  # several libraries read files here, and no list of their errors is complete

@@ -12,8 +12,8 @@ import stat
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 import filelock
 
 from agilerl.arguments import Location, Seed, checked, shown
-from agilerl.errors import CheckpointError, WriteError
+from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import PLAIN_FILE, is_leftover, remove_leftovers, write_json
@@ -306,6 +306,20 @@ def read_run(path: Location) -> dict[str, Any]:
     if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
         raise CheckpointError(f"{file}: the given settings do not match their sha256; the file was changed or damaged.")
     return info
+
+
+@contextmanager
+def as_written(root: Path) -> Iterator[None]:
+    """Raise CheckpointError for values in the files of a run that have other types than a run writes."""
+    try:
+        yield
+    except AgileRLError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{root} does not hold what a run writes ({type(error).__name__}: {error}); its summary.json, run.json or "
+            "lineage.jsonl is damaged"
+        ) from error
 
 
 def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:

@@ -193,7 +193,9 @@ def read_lines(path: Location) -> Iterator[dict[str, Any]]:
     """
     path = Path(path)
     try:
-        check_file(path, memory_bytes(), error=CheckpointError)
+        memory = memory_bytes()
+        # As Python objects, lines take about ten times the memory of their text.
+        check_file(path, None if memory is None else memory // 10, error=CheckpointError)
         with open(path, "rb") as file:
             for number, line in enumerate(iter(partial(file.readline, _LINE_BYTES), b""), start=1):
                 if not line.endswith(b"\n"):

@@ -23,6 +23,8 @@ SPACE = 4 * 2**30
 def limited(folder: str, environment: dict[str, str], seconds: int) -> None:
     os.chdir(folder)
     os.environ.update(environment)
+    typed = Path("typed")
+    sys.stdin = open(typed if typed.exists() else os.devnull)  # noqa: SIM115  (what is asked stands in the real one)
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + SPACE, now + SPACE))

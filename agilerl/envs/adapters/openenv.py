@@ -10,6 +10,7 @@ from agilerl.envs.adapters.base import Adapter
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 
+_ANSWER_MIB = 64
 _NOT_TEXT = ("done", "reward", "metadata")
 
 
@@ -63,6 +64,9 @@ def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
     """Return the environment that an openenv server offers at ``url``, e.g. "http://127.0.0.1:8000"."""
     from openenv.core import GenericEnvClient
 
+    most = settings.setdefault("max_message_size_mb", _ANSWER_MIB)
+    if not isinstance(most, int | float) or not 0 < most <= _ANSWER_MIB:
+        raise ConfigError(f"expected max_message_size_mb of at most {_ANSWER_MIB}, found {most!r}")
     return OpenEnv(GenericEnvClient(base_url=url, **settings), max_turns)
 
 
