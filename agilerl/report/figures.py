@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from agilerl.hpo.strategies import UNITS
-from agilerl.report.load import AgentRecord, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
+from agilerl.report.load import AgentRecord, Exam, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
 
 Figure = dict[str, Any]
 
@@ -397,12 +397,12 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
     values = [v for trace in data for v in trace["y"] if v is not None and v > 0]
     if metric == "learning_rate" and values and max(values) / min(values) >= 10:
         figure_layout["yaxis"] |= _decades(min(values), max(values))
-    path = [
-        (line["step"], number(line.get(metric)))
-        for index, generation in family.line_nodes()
-        for line in run.agents[index].train
-        if line.get("generation") == generation
-    ]
+    lines: dict[tuple[int, Any], list[dict[str, Any]]] = defaultdict(list)
+    for index in family.line:
+        for line in run.agents[index].train:
+            if isinstance(line.get("generation"), int | float):
+                lines[index, line["generation"]].append(line)
+    path = [(line["step"], number(line.get(metric))) for node in family.line_nodes() for line in lines[node]]
     return {"data": [_marker_pen(path, width=8), _inheritance(inherited), *data], "layout": figure_layout}
 
 
@@ -657,13 +657,14 @@ def _edges(edges: list[Edge], line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
-    means = {(i, e.generation): e.score.mean for i, agent in run.agents.items() for e in agent.exams}
-    finite = [mean for mean in means.values() if math.isfinite(mean)]
+    exams = {(i, e.generation): e for i, agent in run.agents.items() for e in agent.exams}
+    finite = [exam.score.mean for exam in exams.values() if math.isfinite(exam.score.mean)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     x, y, text, fill, ink, edge, hover, agents = [], [], [], [], [], [], [], []
     for index, span in family.spans.items():
         for generation in span:
-            mean = means.get((index, generation), math.nan)
+            exam = exams.get((index, generation))
+            mean = math.nan if exam is None else exam.score.mean
             # Halves: the difference of the largest floats is infinite.
             width = high / 2 - low / 2
             colour = _shade((mean / 2 - low / 2) / width if width > 0 else 0.5) if math.isfinite(mean) else None
@@ -673,7 +674,7 @@ def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
             fill.append("rgb({},{},{})".format(*colour) if colour else "rgb(205,205,210)")
             ink.append("#fff" if colour and 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] < 140 else "#111")
             edge.append(row_colour(family.rows[index]))
-            hover.append(_story(run.agents[index], generation))
+            hover.append(_story(run.agents[index], generation, exam))
             agents.append(index)
     return {
         "type": "scatter",
@@ -756,13 +757,10 @@ def _stars(run: RunRecord, family: Family) -> dict[str, Any]:
     }
 
 
-def _story(agent: AgentRecord, generation: int) -> str:
+def _story(agent: AgentRecord, generation: int, exam: Exam | None) -> str:
     lines = [f"<b>agent {agent.index}</b>, generation {generation}"]
-    lines += [
-        f"fitness {exam.score.mean:.4f} ± {exam.score.stderr:.4f}, n {exam.score.n}"
-        for exam in agent.exams
-        if exam.generation == generation
-    ]
+    if exam is not None:
+        lines.append(f"fitness {exam.score.mean:.4f} ± {exam.score.stderr:.4f}, n {exam.score.n}")
     second = "" if agent.mate is None else f" and agent {agent.mate}"
     lines.append("founder" if agent.parent is None else f"child of agent {agent.parent}{second}")
     for mutation in agent.mutations:

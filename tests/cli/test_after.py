@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agilerl as package
-from agilerl.cli.after import _readable
+from agilerl.cli.output import readable
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
@@ -351,7 +351,7 @@ def test_chat_forgets_the_beginning_of_a_long_conversation(
 
 
 def test_a_model_cannot_command_the_terminal() -> None:
-    assert _readable("a\x1b[2Jb\nc\x07") == "a\ufffd[2Jb\nc\ufffd"
+    assert readable("a\x1b[2Jb\nc\x07") == "a\ufffd[2Jb\nc\ufffd"
 
 
 # -- merge, export, load -----------------------------------------------------------------------------------------------

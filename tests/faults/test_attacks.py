@@ -7,23 +7,32 @@ memory; the canary stays where it is; and no request with a key reaches the list
 import gzip
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from agilerl.addresses import check_cluster, request
+from agilerl.config.manifest import load_manifest
+from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
+from agilerl.runs.directory import _sha256
 from tests.cli.outcome import ANNOUNCED
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest
@@ -34,6 +43,8 @@ pytestmark = [pytest.mark.model, pytest.mark.skipif(sys.platform != "linux", rea
 KEY = "sk-SeCrEt-0123456789"
 KEYS = dict.fromkeys(("VLLM_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"), KEY)
 SECONDS, MEBIBYTES = 30, 1500
+COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys."""
 
 
 # -- what is attacked --------------------------------------------------------------------------------------------------
@@ -258,6 +269,75 @@ def deep(key: str) -> Callable[[Path], None]:
     return lambda path: path.write_text('{"' + key + '": ' + "[" * 100_000)  # type: ignore[return-value]
 
 
+def index_of(name: str, make_file: Callable[[Path], None] = lambda path: None) -> Attack:
+    """Weights in several files, of which an index names one."""
+
+    def make(scene: Scene) -> list[str]:
+        folder = scene.model()
+        (folder / "model.safetensors").unlink()
+        make_file(folder / name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        return scene.manifest(**MODEL)
+
+    return make
+
+
+def many_labels(path: Path) -> None:
+    config = json.loads((tiny_model_path() / "config.json").read_text())
+    path.write_text(json.dumps({**config, "id2label": {str(n): "x" for n in range(400_000)}}))
+
+
+def cached_in_rows(scene: Scene) -> list[str]:
+    (scene.folder / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    return judge(scene, base_url=scene.url, api_key_env=None, cache="rows.jsonl")
+
+
+def wide_reward_model(scene: Scene) -> list[str]:
+    path = scene.model() / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 3 * 2**14, "num_hidden_layers": 4000}))
+    return grader("reward_model", model="model")(scene)
+
+
+def finished(scene: Scene, change: Callable[[Path], None], *command: str) -> list[str]:
+    """A command about a run that has ended, whose elite is an agent of a checkpoint."""
+    root = scene.copied_run()
+    shutil.copytree(newest(root) / "agent_0" / "actor", root / "elite")
+    (root / "journal.jsonl").unlink()
+    elite = {"index": 0, "step": 1, "hyperparameters": {}}
+    (root / "summary.json").write_text(json.dumps({"status": "finished", "generations": 1, "elite": elite}))
+    change(root)
+    return [*command]
+
+
+def in_summary(**values: Any) -> Callable[[Path], None]:
+    return lambda root: change_json(root / "summary.json", lambda summary: {**summary, **values})
+
+
+def template_outside(scene: Scene) -> Callable[[Path], None]:
+    """A run that says that its chat template is a file of the user."""
+    secret = scene.folder / "secret.txt"
+    secret.write_text("xyzzycanary {{ messages[0].content }}")
+
+    def change(info: dict[str, Any]) -> dict[str, Any]:
+        for name in ("config", "given"):
+            info[name]["network"]["chat_template_path"] = str(secret)
+            info[f"{name}_sha256"] = _sha256(info[name])
+        return info
+
+    return lambda root: change_json(root / "run.json", change)
+
+
+def born(count: int) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        with open(root / "lineage.jsonl", "a") as file:
+            for index in range(100, 100 + count):
+                file.write(
+                    json.dumps({"agent": index, "event": "birth", "generation": 0, "hyperparameters": {}}) + "\n"
+                )
+
+    return change
+
+
 HUNDRED = "range(100000)"
 BACKTRACKING = r"(\w+\.?)+\d\d\d"
 
@@ -305,6 +385,16 @@ REFUSED: dict[str, Attack] = {
     "model: sparse weights": model_file("model.safetensors", sparse(2**40)),
     "tokenizer: backtracking": tokenizer(pre_tokenizer=split("(a+)+c")),
     "tokenizer: a million million": tokenizer(normalizer=replacing(6)),
+    "config: as many labels as a file holds": model_file("config.json", many_labels),
+    "config: weights by another index": model_json("config.json", transformers_weights="pytorch_model.bin.index.json"),
+    "overrides: a billion layers": lambda scene: scene.manifest(
+        algorithm={"config_overrides": {"num_hidden_layers": 10**9}}
+    ),
+    "weights: an index that names a device": index_of("/dev/zero"),
+    "weights: an index that names a file outside": index_of("../../canary.safetensors"),
+    "weights: an index that names a pipe": index_of("part.safetensors", os.mkfifo),
+    "weights: an index that names a pickle": index_of("part.bin", lambda path: path.write_bytes(b"cos\n") and None),
+    "reward model: a wide one": wide_reward_model,
     # Patterns.
     "pattern: layers that backtrack": lora(target_modules=BACKTRACKING),
     "pattern: layers that backtrack in any engine": lora(target_modules=r"((?:(?:\w\w)+|\w|\.)+)\W"),
@@ -330,7 +420,36 @@ REFUSED: dict[str, Attack] = {
     "rows: a pipe as an image": rows("rows.parquet", image),
     "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
     "exam: a hundred million prompts": lambda scene: [*scene.manifest(), "environment.eval_prompts=100000000"],
+    "init: thirty sparse gigabytes": lambda scene: (
+        sparse(30 * 2**30)(scene.folder / "rows.jsonl"),
+        ["init", "my.yaml", "--data", "rows.jsonl"],
+    )[1],
+    # What a manifest reaches.
+    "judge: replies among the rows": cached_in_rows,
+    "ray: the cluster of a manifest": lambda scene: scene.manifest(
+        distributed={"backend": "ray", "address": scene.url.replace("http", "ray")}
+    ),
+    "openenv: messages without end": lambda scene: scene.manifest(
+        environment={"env_type": "multiturn", "env_id": f"openenv:{scene.url}", "params": {"max_message_size_mb": 1e9}}
+    ),
     # Run directories.
+    "run: a million lists": lambda scene: finished(
+        scene, lambda root: in_summary(x=[[]] * 1_100_000)(root), "compare", "run", "run"
+    ),
+    "run: five thousand agents at once": lambda scene: finished(scene, born(5000), "report", "run"),
+    "run: a template of the user, in chat": lambda scene: finished(scene, template_outside(scene), "chat", "run"),
+    "run: a template of the user, in a merged model": lambda scene: finished(
+        scene, template_outside(scene), "merge", "run", "out"
+    ),
+    "run: seconds that are text": lambda scene: finished(scene, in_summary(seconds="\x1b"), "compare", "run", "run"),
+    "run: tokens that are a list": lambda scene: finished(scene, in_summary(tokens=[1]), "compare", "run", "run"),
+    "run: an elite that is a list": lambda scene: finished(
+        scene, in_summary(elite={"index": [], "step": 0}), "schedule", "run"
+    ),
+    "run: an elite that is text": lambda scene: finished(scene, in_summary(elite="x"), "schedule", "run"),
+    "run: an elite that is text, in a study": lambda scene: finished(
+        scene, in_summary(elite="x"), "export", "run", "--optuna", "sqlite:///runs.db"
+    ),
     "run: a sparse journal": in_run(replaced("journal.jsonl", sparse(20 * 2**30))),
     "run: sparse metrics": in_run(replaced("metrics.jsonl", sparse(20 * 2**30)), "report"),
     "run: a sparse lineage": in_run(replaced("lineage.jsonl", sparse(2**40)), "report"),
@@ -373,6 +492,23 @@ HARMLESS: dict[str, Attack] = {
         }
     ),
     "run: a bomb of completions": in_run(bomb_of_completions, "report"),
+    "run: a name that commands the terminal": lambda scene: (
+        scene.copied_run().rename(scene.folder / "run\x1b[2J"),
+        ["report", "run\x1b[2J"],
+    )[1],
+    "run: genes that command the terminal": lambda scene: finished(
+        scene,
+        lambda root: (
+            (root / "lineage.jsonl").write_text((root / "lineage.jsonl").read_text().replace('"lr"', '"lr\\u001b[2J"'))
+            and None
+        ),
+        "schedule",
+        "run",
+    ),
+    "manifest: a name that commands the terminal": lambda scene: (
+        (scene.folder / "it\x1b[2J.yaml").write_text("{}"),
+        ["check", "it\x1b[2J.yaml", *SHORT],
+    )[1],
     "run: a checkpoint of a terabyte": lambda scene: (huge_checkpoint(scene.copied_run()), ["resume", "run"])[1],
 }
 
@@ -404,6 +540,7 @@ def executed(
     assert found["seconds"] < SECONDS
     assert found["mebibytes"] < MEBIBYTES
     assert "Traceback" not in found["output"]
+    assert COMMANDS.search(found["output"]) is None
     assert KEY not in found["output"]
     assert canary.read_text() == "alive"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["canary", "here"]
@@ -493,6 +630,66 @@ def test_an_address_cannot_answer_without_end(name: str, listener: Listener) -> 
     assert isinstance(found, RewardError)
     assert len(str(found)) < 1000
     assert ("more than 64 MiB" in str(found)) == (name in ("too long", "packed"))
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+ENDLESS: dict[str, tuple[bytes, bytes]] = {
+    "a byte of a header at a time": (HEAD + b"X: ", b"y"),
+    "interim answers": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+    "many interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "the name of a packed file": (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\x03", b"a" * 100),
+    "packed blocks of nothing": (HEAD + b"Content-Encoding: deflate\r\n\r\n\x78\x01", b"\0\0\0\xff\xff" * 20),
+    "the extension of a chunk": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5;", b"a"),
+    "headers at the end": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n"),
+    "a byte of the body at a time": (HEAD + b"\r\n", b"a"),
+}
+"""What a server begins with, and what it says again and again."""
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_the_time_for_an_answer_is_for_all_of_it(name: str) -> None:
+    """Each wait of the client is short, and none of them is the last."""
+    begins, goes_on = ENDLESS[name]
+    asked = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = asked.accept()
+        with connection, suppress(OSError):
+            connection.recv(2**16)
+            connection.sendall(begins)
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                connection.sendall(goes_on)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    began = time.monotonic()
+    with asked, httpx2.Client(timeout=2) as client:
+        with pytest.raises(httpx2.TimeoutException):
+            request(client, "GET", f"http://127.0.0.1:{asked.getsockname()[1]}", seconds=0.3)
+        assert time.monotonic() - began < 3
+    thread.join()
+
+
+def test_a_connection_is_bounded_by_the_request_that_uses_it(listener: Listener) -> None:
+    """It outlives the first one's time, and serves the next."""
+    with httpx2.Client(timeout=2) as client:
+        for _ in range(3):
+            assert request(client, "GET", listener.url, seconds=0.5).content == b"{}"
+            time.sleep(0.3)
+
+
+@pytest.mark.parametrize("way", ["typed", "RAY_ADDRESS", "AGILERL_ALLOWED_ADDRESSES"])
+def test_a_cluster_that_the_user_names_is_joined(way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    address = "ray://head:10001"
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump({"distributed": {"backend": "ray", "address": address}}))
+    if way != "typed":
+        monkeypatch.setenv(way, address)
+    config = load_manifest(tmp_path / "it.yaml", [f"distributed.address={address}"] if way == "typed" else [])
+    check_cluster(config.distributed.address, config.typed_addresses)
+    with pytest.raises(ConfigError):
+        check_cluster("ray://other:10001", config.typed_addresses)
 
 
 def test_the_pattern_of_a_judge_is_given_up(listener: Listener) -> None:

@@ -111,6 +111,17 @@ def test_no_answer_runs(name: str, tmp_path: Path) -> None:
         assert not trace.exists(), attack.name
 
 
+@pytest.mark.parametrize("name", PARSED + EVALUATED)
+def test_the_screen_stops_them_without_the_process(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scorer is in this process, so what the screen lets through would leave its trace."""
+    monkeypatch.setattr("agilerl.envs.scorers.IN_THIS_PROCESS", IN_THIS_PROCESS | {name})
+    task, row = made(name)
+    for attack in (attack for attack in ANSWERS if name in attack.tasks):
+        trace = tmp_path / "trace"
+        assert task.reward(attack.answer.replace("TRACE", str(trace)), row) == 0.0, attack.name
+        assert not trace.exists(), attack.name
+
+
 @pytest.mark.parametrize("name", ["simple_integration", "n_queens"])
 def test_what_runs_behind_the_screen_is_confined(name: str, tmp_path: Path) -> None:
     """The screen is left out: the process itself neither writes, nor reads, nor finds anybody."""
