@@ -275,6 +275,7 @@ def index_of(name: str, make_file: Callable[[Path], None] = lambda path: None) -
     def make(scene: Scene) -> list[str]:
         folder = scene.model()
         (folder / "model.safetensors").unlink()
+        (folder / "parts").mkdir()
         make_file(folder / name)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
         return scene.manifest(**MODEL)
@@ -392,7 +393,7 @@ REFUSED: dict[str, Attack] = {
     ),
     "weights: an index that names a device": index_of("/dev/zero"),
     "weights: an index that names a file outside": index_of("../../canary.safetensors"),
-    "weights: an index that names a pipe": index_of("part.safetensors", os.mkfifo),
+    "weights: an index that names a pipe": index_of("parts/1.safetensors", os.mkfifo),
     "weights: an index that names a pickle": index_of("part.bin", lambda path: path.write_bytes(b"cos\n") and None),
     "reward model: a wide one": wide_reward_model,
     # Patterns.
