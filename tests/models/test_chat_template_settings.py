@@ -90,7 +90,7 @@ def test_a_manifest_names_templates_of_its_own_folder_alone(file: Path, monkeypa
 @pytest.mark.parametrize(
     ("text", "names", "message"),
     [
-        ("{% for %}", {}, "no chat template"),
+        ("{% for %}", {}, "not a chat template"),
         (None, {}, "cannot be read"),
         ("x" * (2**20 + 1), {}, "expected at most"),
         (TEMPLATE, {"enable_thoughts": True}, "does not read enable_thoughts"),
