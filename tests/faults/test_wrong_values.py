@@ -105,7 +105,16 @@ from agilerl.rewards import (
 )
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.teacher import TeacherEndpoint
-from agilerl.runs import CheckpointStore, Journal, JsonLines, RunDirectory, agent_files, read_lines, read_run
+from agilerl.runs import (
+    CheckpointStore,
+    Journal,
+    JsonLines,
+    RunDirectory,
+    agent_files,
+    newest_agents,
+    read_lines,
+    read_run,
+)
 from agilerl.training.llm import LoopOptions
 from agilerl.training.resolved import resolve
 from agilerl.training.trackers import check_trackers
@@ -314,6 +323,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "Journal": lambda w: (Journal, {"path": w.path / "journal.jsonl"}),
     "JsonLines": lambda w: (JsonLines, {"path": w.path / "lines.jsonl"}),
     "agent_files": lambda w: (agent_files, {"checkpoint": w.path, "index": 0}),
+    "newest_agents": lambda w: (newest_agents, {"root": w.path}),
     "read_lines": lambda w: (lambda path: list(read_lines(path)), {"path": w.path / "lines.jsonl"}),
     "read_run": lambda w: (read_run, {"path": w.path}),
     "RunDirectory.open": lambda w: (RunDirectory.open, {"path": w.path}),
