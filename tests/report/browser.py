@@ -72,12 +72,12 @@ class Browser:
                 self._loaded = True
         return message
 
-    def open(self, page: Path) -> None:
-        """Load a file and wait until its scripts have run, and the report in it has its charts."""
+    def open(self, page: Path, *, charts: bool = True) -> None:
+        """Load a file and wait until its scripts have run, and the charts of the report in it are drawn."""
         with self.loading():
             self._send("Page.navigate", url=page.absolute().as_uri())
-        shown = "'drawn' in document.body.dataset"
-        self.run(f"new Promise(done => {{ const look = () => {shown} ? done() : setTimeout(look, 20); look() }})")
+        while charts and not self.run("'drawn' in document.body.dataset"):
+            time.sleep(0.02)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

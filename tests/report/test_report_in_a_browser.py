@@ -114,7 +114,7 @@ def test_the_winning_lineage_alone(opened):
 
 
 def test_a_live_page_loads_itself_anew_unless_somebody_reads(browser, runs, tmp_path):
-    browser.open(build_report([runs["unfinished"]], tmp_path / "live.html", reload=3))
+    browser.open(build_report([runs["unfinished"]], tmp_path / "live.html", reload=3), charts=False)
     browser.run("window.before = true; document.querySelector('button[data-agent]').click()")
     time.sleep(4)
     assert browser.run("window.before") is True
