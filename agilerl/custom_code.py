@@ -146,6 +146,7 @@ def given_name(code: Any) -> str:
             for part in called.split("."):
                 found = getattr(found, part, None)
             if found is code:
+                _given[name] = code
                 return name
     base = "".join(c if c.isalnum() else "_" for c in called.rpartition(".")[2]).strip("_") or "grader"
     names = (f"{_GIVEN}:{base}{number or ''}" for number in itertools.count())
@@ -162,11 +163,6 @@ def give(names: Sequence[str], codes: Sequence[Any]) -> None:
             f"reward: expected {len(wanted)} functions, for {', '.join(wanted) or 'nothing'}, found {len(codes)}"
         )
     _given.update(zip(wanted, codes))
-
-
-def is_given(name: str) -> bool:
-    """Say whether a name is that of an object which this process was given."""
-    return name in _given
 
 
 def file_of(name: str) -> Path | None:
@@ -196,14 +192,12 @@ def not_allowed(where: str, name: str) -> ConfigError:
 def load_code(where: str, name: str, *, allowed: bool) -> Any:
     """Return the function or class that a setting names, after running the file or module that it is in.
 
-    A file runs under a unique module name, so ``import`` does not find it; it can import other modules as usual. A
-    module is searched in the working directory first.
+    Objects that Python handed over need no permission. A file runs under a unique module name, so ``import`` does not
+    find it; it can import other modules as usual. A module is searched in the working directory first.
 
     Raises:
         ConfigError: code is not allowed, cannot be found or raises, or has nothing of that name.
     """
-    if not allowed:
-        raise not_allowed(where, name)
     if name in _given:
         return _given[name]
     place, _, attribute = name.rpartition(":")
@@ -212,6 +206,8 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
             f"{where}={shown(name)} was an object of the Python process that began the run; resume it from Python, "
             "with the same object: agilerl.Run(path).resume(reward=...)"
         )
+    if not allowed:
+        raise not_allowed(where, name)
     if not place or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:

@@ -116,7 +116,7 @@ def train(
         try:
             if rows is not None:
                 config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
-            session = build(config, allow_code=allow_code or bool(graders))
+            session = build(config, allow_code=allow_code)
         except BaseException:
             if rows is not None:
                 place.unlink(missing_ok=True)  # no run reads them
@@ -321,18 +321,16 @@ class Run:
         """
         if self.is_finished:
             return self
-        from agilerl.custom_code import give, is_given
+        from agilerl.custom_code import give
         from agilerl.training.loop import resume
         from agilerl.training.saved import open_run
         from agilerl.training.setup import build
 
-        names = _code_in(self.config)
         if reward is not None:
-            give(names, _rewards(reward))
-        allowed = allow_code or (bool(names) and all(map(is_given, names)))
+            give(_code_in(self.config), _rewards(reward))
         saved = open_run(self.path, report=print if display else lambda _: None)
         try:
-            session = build(saved.config, saved.checkpoint, allow_code=allowed)
+            session = build(saved.config, saved.checkpoint, allow_code=allow_code)
         except BaseException:
             saved.run.close()
             raise

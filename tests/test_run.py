@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import agilerl
-from agilerl.custom_code import given_name, is_given
+from agilerl.custom_code import given_name, load_code
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.rewards.grader import exact_match
 from tests.training.small_runs import environment
@@ -125,11 +125,25 @@ def test_what_is_shown_is_what_the_command_shows(tmp_path: Path, capsys: pytest.
 
 
 def test_objects_that_a_module_has_keep_their_name_and_others_get_one() -> None:
-    assert given_name(exact_match) == "agilerl.rewards.grader:exact_match"
+    name = given_name(exact_match)
+    assert name == "agilerl.rewards.grader:exact_match"
+    assert load_code("a setting", name, allowed=False) is exact_match
     first, second = (lambda completion: 0.0), (lambda completion: 1.0)
     names = [given_name(first), given_name(second), given_name(first)]
     assert names[0] == names[2] != names[1]
-    assert all(is_given(name) for name in names)
+    assert [load_code("a setting", name, allowed=False) for name in names] == [first, second, first]
+
+
+@pytest.mark.parametrize(
+    "section", ["selection_strategy: {name: code.py:mark}", "training: {trackers: [code.py:mark]}"], ids=lambda s: s[:8]
+)
+def test_a_reward_from_python_allows_no_other_code(section: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\ndef mark(*_): ...\n")
+    manifest = tmp_path / "theirs.yaml"
+    manifest.write_text(section + "\n")
+    with pytest.raises(ConfigError, match="allow_code"):
+        agilerl.train(manifest=manifest, reward=short, task="reasoning_gym:gcd", out=tmp_path / "out", display=False)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.processes
