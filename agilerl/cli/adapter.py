@@ -57,12 +57,15 @@ class Subject:
         return self.config.network.pretrained_model_name_or_path
 
 
-def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_addresses: bool = False) -> Subject:
+def subject(
+    path: Path, arguments: Sequence[str] = (), *, examined: bool, loaded: bool = True, allow_addresses: bool = False
+) -> Subject:
     """Return the adapter that a path stands for with its settings; does not import torch.
 
     ``arguments`` are overrides ``section.key=value`` and, for an adapter without a run, a manifest. ``examined``: a
-    task is needed, so its names, files and addresses are checked too. Raises CheckpointError for a path that is
-    neither a run nor an adapter, and ConfigError for wrong settings, or for an address that the run names.
+    task is needed, so its names, files and addresses are checked too. ``loaded``: the files that the run names for its
+    network are read, so they must be those that it recorded. Raises CheckpointError for a path that is neither a run
+    nor an adapter, and ConfigError for wrong settings, or for an address that the run names.
     """
     folder, run = find_adapter(path)
     manifests = manifests_in(arguments)
@@ -83,7 +86,8 @@ def subject(path: Path, arguments: Sequence[str] = (), *, examined: bool, allow_
         begun = config_of_run(given)
         config = config_of_run(given, overrides).dated(run_date(info))
         read, at_first = (config, begun) if examined else map(_without_task, (config, begun))
-        check_unchanged(read, info.get("files", {}), run, begun=at_first)
+        if loaded:
+            check_unchanged(read, info.get("files", {}), run, begun=at_first)
         if examined:
             _check_unseen(config, begun)
             if not allow_addresses:

@@ -338,7 +338,7 @@ def run_export(run: Path, out: Path, *, quiet: bool) -> None:
         export_elite(run, out)
     console, places = new_console(quiet=quiet), {"FOLDER": str(out)}
     with suppress(ConfigError):  # the base may have moved since
-        base = base_place(subject(run, examined=False).base)
+        base = base_place(subject(run, examined=False, loaded=False).base)
         places |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
     console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})", soft_wrap=True)
     text = (out / "README.md").read_text(encoding="utf-8")

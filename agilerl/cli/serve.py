@@ -35,7 +35,7 @@ _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
 def run_serve(path: Path, more: Sequence[str], *, population: bool, host: str, port: int, dry_run: bool) -> None:
     """Replace this process by vLLM's server; see ``agilerl serve --help``."""
     folders = _population(path) if population else {}
-    found = subject(next(iter(folders.values())) if folders else path, examined=False)
+    found = subject(next(iter(folders.values())) if folders else path, examined=False, loaded=False)
     folders = folders or {_name(found.folder): found.folder}
     program, extra = _program()
     options = [

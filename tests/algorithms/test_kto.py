@@ -107,7 +107,8 @@ def test_an_update_is_that_of_the_formula_with_the_reference_point_of_other_comp
     before = agent.tokens["trained"]
     metrics = agent.learn(batch)
     assert metrics["loss"] == pytest.approx(value, rel=1e-5)
-    assert metrics["reference_point"] == pytest.approx(z, rel=1e-5, abs=1e-7)
+    # Sums of log-probs in fp32: processors differ in the seventh digit of the sum, not of this small difference.
+    assert metrics["reference_point"] == pytest.approx(z, rel=1e-5, abs=1e-6)
     assert torch.allclose(moment(agent), moment(twin), rtol=1e-3, atol=1e-7)
     assert agent.tokens["trained"] - before == int(batch.lengths.sum() + others.lengths.sum())
 

@@ -97,7 +97,7 @@ NEEDLESS = (
 def test_a_dry_run_speaks_first_and_imports_nothing_needless(tmp_path: Path) -> None:
     said, modules, errors = started("train", *SMALL, "--dry-run", cwd=tmp_path)
     assert errors == ""
-    assert said[0] == "Checking the embedded default: loading the libraries and the model."
+    assert said[0] == "Checking the embedded default, with your settings: loading the libraries and the model."
     assert "IMPORT torch" in said
     assert {name for name in NEEDLESS if name in modules} == set()
     assert any(line.startswith("Plan") for line in said)

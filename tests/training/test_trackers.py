@@ -510,7 +510,7 @@ def test_in_python_names_are_checked_too() -> None:
 
 @pytest.mark.model
 def test_an_object_without_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="method log"):
+    with pytest.raises(ConfigError, match="object with log"):
         Trackers([object()], RunLayout(tmp_path), {})  # type: ignore[list-item]
 
 
