@@ -4,7 +4,7 @@
 
 It says first what this Python lacks and which parts go without. Each part is a process of its own with a limit of its
 own (gpu_parts.py), and adds each row to OUT/<part>.json when it is measured: a part that fails, or is stopped at its
-limit, keeps the rows it has, and the next one begins. OUT/gpu.json holds all parts, and is written anew after each. The
+limit, keeps the rows it has, and the next one begins. OUT/gpu.json holds all parts, and is rewritten after each. The
 exit code is 0 if every part that could run ended well, 1 if one did not, 2 if none could run.
 
 Only Python itself is imported here, so that a bare interpreter can say what is missing.

@@ -100,7 +100,7 @@ _LONGEST_NAME = 100
 
 
 _RELOAD = 10
-"""Seconds after which a page that is open loads itself anew."""
+"""Seconds after which an open page reloads itself."""
 
 
 def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False, price: float | None = None) -> None:
@@ -116,7 +116,7 @@ def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False, pr
 
 
 def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
-    """Write the report of runs whenever they have something new; the last page no longer loads itself anew.
+    """Write the report of runs whenever they have something new; the last page no longer reloads itself.
 
     It takes at most a tenth of a core from the runs.
     """

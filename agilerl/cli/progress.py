@@ -168,7 +168,7 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     ]
     table.add_row(
         "length",
-        f"{length['iterations']} iterations{', at most ' * bool(limits)}{' and '.join(limits)}, selection every "
+        f"{length['iterations']} iterations{', ending after ' * bool(limits)}{' or '.join(limits)}, selection every "
         f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
         + "; as agents leave, those that stay get their iterations"
         * length["agents_leave"],

@@ -50,8 +50,8 @@ def build_report(
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, running or interrupted; they are only read. The page needs no network and no other file.
-    With ``reload`` it loads itself anew every so many seconds, while nobody reads about an agent or searches. ``price``
-    is that of an hour of the runs, in place of their ``training.price_per_hour``.
+    With ``reload`` it reloads itself every so many seconds, except while an agent is open or a search is active.
+    ``price`` is that of an hour of the runs, in place of their ``training.price_per_hour``.
     Raises CheckpointError if a directory is missing, damaged or not a run directory, WriteError if ``out`` cannot be
     written.
     """

@@ -315,7 +315,7 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
     for state in saved.states:
         if state.loaded is not None and (found := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
             raise CheckpointError(
-                f"{saved.path} does not go on with this base: {found[0]}; or start another run from its adapters: "
+                f"{saved.path} cannot be resumed with this base: {found[0]}; or start another run from its adapters: "
                 "network.adapter=RUN/elite or an agent of a checkpoint"
             )
     # The bank's width affects the last bits of every agent, even of those with a smaller rank.

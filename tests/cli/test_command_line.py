@@ -165,7 +165,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "lr in [1e-06, 0.01]",
         "4 prompts x 4 completions = 16 for each agent, 8 an optimizer step",
         "an iteration for all agents",
-        "4 iterations, at most 7,200 s, selection every 2; exam 8 prompts, test 10",
+        "4 iterations, ending after 7,200 s, selection every 2; exam 8 prompts, test 10",
         "2.5 an hour; at most 5.00 in 7,200 s",
         "MiB besides Python and torch",
         "a/run",
