@@ -44,6 +44,7 @@ from agilerl.models.model_config import (
 from agilerl.models.quantised import (
     loading_arguments,
     prepare,
+    quantisation_in,
     quantisation_of,
     stored_bytes,
     stored_numbers,
@@ -469,6 +470,7 @@ def load_base(
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
     with _loading("the model", name, "a local folder with config.json and *.safetensors"):
         config = model_config(path, overrides)
+        quantisation_in(config)  # transformers would ask for the method's package first
         own = str(config.dtype or "float32").removeprefix("torch.")
         quantised = loading_arguments(options.quantization_config, device, own if chosen == "auto" else chosen)
         on_host = torch.device(device).type == "cpu" and not quantised and chosen != "auto"

@@ -98,12 +98,19 @@ def _check_names(of: str, where: str, value: Any) -> None:
             check_attention(f"{of}{where}: {key}", inner)
         elif key in ("dtype", "torch_dtype") and isinstance(inner, str) and inner.removeprefix("torch.") not in _DTYPES:
             raise ConfigError(f"{of}expected {where}: {key} as one of {', '.join(_DTYPES)}, found {shown(inner)}")
-        elif key == "transformers_weights" and not str(inner).endswith((".safetensors", _INDEX)):
+        elif key == "transformers_weights" and inner is not None and not _is_weights(inner):
             raise ConfigError(
-                f"{of}expected {where}: {key} as *.safetensors, or an index of them, found {shown(inner)}"
+                f"{of}expected {where}: {key} as *.safetensors, or an index of them, in the folder of the model, found "
+                f"{shown(inner)}"
             )
         else:
             _check_names(of, f"{where}: {key}", inner)
+
+
+def _is_weights(name: Any) -> bool:
+    """Return whether a name is that of a file which :func:`check_model_folder` has looked at."""
+    plain = isinstance(name, str) and "/" not in name and "\\" not in name
+    return plain and name.endswith((".safetensors", _INDEX))
 
 
 _INDEX = "safetensors.index.json"
@@ -162,6 +169,7 @@ def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
     for name, value in overrides.items():
         owner = text if hasattr(text, name) else config
         refused = name in ("auto_map", "quantization_config", "model_type") or name.startswith("_")
+        refused = refused or callable(getattr(type(owner), name, None))  # a method is not a setting
         if refused or not hasattr(owner, name):
             known = [key for key in text.to_dict() if not key.startswith("_")]
             raise ConfigError(

@@ -21,7 +21,15 @@ def quantisation_of(model: Any) -> QuantizationConfig | None:
 
     Raises ConfigError for a method other than bitsandbytes.
     """
-    found = getattr(model.config, "quantization_config", None)
+    return quantisation_in(model.config)
+
+
+def quantisation_in(config: Any) -> QuantizationConfig | None:
+    """Return how the weights that a model's configuration belongs to are quantised; None if they are not.
+
+    Raises ConfigError for a method other than bitsandbytes.
+    """
+    found = getattr(config, "quantization_config", None)
     if found is None:
         return None
     settings = found if isinstance(found, dict) else found.to_dict()

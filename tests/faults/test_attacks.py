@@ -26,6 +26,8 @@ import httpx2
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import safetensors.torch
+import torch
 import yaml
 
 from agilerl.addresses import check_cluster, request
@@ -277,10 +279,31 @@ def index_of(name: str, make_file: Callable[[Path], None] = lambda path: None) -
         (folder / "model.safetensors").unlink()
         (folder / "parts").mkdir()
         make_file(folder / name)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": name}})
+        )
         return scene.manifest(**MODEL)
 
     return make
+
+
+def whole_weights(path: Path) -> None:
+    shutil.copy(tiny_model_path() / "model.safetensors", path)
+
+
+def pickled_weights(path: Path) -> None:
+    torch.save(safetensors.torch.load_file(tiny_model_path() / "model.safetensors"), path)
+
+
+def index_in_another_folder(scene: Scene) -> list[str]:
+    """A configuration that names an index below the folder, which names a file above it."""
+    command = index_of("../1.safetensors", whole_weights)(scene)
+    place = scene.folder / "model" / "model.safetensors.index.json"
+    place.rename(place.parent / "parts" / place.name)
+    path = scene.folder / "model" / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "transformers_weights": f"parts/{place.name}"}))
+    return command
 
 
 def many_labels(path: Path) -> None:
@@ -296,6 +319,8 @@ def cached_in_rows(scene: Scene) -> list[str]:
 def wide_reward_model(scene: Scene) -> list[str]:
     path = scene.model() / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 3 * 2**14, "num_hidden_layers": 4000}))
+    # None of the model's own: whatever is missing would be made, at the size that the configuration states.
+    safetensors.torch.save_file({"x": torch.zeros(1)}, path.parent / "model.safetensors", metadata={"format": "pt"})
     return grader("reward_model", model="model")(scene)
 
 
@@ -374,6 +399,7 @@ REFUSED: dict[str, Attack] = {
     "overrides: attention by its other name": lambda scene: scene.manifest(
         algorithm={"config_overrides": {"attn_implementation": "kernels-community/flash-attn"}}
     ),
+    "overrides: a method": lambda scene: scene.manifest(algorithm={"config_overrides": {"to_dict": 5}}),
     "overrides: a class": lambda scene: scene.manifest(algorithm={"config_overrides": {"__class__": 5}}),
     "config: deep": model_file("config.json", deep("a")),
     "config: code": model_json("config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil"),
@@ -387,14 +413,17 @@ REFUSED: dict[str, Attack] = {
     "tokenizer: backtracking": tokenizer(pre_tokenizer=split("(a+)+c")),
     "tokenizer: a million million": tokenizer(normalizer=replacing(6)),
     "config: as many labels as a file holds": model_file("config.json", many_labels),
-    "config: weights by another index": model_json("config.json", transformers_weights="pytorch_model.bin.index.json"),
+    "config: an index in another folder": index_in_another_folder,
+    "config: weights of another kind": model_json(
+        "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
+    ),
     "overrides: a billion layers": lambda scene: scene.manifest(
         algorithm={"config_overrides": {"num_hidden_layers": 10**9}}
     ),
     "weights: an index that names a device": index_of("/dev/zero"),
-    "weights: an index that names a file outside": index_of("../../canary.safetensors"),
+    "weights: an index that names a file outside": index_of("../1.safetensors", whole_weights),
     "weights: an index that names a pipe": index_of("parts/1.safetensors", os.mkfifo),
-    "weights: an index that names a pickle": index_of("part.bin", lambda path: path.write_bytes(b"cos\n") and None),
+    "weights: an index that names a pickle": index_of("part.bin", pickled_weights),
     "reward model: a wide one": wide_reward_model,
     # Patterns.
     "pattern: layers that backtrack": lora(target_modules=BACKTRACKING),
@@ -431,7 +460,11 @@ REFUSED: dict[str, Attack] = {
         distributed={"backend": "ray", "address": scene.url.replace("http", "ray")}
     ),
     "openenv: messages without end": lambda scene: scene.manifest(
-        environment={"env_type": "multiturn", "env_id": f"openenv:{scene.url}", "params": {"max_message_size_mb": 1e9}}
+        environment={
+            "env_type": "multiturn",
+            "env_id": f"openenv:{scene.url}",
+            "params": {"max_turns": 1, "max_message_size_mb": 1e9},
+        }
     ),
     # Run directories.
     "run: a million lists": lambda scene: finished(
@@ -467,6 +500,14 @@ REFUSED: dict[str, Attack] = {
 }
 
 
+SAYS = {
+    "reward model: a wide one": "parameters according to its config.json",
+    "config: weights of another kind": "quantised by gptq",
+    "overrides: a method": "has no setting 'to_dict'",
+}
+"""Of attacks that would otherwise end in another sentence, with more memory or another package used by then."""
+
+
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.processes
 def test_an_attack_ends_in_a_sentence(
@@ -478,6 +519,7 @@ def test_an_attack_ends_in_a_sentence(
     said = [line for line in output.splitlines() if not line.startswith("warning: ")]
     assert len(said) == 1, found["output"]
     assert said[0].startswith("error: ")
+    assert SAYS.get(name, "") in said[0]
     assert listener.headers == []
 
 
