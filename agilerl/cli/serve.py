@@ -119,6 +119,8 @@ def _of_run(config: RunConfig, run: Path | None) -> list[str]:
 def _template(run: Path | None) -> Path | None:
     """Return the chat template that a run has written beside its elite."""
     file = None if run is None else RunLayout(run).elite / "chat_template.jinja"
+    if file is not None and file.is_symlink():
+        raise CheckpointError(f"expected a plain file at {file}, found a link; put the template itself there")
     return file if file is not None and file.is_file() else None
 
 

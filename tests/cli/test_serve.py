@@ -161,6 +161,10 @@ def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: A
     assert json.loads(found["--default-chat-template-kwargs"][0]) == {"enable_thinking": False}
     assert "--trust-remote-code" not in found
     assert ("Be brief." in done.errors, "</answer>" in done.errors) == (True, True)
+    template = run / "elite" / "chat_template.jinja"
+    template.unlink()
+    template.symlink_to("/etc/passwd")  # clients would be shown what it says
+    assert agilerl("serve", str(run), "--dry-run").code == 2
 
 
 @pytest.mark.skipif(installed_vllm() is not None, reason="vLLM is installed here")
