@@ -27,7 +27,7 @@ def launched(command: str) -> tuple[Any, list[str]]:
     return found, [found.training_script, *found.training_script_args]
 
 
-@pytest.mark.parametrize("command", [text for text in blocks(PAGE, "text") if text.startswith("torchrun")])
+@pytest.mark.parametrize("command", [text for text in blocks(PAGE, "bash") if text.startswith("torchrun")])
 def test_torchrun_takes_the_commands_of_the_page(command: str) -> None:
     _, (program, *arguments) = launched(command)
     assert (program, arguments[0]) == ("agilerl", "train")
