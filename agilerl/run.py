@@ -242,7 +242,7 @@ class Run:
     def _layout(self) -> "RunLayout":
         """The places of the run's files; raises CheckpointError if the run was deleted meanwhile."""
         if not self._files.run_json.is_file():
-            raise CheckpointError(f"the run in {shown(str(self.path))} is there no more: run.json is missing")
+            raise CheckpointError(f"the run in {shown(str(self.path))} no longer exists: run.json is missing")
         return self._files
 
     @property

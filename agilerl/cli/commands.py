@@ -211,7 +211,6 @@ def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
 def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
     from rich.table import Table
 
-    from agilerl.cli.output import console
     from agilerl.cli.progress import genes_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -239,7 +238,6 @@ def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
 def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:
     from rich.table import Table
 
-    from agilerl.cli.output import console
     from agilerl.cli.progress import genes_text
 
     output = console()

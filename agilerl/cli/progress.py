@@ -170,8 +170,7 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         "length",
         f"{length['iterations']} iterations{', ending after ' * bool(limits)}{' or '.join(limits)}, selection every "
         f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        + "; as agents leave, those that stay get their iterations"
-        * length["agents_leave"],
+        f"{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
