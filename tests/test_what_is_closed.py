@@ -144,5 +144,5 @@ def test_a_run_that_was_deleted(unfinished: Unfinished, tmp_path: Path) -> None:
     }
     uses |= {"schedule": run.schedule, "report": run.report, "resume": run.resume, "repr": lambda: repr(run)}
     for use in uses.values():
-        with pytest.raises(AgileRLError, match=r"no more|nothing"):
+        with pytest.raises(AgileRLError, match=r"no longer exists|nothing"):
             use()
