@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.stopping import StopRequest
     from agilerl.training.events import Event
+    from agilerl.training.resolved import Resolved
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
 
@@ -94,7 +95,7 @@ def opened_run(
 
     if expected is not None:
         recorded(info)
-        _check_same(info["config"], resolve(expected).document(), root)
+        _check_same(info, resolve(expected), root)
     if not layout.is_finished:
         return open_run(root, report=say, allow_changes=allow_changes)
     _complete(layout)
@@ -215,15 +216,24 @@ def found_text(root: Path, session: "Session") -> str:
     )
 
 
-def _check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], root: Path) -> None:
-    """Raise ConfigError, naming the setting, if a run was started with other settings."""
-    for section, settings in wanted.items():
-        for name in {**settings, **found.get(section, {})}:
-            there, value = found.get(section, {}).get(name), settings.get(name)
-            if there != value:
+def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> None:
+    """Raise ConfigError, naming the setting, if a run was started with other settings.
+
+    A value that the base or the task supplied, such as the learning rate, is in ``config`` of ``run.json`` but was not
+    asked for; so the request is compared with the request.
+    """
+    from agilerl.training.resolved import document_of
+
+    asked = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
+    for section, settings in expected.document().items():
+        recorded = info["config"].get(section, {})
+        for name in {**settings, **asked.get(section, {})}:
+            before, value = recorded.get(name), settings.get(name)
+            if value not in (before, asked.get(section, {}).get(name)):
+                now = shown(value) if name in expected.given().get(section, {}) else "left out"
                 raise ConfigError(
-                    f"the run in {str(root)!r} was started with {section}.{name}={shown(there)}, now it is "
-                    f"{shown(value)}; use the same settings, or another directory"
+                    f"the run in {str(root)!r} was started with {section}.{name}={shown(before)}, now it is {now}; use "
+                    "the same settings, or another directory"
                 )
 
 

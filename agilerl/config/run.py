@@ -161,7 +161,7 @@ class TrainingConfig(Section):
     max_steps: Annotated[int, Field(ge=1)] = 32768
     """Completions sampled (or read from data, two a pair) for training, all agents together."""
     num_epochs: Annotated[int | None, Field(ge=1)] = None
-    """Passes of every agent over the training rows of ``environment.dataset``; ``max_steps`` follows from it."""
+    """Passes of every agent over the training rows of ``environment.dataset``, in place of ``max_steps``."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Stop after this many tokens generated, trained on and evaluated: at the end of the iteration that reaches it, to
     which the last exam is added."""
@@ -216,6 +216,13 @@ class TrainingConfig(Section):
     )
     """Where metrics are sent as well: ``wandb``, ``tensorboard``, ``trackio``, ``mlflow``, or custom code,
     ``tracker.py:MyTracker``. A list of names, or a mapping of names to settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_decide(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("num_epochs") is not None:
+            return {name: value for name, value in values.items() if name != "max_steps"}
+        return values
 
 
 class ProbabilityConfig(Section):

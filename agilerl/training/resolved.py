@@ -90,9 +90,7 @@ class Resolved:
 
     def with_evo_steps(self, steps: int) -> "Resolved":
         """Return the settings with this number of iterations between selections."""
-        training = self.config.training.model_copy(update={"evo_steps": steps})
-        training.model_fields_set.discard("evo_steps")  # the user did not give it
-        return replace(self, config=self.config.replaced(training=training))
+        return replace(self, config=_derived(self.config, evo_steps=steps))
 
     def with_epochs(self, rows: int | None) -> "Resolved":
         """Return the settings with the ``max_steps`` that ``num_epochs`` passes over so many training rows take.
@@ -108,9 +106,7 @@ class Resolved:
                 "fixed number; set training.max_steps"
             )
         samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
-        training = training.model_copy(update={"max_steps": samples})
-        training.model_fields_set.discard("max_steps")  # the user did not give it
-        return replace(self, config=self.config.replaced(training=training))
+        return replace(self, config=_derived(self.config, max_steps=samples))
 
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
@@ -132,6 +128,13 @@ class Resolved:
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
+
+
+def _derived(config: RunConfig, **values: Any) -> RunConfig:
+    """Return the configuration with values of ``training`` that do not count as set by the user."""
+    training = config.training.model_copy(update=values)
+    training.model_fields_set.difference_update(values)
+    return config.replaced(training=training)
 
 
 @checked
@@ -252,8 +255,8 @@ def _document(
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     if config.training.replay is None:
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
-    if config.training.num_epochs is None:
-        del resolved["training"]["num_epochs"]
+    # One of the two decides.
+    del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
     for name, usual in (("eval_temperature", 0.0), ("eval_samples", 1), ("price_per_hour", None)):
         if resolved["training"][name] == usual:
             del resolved["training"][name]
@@ -291,7 +294,7 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
     return {**values, "collapse_guard": s.collapse_guard, **own}
 
 
-def _document_of(config: RunConfig) -> dict[str, Any]:
+def document_of(config: RunConfig) -> dict[str, Any]:
     """Return the document without checking the genes: with today's defaults they may exclude the start."""
     algorithms = _algorithms(config)
     return _document(config, algorithms, _hyperparameters(config, algorithms[0]), _own_options(config))
@@ -428,10 +431,10 @@ def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | Non
     if was_set is None:
         return RunConfig.from_dict(whole)
     config = RunConfig.from_dict(was_set)
-    if (now := _document_of(config)) == whole:
+    if (now := document_of(config)) == whole:
         return config
     config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-    return config if _document_of(config) == whole else RunConfig.from_dict(whole)
+    return config if document_of(config) == whole else RunConfig.from_dict(whole)
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

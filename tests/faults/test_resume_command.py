@@ -134,7 +134,7 @@ def test_a_setting_that_was_given_and_no_longer_is(agilerl: Agilerl, tmp_path: P
     events.close()  # type: ignore[attr-defined]
     outcome = agilerl("train", *several, "--out", "run", "--resume", "auto")
     assert outcome.code == 2
-    assert "started with algorithm.lr=0.001, now it is None" in outcome.errors
+    assert "started with algorithm.lr=0.001, now it is left out" in outcome.errors
 
 
 def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Path) -> None:

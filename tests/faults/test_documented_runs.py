@@ -1,0 +1,106 @@
+"""What the pages show for starting, resuming and finishing a run, as a reader types it: killed, typed again, finished.
+
+Their commands set no learning rate, and neither does the main job: what the base or the task supplies is resumed, too.
+"""
+
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+from tests.test_readme import PAGES, commands, words, workplace
+from tests.training.small_runs import environment
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
+__all__ = ["workplace"]
+AUTO, RESUME = "--resume auto", "agilerl resume runs/mine"
+QUICK = "training.max_steps=3072 environment.eval_prompts=16 environment.test_prompts=16"
+"""For a run that would take minutes."""
+NO_ALGORITHM = "environment: {task: 'reasoning_gym:gcd', params: {max_value: 60}}\n"
+NAMED = {
+    "default": f"agilerl train --out runs/mine {AUTO}",
+    "no algorithm": f"agilerl train bare.yaml --out runs/mine {AUTO}",
+    "what init writes": f"agilerl train my.yaml --allow-code --out runs/mine {AUTO}",
+    "passes over rows": f"agilerl train my.yaml --allow-code training.num_epochs=2 --out runs/mine {AUTO}",
+    "several processes": (
+        f"torchrun --standalone --nproc-per-node 2 -m agilerl train selection_strategy.floor=2 --out runs/mine {AUTO}"
+    ),
+    "one agent on two": (
+        "torchrun --nproc-per-node 2 -m agilerl.cli train bare.yaml --out runs/mine "
+        f"distributed.processes_per_island=2 {AUTO}"
+    ),
+}
+"""The README's command in the states in which readers meet it."""
+
+
+def shown_on_pages() -> dict[str, str]:
+    """Return the commands of pages that name a run's directory and need one machine without a hub or vLLM."""
+    found = {}
+    for page in PAGES:
+        for command in commands(page):
+            program, *rest = words(command)
+            options = shlex.join(rest)
+            if program == "agilerl" and rest[:1] == ["train"] and "--out" in rest and "--replay" not in rest:
+                found[options] = command
+    return found
+
+
+SHOWN = shown_on_pages()
+
+
+def arguments_of(command: str) -> list[str]:
+    """Return how Python starts a program of this environment."""
+    program, *rest = words(command)
+    return ["-m", {"agilerl": "agilerl", "torchrun": "torch.distributed.run"}[program], *rest]
+
+
+def root_of(command: str) -> Path:
+    arguments = words(command)
+    return Path(arguments[arguments.index("--out") + 1])
+
+
+def killed_at_its_first_checkpoint(command: str) -> None:
+    """Start it; SIGKILL to it and its children as soon as there is a checkpoint, or fail if it ends before."""
+    checkpoints = root_of(command) / "checkpoints"
+    with programs.Program(*arguments_of(command), cwd=Path.cwd(), env=environment()) as program:
+        begun = time.monotonic()
+        while not list(checkpoints.glob("[0-9]*")):
+            assert program.poll() is None, program.communicate()
+            assert time.monotonic() - begun < 200
+            time.sleep(0.02)
+        program.kill()
+        output, _ = program.communicate(timeout=60)
+    assert not (root_of(command) / "summary.json").exists(), output
+
+
+def typed_again_until_finished(command: str) -> None:
+    again = command if AUTO in command else f"agilerl resume {root_of(command)}"
+    for sentence in (f"Resuming {root_of(command)}", "nothing left to do"):
+        done = programs.run(*arguments_of(again), cwd=Path.cwd(), env=environment(), timeout=280)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert sentence in done.stdout
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_resume_command(name: str, workplace: Path) -> None:
+    (workplace / "bare.yaml").write_text(NO_ALGORITHM)
+    assert programs.run("-m", "agilerl", "init", cwd=workplace, env=environment()).returncode == 0
+    command = f"{NAMED[name]} {QUICK.partition(' ')[2] if 'num_epochs' in NAMED[name] else QUICK}"
+    killed_at_its_first_checkpoint(command)
+    typed_again_until_finished(command)
+
+
+LONG = ("runs/eight", "runs/sweep")
+"""Commands that take most of a minute; the others start, die and finish in the same ways."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.nightly] * any(name in c for name in LONG), id=i) for i, c in SHOWN.items()],
+)
+def test_commands_of_pages(command: str, workplace: Path) -> None:
+    killed_at_its_first_checkpoint(command)
+    typed_again_until_finished(command)
