@@ -22,6 +22,7 @@ from agilerl.hpo.parameters import (
     check_present,
     check_values,
     genes_in_force,
+    moved_into_range,
     values_of,
     with_changes,
 )
@@ -167,6 +168,8 @@ class EvolvableAlgorithm(ABC):
         """Trajectories trained on so far."""
         self._mutation_hooks: list[Callable[[], None]] = []
         if hp_config is not None:
+            if moved := moved_into_range(self.genes, self.hyperparameters):
+                self.set_hyperparameters(moved)
             check_values(self.genes, self.hyperparameters)
 
     @classmethod

@@ -246,11 +246,12 @@ class GeneConfig(Section):
     """Range of one hyperparameter; what is left out comes from the algorithm's own declaration."""
 
     min: float | None = None
-    """Smallest value."""
+    """Smallest value. An agent whose own value lies outside ``min`` and ``max`` starts at the nearer end."""
     max: float | None = None
     """Largest value."""
     scale: Literal["log", "linear"] | None = None
-    """Whether mutations are factors or differences."""
+    """Whether mutations are factors or differences; None: as declared, and differences if ``min`` is 0, which factors
+    never reach."""
     choices: list[float | int | str | bool] | None = None
     """The values to choose from, instead of a range."""
     shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None

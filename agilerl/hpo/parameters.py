@@ -4,6 +4,7 @@ import difflib
 import math
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -293,6 +294,22 @@ def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
         # A value that is not a mapping is kept as it is: the model built from these values reports that mistake.
         changed[own] = {**(before if isinstance(before, Mapping) else {}), entry: value} if dot else value
     return changed
+
+
+def moved_into_range(genes: Mapping[str, Gene], values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return the nearer end of the range for each number that lies outside the range of its gene, with a warning."""
+    moved: dict[str, Value] = {}
+    for name, gene in genes.items():
+        value = values.get(name)
+        if gene.dtype == "choice" or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if value < gene.min or value > gene.max:
+            moved[name] = gene._clip(value)
+            warnings.warn(
+                f"{name}={value!r} lies outside the range it evolves in, {gene.span()}: it starts at {moved[name]!r}",
+                stacklevel=3,
+            )
+    return moved
 
 
 def check_values(genes: Mapping[str, Gene], values: Mapping[str, Value]) -> None:

@@ -19,7 +19,16 @@ from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
-from agilerl.hpo.parameters import Gene, RLParameter, declared_gene, gene_names, genes_from, values_of, with_changes
+from agilerl.hpo.parameters import (
+    Gene,
+    RLParameter,
+    declared_gene,
+    gene_names,
+    genes_from,
+    moved_into_range,
+    values_of,
+    with_changes,
+)
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
@@ -67,11 +76,9 @@ class Resolved:
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
         rate = usual_rate(base_name, hidden_size, family)
-        missing = [
-            name
-            for name in LEARNING_RATES
-            if name in self.algorithm.Config.model_fields and name not in self.hyperparameters.model_fields_set
-        ]
+        replay = self.config.training.replay
+        given = {*self.config.algorithm, *(replay.genes if replay else ())}
+        missing = [name for name in LEARNING_RATES if name in self.algorithm.Config.model_fields and name not in given]
         # A range that the user gave is kept, even if it excludes the rate.
         rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
         values = self.hyperparameters.model_dump(exclude_unset=True) | rates
@@ -142,18 +149,20 @@ def resolve(config: RunConfig) -> Resolved:
     """Resolve a configuration and check everything that needs neither a model nor this machine.
 
     Raises ConfigError, naming the key, for an unknown algorithm or hyperparameter, a value out of range, contradictory
-    settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start.
+    settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start. A start outside
+    a range that was given is moved to its nearer end, with a warning.
     """
     algorithms = _algorithms(config)
     # First: with the wrong algorithm, errors about other settings would not help.
     check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
-    starts = [_hyperparameters(config, algorithm) for algorithm in algorithms]
+    starts = list[AlgorithmConfig]()
     own_options = _own_options(config)
     options = _options(config, own_options)
     genes: dict[str, Gene] = {}
-    for algorithm, start in zip(algorithms, starts):
+    for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
-        genes = _genes_of(config, algorithm, start, genes)
+        start, genes = _genes_of(config, algorithm, _hyperparameters(config, algorithm), genes)
+        starts.append(start)
     if len(algorithms) > 1:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
@@ -302,8 +311,8 @@ def document_of(config: RunConfig) -> dict[str, Any]:
 
 def _genes_of(
     config: RunConfig, algorithm: type[LLMAlgorithm], start: AlgorithmConfig, known: Mapping[str, Gene]
-) -> dict[str, Gene]:
-    """Return the genes of one algorithm, checked against it; a ``known`` gene keeps its range."""
+) -> tuple[AlgorithmConfig, dict[str, Gene]]:
+    """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range."""
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
     found = {}
@@ -314,13 +323,17 @@ def _genes_of(
         if declared is None:
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
         found[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        _check_ends(gene, start, where)
+        # A range that was given outweighs the start; one that the algorithm declares does not.
+        given = wanted.model_fields_set & {"min", "max"}
+        if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
+            start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
                 f"{'' if name in config.algorithm else ', which is the default'}; widen the range or move the start"
             )
-        _check_ends(gene, start, where)
-    return found
+    return start, found
 
 
 def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
@@ -351,7 +364,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
         raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
     if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
         raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
-    scale = wanted.scale or declared.scale
+    scale = wanted.scale or (declared.scale if low > 0 else "linear")
     if scale == "log" and low <= 0:
         raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
     gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)

@@ -63,7 +63,6 @@ def test_keywords_and_config_mean_the_same() -> None:
         ({"lora_config": LoraConfig(use_dora=True)}, "lora_config.use_dora=True"),
         ({"calc_position_embeddings": False}, "calc_position_embeddings=False"),
         ({"model_name": "x"}, "found runtime and model_name"),
-        ({"hp_config": HyperparameterConfig(lr=RLParameter(1e-3, 1e-2))}, r"lr = 1e-05"),
         ({"hp_config": HyperparameterConfig(lrr=RLParameter(1e-3, 1e-2))}, "did you mean 'lr'"),
     ],
 )
@@ -296,6 +295,13 @@ def test_mutation_hooks_run_and_are_inherited() -> None:
     agent.clone().apply_mutation(Mutation(0))
     agent.apply_mutation(Mutation(0, "hyperparameters", (Change("lr", 1e-3, 2e-3),)))
     assert seen == ["None", "lr 0.001 -> 0.002"]
+
+
+def test_a_start_outside_its_range_is_moved_to_the_nearer_end() -> None:
+    genes = HyperparameterConfig(group_size=RLParameter(4, 12, dtype=int), beta=RLParameter(0, 0.01))
+    with pytest.warns(UserWarning, match=r"group_size=16 lies outside .*, \[4, 12\]: it starts at 12"):
+        agent = GRPO(runtime=Runtime.for_model(random_model()), pad_token_id=PAD, hp_config=genes, group_size=16)
+    assert (agent.group_size, agent.beta) == (12, 0.001)
 
 
 # -- populations and the documented calls ----------------------------------------------------------------------------

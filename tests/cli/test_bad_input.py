@@ -32,7 +32,7 @@ BEFORE_THE_MODEL = {
     "missing model folder": (["network.pretrained_model_name_or_path=/no/such"], "no model folder at '/no/such'"),
     "population of 0": (["training.pop_size=0"], "training.pop_size: input should be greater than or equal to 1"),
     "start outside its range": (
-        ["mutation.rl_hp_selection.lr.min=1e-4"],
+        ["mutation.rl_hp_selection.lr={choices: [1e-4, 1e-3]}"],
         "excludes the start, algorithm.lr=1e-05, which is the default",
     ),
     "a setting without its section": (["lr=1e-3"], "did you mean 'algorithm.lr'?"),

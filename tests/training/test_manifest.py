@@ -201,10 +201,11 @@ WRONG_TYPE = {
     "environment.conversation_template=hello": "environment.conversation_template: input should be a valid list",
 }
 RANGES = {
-    "mutation.rl_hp_selection.lr.min=1e-4": "the range [0.0001, 0.01] excludes the start, algorithm.lr=1e-05",
+    "algorithm.lr=0.05": "the range [1e-06, 0.01] excludes the start, algorithm.lr=0.05",
     "mutation.rl_hp_selection.lr={min: 1, max: 1}": "min must be below max, found min=1 and max=1",
     "mutation.rl_hp_selection.lr={min: 2, max: 1}": "min must be below max, found min=2 and max=1",
-    "mutation.rl_hp_selection.lr.min=0": "a log scale needs min above 0, found 0",
+    "mutation.rl_hp_selection.lr={min: 0, scale: log}": "a log scale needs min above 0, found 0",
+    "mutation.rl_hp_selection.lr.min=0": "lr allows 0.0, which the algorithm does not",
     "mutation.rl_hp_selection.group_size={min: 2.5, max: 9}": "expected whole numbers, found min=2.5 and max=9",
     "mutation.rl_hp_selection.group_size={min: 0, max: 9, scale: linear}": "allows 0, which the algorithm does not",
     "mutation.rl_hp_selection.temperature={min: -1, max: 2}": "allows -1.0, which the algorithm does not",

@@ -6,6 +6,7 @@ import pytest
 
 from agilerl.algorithms import CISPO, GRPO
 from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY, Exchange, Topology
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
@@ -48,6 +49,27 @@ def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
 def test_what_contradicts_is_refused_at_once(override: str, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         resolve(load_manifest(None, [override]))
+
+
+GIVEN = "mutation.rl_hp_selection={group_size: {min: 4, max: 12}, beta: {min: 0, max: 0.01}, lr: {min: 1e-4}}"
+
+
+def test_a_start_outside_a_given_range_is_moved_to_its_nearer_end() -> None:
+    with pytest.warns(UserWarning, match=r"outside the range it evolves in, \[.*\]: it starts at") as said:
+        found = resolve(load_manifest(None, [GIVEN, "algorithm.group_size=16", "algorithm.beta=0.04"]))
+    start = found.hyperparameters
+    assert (start.group_size, start.beta, start.lr) == (12, 0.01, 1e-4)  # type: ignore[attr-defined]
+    assert sorted(str(one.message).partition("=")[0] for one in said) == ["beta", "group_size", "lr"]
+    again = resolve(RunConfig.from_dict(found.document()))
+    assert again.document() == found.document()  # without a further warning
+    # A rate that was not given is still that of the base, within the range.
+    assert found.with_rate("embedded", 64, "llama").hyperparameters.lr == 1e-3  # type: ignore[attr-defined]
+
+
+def test_a_range_from_zero_is_linear() -> None:
+    found = resolve(load_manifest(None, ["mutation.rl_hp_selection={beta: {min: 0, max: 0.01}, lr: {}}"]))
+    assert [found.genes[name].scale for name in ("beta", "lr")] == ["linear", "log"]
+    assert found.genes["beta"].from_unit(0.0) == 0.0
 
 
 def test_a_process_of_several_sees_its_share_its_device_and_its_server() -> None:
