@@ -30,6 +30,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     imported_peft()
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    from transformers.pytorch_utils import Conv1D
 
     config = copy.deepcopy(lora_config)
     if config.target_modules is None:
@@ -51,6 +52,9 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
                 raise ConfigError(f"lora_config targets {name!r}, {_WHY_NOT[name.startswith(tower)]}")
             continue
         if not named and _does_more(module):
+            continue
+        if isinstance(module, Conv1D):
+            shapes.append(LinearShape(name, module.nx, module.nf, fan_in_fan_out=True))
             continue
         if not hasattr(module, "in_features") or not hasattr(module, "out_features") or _does_more(module):
             raise ConfigError(
@@ -159,7 +163,6 @@ _VARIANTS: dict[str, str] = {
     "alpha_pattern": "all layers of an adapter have one scale, lora_alpha / r",
     "target_parameters": "adapters are attached to linear layers, not to single parameters",
     "layer_replication": "it changes the layers of the base, which is shared",
-    "fan_in_fan_out": "adapted layers are linear layers, which keep their weight as [out, in]",
     "lora_bias": "the delta is B A alone, without a bias",
     "use_qalora": "QA-LoRA pools the input of A",
     "use_bdlora": "BD-LoRA makes one factor block-diagonal",
@@ -232,6 +235,7 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
     written.target_modules = [layer.name for layer in layers]
     written.base_model_name_or_path = base_name
     written.inference_mode = True
+    written.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers)  # PEFT warns if it differs from the layers
     written.save_pretrained(str(folder))
 
 

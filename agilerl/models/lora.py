@@ -40,16 +40,24 @@ class StackedLoRALinear(nn.Module):
     @property
     def in_features(self) -> int:
         """Input width."""
-        return cast(int, self.base_layer.in_features)
+        return self._store.layers[self._index].in_features
 
     @property
     def out_features(self) -> int:
         """Output width."""
-        return cast(int, self.base_layer.out_features)
+        return self._store.layers[self._index].out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x ``[rows, ..., in]`` to ``[rows, ..., out]``; a model may also have flattened rows and tokens."""
         return self._compute(self, x)
+
+    def dense(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the frozen weight ``[out, in]`` and bias of a plain linear layer; None for any other."""
+        base, transposed = self.base_layer, self._store.layers[self._index].fan_in_fan_out
+        plain = type(base) is nn.Linear or transposed
+        if not plain or type(base.weight) is not nn.Parameter or base.weight.requires_grad:
+            return None
+        return self.weight.T if transposed else self.weight, self.bias
 
     def leave_graph(self) -> None:
         """Keep this layer out of graphs of torch.compile, because an adapter's backward writes into the bank.
@@ -72,11 +80,10 @@ def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
             _add_delta(lines, out, run, layer._index)
     else:
         tape, place = torch.empty(0, device=x.device, requires_grad=True), (store, layer._index, runs)
-        base = layer.base_layer
-        if type(base) is nn.Linear and type(base.weight) is nn.Parameter and not base.weight.requires_grad:
-            out = _WithLinear.apply(lines, tape, base, place)  # type: ignore[no-untyped-call]
+        if (dense := layer.dense()) is not None:
+            out = _WithLinear.apply(lines, tape, dense, place)  # type: ignore[no-untyped-call]
         else:
-            out = _LowRank.apply(lines, base(lines), tape, place)  # type: ignore[no-untyped-call]
+            out = _LowRank.apply(lines, layer.base_layer(lines), tape, place)  # type: ignore[no-untyped-call]
     return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
@@ -252,11 +259,11 @@ class _WithLinear(torch.autograd.Function):
     """The same together with the frozen linear layer: one gradient of x, to which each run adds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tape: Tensor, base: nn.Linear, place: _Place) -> Tensor:
-        out = nn.functional.linear(x, base.weight, base.bias)
+    def forward(ctx: Any, x: Tensor, tape: Tensor, dense: tuple[Tensor, Tensor | None], place: _Place) -> Tensor:
+        out = nn.functional.linear(x, *dense)
         lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
         ctx.save_for_backward(x, *lows)
-        ctx.weight, ctx.place = base.weight, place
+        ctx.weight, ctx.place = dense[0], place
         return out
 
     @staticmethod

@@ -25,6 +25,8 @@ class LinearShape:
     """Module path inside the base model, for instance ``model.layers.0.self_attn.q_proj``."""
     in_features: int
     out_features: int
+    fan_in_fan_out: bool = False
+    """Whether its weight is ``[in, out]``, as in GPT-2's ``Conv1D``."""
 
 
 @dataclass(frozen=True)

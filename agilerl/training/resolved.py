@@ -149,8 +149,8 @@ def resolve(config: RunConfig) -> Resolved:
     """Resolve a configuration and check everything that needs neither a model nor this machine.
 
     Raises ConfigError, naming the key, for an unknown algorithm or hyperparameter, a value out of range, contradictory
-    settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start. A start outside
-    a range that was given is moved to its nearer end, with a warning.
+    settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start. A start
+    outside a range that was given is moved to its nearer end, with a warning.
     """
     algorithms = _algorithms(config)
     # First: with the wrong algorithm, errors about other settings would not help.

@@ -24,7 +24,6 @@ REFUSED: dict[str, Any] = {
     "alpha_pattern": {"q_proj": 4},
     "target_parameters": ["weight"],
     "layer_replication": [[0, 2]],
-    "fan_in_fan_out": True,
     "lora_bias": True,
     "use_qalora": True,
     "alora_invocation_tokens": [1],

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CLIPVisionConfig,
+    GPT2Config,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
@@ -142,6 +143,43 @@ def test_peft_computes_the_same_on_a_mixture(name: str, tmp_path: Path) -> None:
     theirs = PeftModel.from_pretrained(mixture(name), tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(runtime.base.logits(ours), theirs(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def gpt2() -> Any:
+    """Wide enough that its backward pass sums over more terms than ``LONG_SUM``."""
+    return random_model(
+        GPT2Config(vocab_size=64, n_embd=192, n_layer=2, n_head=4, n_positions=128, bos_token_id=2, eos_token_id=1)
+    )
+
+
+def test_a_model_of_conv1d_layers_is_trained_as_peft_would(tmp_path: Path) -> None:
+    """GPT-2 keeps its weights as [in, out]; PEFT calls that fan_in_fan_out, and warns if a saved adapter does not."""
+    runtime = make_runtime(gpt2())
+    store, batch = runtime.store, rows(0, 64)
+    assert len(store.layers) == 8
+    assert {(layer.in_features, layer.out_features) for layer in store.layers} == {
+        *((192, 576), (192, 192), (192, 768), (768, 192))
+    }
+    together = train_pass(runtime)
+    for agent in (1, 0):
+        alone = train_pass(runtime, (agent,))
+        assert torch.equal(alone.logp[0], together.logp[agent])
+        assert torch.equal(alone.grad[agent], together.grad[agent])
+    adapters.write_adapter(tmp_path, store.layers, store.adapter(0), runtime.lora_config, "")
+    theirs = PeftModel.from_pretrained(gpt2(), tmp_path, is_trainable=True).eval()
+    with torch.no_grad(), store.routed(Route((0,), None)):
+        assert torch.equal(runtime.base.model(batch.ids).logits, theirs(input_ids=batch.ids).logits)
+    factors, read = adapters.read_adapter(tmp_path, store.layers)
+    assert read.fan_in_fan_out
+    assert all(torch.equal(a, b) for pair, own in zip(factors, store.adapter(0)) for a, b in zip(pair, own))
+    logp = theirs(input_ids=batch.ids).logits[:, :-1].log_softmax(-1).gather(2, batch.ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(alone.logp[0] * batch.action_mask, (logp * batch.action_mask).detach())
+    (logp * torch.linspace(-1, 1, logp.numel()).view(logp.shape) * batch.action_mask).sum().backward()
+    for number, layer in enumerate(store.layers):
+        module = theirs.get_submodule(f"base_model.model.{layer.name}")
+        for side, bank in zip("AB", store.factor_grads[number]):
+            expected = getattr(module, f"lora_{side}")["default"].weight.grad
+            torch.testing.assert_close(bank[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_rows_that_no_agent_can_be_told_of_are_an_error() -> None:
