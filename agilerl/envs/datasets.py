@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from agilerl.arguments import Count, Seed, Whole, checked
 from agilerl.envs.core import Message, Row, Split, Task, TrainingOrder, warn_of_fewer
@@ -23,6 +23,7 @@ from agilerl.envs.curation import (
 )
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
+from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
 from agilerl.rewards.grader import Grader, Grades, close, exact_match, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
@@ -52,7 +53,7 @@ class DatasetTask(Task):
         exam: Any,
         test: Any = (),
         *,
-        reward_fn: Grader,
+        reward_fn: Graders,
         conversation_template: Template | None = None,
         purpose: Purpose = "reasoning",
         seed: Seed = 42,
@@ -63,7 +64,8 @@ class DatasetTask(Task):
             train: training rows, at least one: anything that ``read_dataset`` takes, or a mixture.
             exam: rows that measure fitness, at least one.
             test: rows for the final number; may be empty.
-            reward_fn: ``(completion, answer, question) -> float`` or ``(prompts, completions, **columns) -> list``.
+            reward_fn: ``(completion, answer, question) -> float`` or ``(prompts, completions, **columns) -> list``; a
+                list of them, or of pairs ``(grader, weight)``, is a ``CombinedGrader``.
             conversation_template: messages with placeholders such as ``{question}``; by default the question alone, as
                 the user. A final assistant message is a prefill. Not for rows that are conversations.
             purpose: which columns are read if rows have several forms: ``sft`` prefers ``completion`` to ``answer``,
@@ -82,8 +84,9 @@ class DatasetTask(Task):
         self._use(read)
 
     def _setup(
-        self, sides: Mapping[Split, Rows], grader: Grader, template: Template | None, purpose: Purpose, seed: int
+        self, sides: Mapping[Split, Rows], graders: Graders, template: Template | None, purpose: Purpose, seed: int
     ) -> None:
+        grader = as_grader(graders)
         self._grader, self.grader, self.seed = grader, grader_name(grader), seed
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
         self.labelled = self._form.labelled
@@ -164,7 +167,7 @@ class CuratedTask(DatasetTask):
         exam_prompts: Count = 128,
         test_prompts: Whole = 400,
         columns: Mapping[str, str] | None = None,
-        grader: Grader = exact_match,
+        grader: Graders = exact_match,
         conversation_template: Template | None = None,
         purpose: Purpose = "reasoning",
         bad_rows: BadRows = "raise",
@@ -236,6 +239,8 @@ def fill_template(text: str, row: Mapping[str, Any]) -> str:
 
 def needs_answer(grader: Grader) -> Needs:
     """Return whether a grader needs an ``answer``, and whether as text."""
+    if isinstance(grader, CombinedGrader):
+        return max(map(needs_answer, grader.graders.values()), key=get_args(Needs).index)
     try:
         parameters = inspect.signature(grader).parameters.values()
     except (TypeError, ValueError):  # written in C; whether it works shows when it is called

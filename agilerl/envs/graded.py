@@ -7,8 +7,8 @@ from agilerl.arguments import checked, nearest
 from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
-from agilerl.rewards.combine import CombinedGrader
-from agilerl.rewards.grader import BaseGrader, Grader, Grades, close, grade, grader_name, setup
+from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
+from agilerl.rewards.grader import BaseGrader, Grades, close, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 
@@ -46,14 +46,16 @@ class GradedTask(TaskWrapper):
     """
 
     @checked
-    def __init__(self, task: AnyTask, grader: Grader, fitness_grader: Grader | None = None) -> None:
+    def __init__(self, task: AnyTask, grader: Graders, fitness_grader: Graders | None = None) -> None:
         """Take a task and its graders; ``TaskGrader(task)`` is the task's built-in one.
 
         Raises:
             ConfigError: a grader that cannot be called.
         """
         super().__init__(task)
-        self._grader, self.fitness_grader, self.grader = grader, fitness_grader, grader_name(grader)
+        self._grader = as_grader(grader)
+        self.fitness_grader = None if fitness_grader is None else as_grader(fitness_grader)
+        self.grader = grader_name(self._grader)
 
     def __repr__(self) -> str:
         fitness = "" if self.fitness_grader is None else f", fitness_grader={grader_name(self.fitness_grader)}"

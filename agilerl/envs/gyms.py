@@ -37,7 +37,7 @@ from agilerl.envs.prompts import (
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import EnvError
 from agilerl.padding import padded
-from agilerl.rewards.grader import Grader
+from agilerl.rewards.combine import Graders
 
 Batch = TypeVar("Batch")
 Prompt = dict[str, Any]
@@ -133,7 +133,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         train_dataset: Any,
         test_dataset: Any,
         tokenizer: Tokenizer,
-        reward_fn: Grader,
+        reward_fn: Graders,
         conversation_template: Sequence[Mapping[str, str]] | None,
         *,
         data_batch_size_per_gpu: Count = 8,

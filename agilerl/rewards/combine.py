@@ -10,6 +10,13 @@ from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 from agilerl.validation import LARGEST_FLOAT32
 
 Part = Grader | tuple[Grader, float]
+Graders = Grader | Sequence[Any] | Mapping[str, Any]
+"""A grader, or what ``CombinedGrader`` combines: ``[f, (g, 0.5)]``."""
+
+
+def as_grader(graders: Graders) -> Grader:
+    """Return one grader; several become a ``CombinedGrader``, with its errors."""
+    return graders if callable(graders) else CombinedGrader(graders)
 
 
 class CombinedGrader(BaseGrader):

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from agilerl.envs.datasets import CuratedTask
 from agilerl.envs.examples import PreferenceTask, SFTTask
+from agilerl.envs.graded import GradedTask
 from agilerl.envs.prompts import render_prompt
 from agilerl.envs.sources import mix
+from agilerl.envs.tools import ToolEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym
+from agilerl.rewards import exact_match
 from tests.envs.conftest import TEMPLATE, make_tokenizer
 
 ROWS = [{"question": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(40)]
@@ -289,6 +292,34 @@ def test_columns_and_prompts_reach_the_grader() -> None:
     assert seen["prompts"] == [row["task"] for row in rows] == [row["prompt"] for row in rows]
     assert seen["level"] == [row["level"] for row in rows]
     assert task.grader == "by_level"
+
+
+def test_several_graders_are_a_list_as_in_trl() -> None:
+    def short(completions, **columns):
+        return [1.0 / len(text) for text in completions]
+
+    def shouted(text: str) -> str:
+        """Shout."""
+        return text.upper()
+
+    graders = [exact_match, (short, 0.5)]
+    gym = ReasoningGym(ROWS, ROWS, TRIMMING, graders, None)
+    for task in (
+        made(grader=graders),
+        gym.task,
+        GradedTask(made(), graders),
+        ToolEnv(ROWS, [shouted], grader=graders).task,
+    ):
+        row = task.row("exam", 0)
+        found = task.grade([row["answer"]], [row])
+        assert found.scores == {"exact_match": [1.0], "short": [1.0 / len(row["answer"])]}
+        assert found.rewards == [1.0 + 0.5 / len(row["answer"])]
+    assert GradedTask(made(), graders).weights == {"exact_match": 1.0, "short": 0.5}
+    with pytest.raises(EnvError, match="answer or completion or chosen"):  # which exact_match needs
+        made([{"prompt": row["question"]} for row in ROWS], grader=graders)
+    for wrong in ([], [1], {"a": 2}, "abc", 3):
+        with pytest.raises(ConfigError, match=r"grader"):
+            made(grader=wrong)
 
 
 def test_without_answers_another_grader_is_needed() -> None:

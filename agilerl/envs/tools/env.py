@@ -19,6 +19,7 @@ from agilerl.envs.text_env import Observation, StepResult, TextEnv
 from agilerl.envs.tools.parsers import PARSERS, MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.rewards.combine import Graders
 
 Announcement = Literal["auto", "system", "none"]
 """How tools are announced: ``auto``: from the chat template if it shows tools, else from the system message;
@@ -55,7 +56,7 @@ class ToolEnv(TextEnv):
         task: Task | Sequence[Row],
         tools: Sequence[Callable[..., Any] | Tool],
         *,
-        grader: Callable[..., Any] | None = None,
+        grader: Graders | None = None,
         parser: ToolCallParser | str | None = None,
         max_turns: int = 4,
         system_prompt: str | None = None,
@@ -279,7 +280,7 @@ class Conversation(Space[Any]):
         return "Conversation()"
 
 
-def _as_task(task: Task | Sequence[Row], grader: Callable[..., Any] | None) -> Task:
+def _as_task(task: Task | Sequence[Row], grader: Graders | None) -> Task:
     if isinstance(task, Task):
         if grader is not None:
             raise ConfigError(f"expected a grader for rows only: the task {task.name} grades its own answers")
