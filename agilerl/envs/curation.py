@@ -44,13 +44,17 @@ class Sample:
     """The content of a row, independent of its form."""
 
     prompt: str | list[Message]
-    """A text, or a conversation."""
+    """A text, or a conversation; an empty text: the response is a whole text, of which every token is learned."""
     response: str | None = None
     """The answer to learn or to compare with; None if the row has none."""
     rejected: str | None = None
     """A worse answer."""
     desirable: bool = True
     """Whether the response is a good one, as its label says."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """The response's calls of tools, as chat templates read them."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools that the conversation may call."""
 
     @property
     def question(self) -> str:
@@ -79,6 +83,8 @@ class Form:
     """Whether the column ``label`` says if the response is good (True, 1) or bad (False, 0)."""
     grades_text: bool = False
     """Whether the column ``answer``, if a row has one, must be text, because a grader expects text."""
+    learned: bool = False
+    """Whether rows are only learned, never asked: then they may be whole texts, and conversations may call tools."""
 
     def told(self) -> str:
         """Return the columns that are read, for messages."""
@@ -104,7 +110,11 @@ class Form:
         if self.pairs:
             return _pair(row, _prompt(row, self.prompt))
         if self.prompt == "messages":
-            return _conversation(row, self.needs == "text")
+            return (self.learned and _calling(row)) or _conversation(row, self.needs == "text")
+        if self.prompt == "text":
+            if not isinstance(text := _value(row, "text"), str):
+                raise RowFaultError("not_text", f"expected text in the column text, found {shown(text)}")
+            return Sample("", text)
         prompt = _prompt(row, self.prompt)
         return Sample(prompt, None if self.response is None else self._response(row, self.response, prompt))
 
@@ -122,6 +132,7 @@ def form_of(
     *,
     response: str | None = None,
     needs: Needs = "no",
+    learned: bool = False,
 ) -> Form:
     """Return the form of rows with these columns.
 
@@ -131,6 +142,7 @@ def form_of(
         name: the dataset's name in messages.
         response: response column of ``sft``; without a ``target``, its default, one of the usual ones.
         needs: whether ``reasoning`` needs an answer to grade with.
+        learned: whether rows of ``sft`` are only learned, never asked.
 
     Raises:
         EnvError: a column is missing; the message names the nearest one.
@@ -151,10 +163,17 @@ def form_of(
     prompt = next((column for column in prompts if column in columns), None)
     if prompt is None and {"chosen", "rejected"} <= set(columns):
         return Form(None, "chosen")
+    if prompt is None and purpose == "sft" and "text" in columns and set(responses).isdisjoint(columns):
+        if learned:
+            return Form("text", "text", learned=True)
+        raise EnvError(
+            f"{name} has whole texts in the column text, which have no prompt that an exam could ask; train on them "
+            "with SFTGym, whose test is their likelihood, or rename columns to prompt and completion"
+        )
     if prompt is None:
         raise _missing(prompts if purpose == "sft" else ["question", "prompt", "messages"], columns, name)
     if prompt == "messages":
-        return Form(prompt, prompt, "text" if needs == "text" else "no")
+        return Form(prompt, prompt, "text" if needs == "text" else "no", learned=learned)
     answer = next((column for column in responses if column in columns), None)
     if answer is None and needs != "no":
         raise _missing(responses, columns, name)
@@ -223,12 +242,17 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
         return value
     if isinstance(value, Sequence) and len(value) == 0:
         raise RowFaultError("empty", f"expected messages in the column {column}, found an empty list")
+    listed = value if isinstance(value, Sequence) else ()
+    if any(isinstance(message, Mapping) and message.get("tool_calls") for message in listed):
+        raise RowFaultError(
+            "not_text",
+            f"expected messages of text in the column {column}, found tool calls, which only SFTGym learns; tools are "
+            "used in ToolEnv",
+        )
     try:
         messages = as_messages(value, "user", f"the column {column}")
     except EnvError as error:
         raise RowFaultError("not_text", str(error)) from error
-    if any(message.get("tool_calls") for message in value):
-        raise RowFaultError("not_text", f"expected messages of text in the column {column}, found tool calls")
     if not messages[-1]["content"].strip():
         raise RowFaultError("empty", f"expected text in the last message of the column {column}, found none")
     return messages
@@ -292,6 +316,42 @@ def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
     if len(value) == 1:
         raise RowFaultError("missing", f"expected a message before the assistant's in {where}, found {value!r:.100}")
     return Sample(value[:-1], value[-1]["content"])
+
+
+def _calling(row: Mapping[str, Any]) -> Sample | None:
+    """Return a conversation with calls of tools, as chat templates read them; None for one of text alone."""
+    value, tools = row.get("messages"), row.get("tools")
+    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
+        return None
+    if not tools and not any(message.get("tool_calls") for message in value):
+        return None
+    where = "the columns messages and tools"
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools or []
+        messages = [_without_none({"content": "", **message}) for message in value]
+        messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            function = call.get("function", call)
+            if isinstance(function["arguments"], str):  # as the APIs write them, while templates expect an object
+                function["arguments"] = json.loads(function["arguments"])
+        plain = as_messages(messages, "user", where)
+        if HALF.search(json.dumps([messages, tools], ensure_ascii=False)) or not isinstance(tools, list):
+            raise ValueError("expected text and a list of tools")
+    except (EnvError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise RowFaultError(
+            "not_text", f"expected messages with calls of tools in {where}, found {error} in {shown(value)}"
+        ) from error
+    if len(plain) < 2 or plain[-1]["role"] != "assistant":
+        raise RowFaultError("missing", f"expected a conversation that ends with the assistant in {where}")
+    calls = messages[-1].get("tool_calls", [])
+    return Sample(messages[:-1], plain[-1]["content"], calls=calls, tools=[_without_none(tool) for tool in tools])
+
+
+def _without_none(value: Any) -> Any:
+    """Return plain data without entries that are None, with which tables fill up what a row lacks."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:

@@ -10,7 +10,7 @@ import numpy as np
 from agilerl.arguments import Seed, checked
 from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Message, Place, Row, Split, Task, TaskWrapper
-from agilerl.envs.curation import label_of
+from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import (
     PromptTooLongError,
@@ -40,26 +40,37 @@ class Example:
 
 
 def render_completion(
-    tokenizer: Any, prompt: Sequence[Mapping[str, str]], response: str, max_tokens: int | None = None
+    tokenizer: Any,
+    prompt: Sequence[Mapping[str, Any]],
+    response: str,
+    max_tokens: int | None = None,
+    *,
+    calls: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Example:
     """Return a prompt and its response; the response is learned, including the end token.
 
     The prompt's tokens are those of ``render_prompt``, so training sees what sampling will see; a final assistant
-    message is a prefill, which the response continues. Raises as ``render_conversation`` does.
+    message is a prefill, which the response continues. ``calls`` are the response's calls of some of the ``tools``.
+    Raises as ``render_conversation`` does.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None) and not calls and not tools:
         _check_text(tokenizer, response)
         ids = render_prompt(tokenizer, prompt)
         answer = [*_tokens(tokenizer, response), int(tokenizer.eos_token_id)]
         return _fitted(Example(ids + answer, [False] * len(ids) + [True] * len(answer), response), max_tokens)
     given = [*prompt]
     prefill = str(given.pop()["content"]) if given and given[-1]["role"] == "assistant" else ""
-    whole = [*given, {"role": "assistant", "content": prefill + response}]
-    return _render(tokenizer, whole, [len(given)], prefill, max_tokens)
+    whole = [*given, _answer(prefill + response, calls)]
+    return _render(tokenizer, whole, [len(given)], prefill, max_tokens, tools)
 
 
 def render_conversation(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], max_tokens: int | None = None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    max_tokens: int | None = None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Example:
     """Return a conversation in which every assistant message is learned, including its end token.
 
@@ -82,19 +93,56 @@ def render_conversation(
             "expected a conversation in which the assistant answers and has the last word, found the roles "
             f"{', '.join(m['role'] for m in messages) or '(no messages)'}"
         )
-    return _render(tokenizer, messages, places, "", max_tokens)
+    return _render(tokenizer, messages, places, "", max_tokens, tools)
+
+
+def render_whole(tokenizer: Any, text: str, max_tokens: int | None = None) -> Example:
+    """Return a text of which every token but the first is learned, with the end token; no template is applied.
+
+    The tokenizer's special tokens are read as such, and its start token is added unless the text begins with it.
+    Raises EnvError if there are more than ``max_tokens`` tokens.
+    """
+    check_tokenizer(tokenizer)
+    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = [int(token) for token in tokenizer(text, add_special_tokens=not begun)["input_ids"]]
+    ids += [] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else [int(tokenizer.eos_token_id)]
+    return _fitted(Example(ids, [False] + [True] * (len(ids) - 1), text), max_tokens)
+
+
+def _answer(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
+    return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
+
+
+def _check_shown(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless the chat template shows the tools and the calls of a conversation."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    if not calls and not tools:
+        return
+    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
+    text = "" if not getattr(tokenizer, "chat_template", None) else render_text(tokenizer, messages, tools=tools)
+    if missing := sorted(name for name in names if name not in text):
+        raise ConfigError(
+            f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} does not show "
+            f"the tool {missing[0]!r}, so it would not be learned; use a model whose template has tools"
+        )
 
 
 def _render(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], places: Sequence[int], prefill: str, max_tokens: int | None
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    places: Sequence[int],
+    prefill: str,
+    max_tokens: int | None,
+    tools: Sequence[Mapping[str, Any]],
 ) -> Example:
     check_tokenizer(tokenizer)
+    _check_shown(tokenizer, messages, tools)
     text, ids, learned = "", [], list[bool]()
     for place in places:
         _check_text(tokenizer, messages[place]["content"])
         context = [*messages[:place], *([{"role": "assistant", "content": prefill}] if prefill else [])]
-        before = render_text(tokenizer, context, prompts=not prefill, continues=bool(prefill))
-        after = render_text(tokenizer, messages[: place + 1], prompts=False)
+        before = render_text(tokenizer, context, tools=tools, prompts=not prefill, continues=bool(prefill))
+        after = render_text(tokenizer, messages[: place + 1], tools=tools, prompts=False)
         if not before.startswith(text) or not after.startswith(before):
             raise ConfigError(
                 f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
@@ -219,19 +267,24 @@ class SFTTask(DataTask):
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question and its answer."""
-        prompt = self.messages(row)
-        return [demonstration(tokenizer, prompt, self.answer(row), self.loss_on, max_tokens)]
+        return [demonstration(tokenizer, self.sample(row), self.loss_on, max_tokens)]
+
+    def sample(self, row: Mapping[str, Any]) -> Sample:
+        """Return the conversation before the answer, and the answer."""
+        return Sample(self.messages(row), self.answer(row))
 
 
-def demonstration(
-    tokenizer: Any, prompt: list[Message], response: str, loss_on: LossOn, max_tokens: int | None
-) -> Example:
-    """Return a prompt and its response as an example of which ``loss_on`` is learned."""
+def demonstration(tokenizer: Any, sample: Sample, loss_on: LossOn, max_tokens: int | None) -> Example:
+    """Return a prompt and its response as an example of which ``loss_on`` is learned; of a whole text, all of it."""
+    prompt, response, tools = sample.prompt, str(sample.response), sample.tools
+    if not prompt:
+        return render_whole(tokenizer, response, max_tokens)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if loss_on == "completion":
-        return render_completion(tokenizer, prompt, response, max_tokens)
-    if prompt and prompt[-1]["role"] == "assistant":
-        prompt, response = prompt[:-1], prompt[-1]["content"] + response
-    return render_conversation(tokenizer, [*prompt, {"role": "assistant", "content": response}], max_tokens)
+        return render_completion(tokenizer, messages, response, max_tokens, calls=sample.calls, tools=tools)
+    if messages[-1]["role"] == "assistant":
+        response = messages.pop()["content"] + response
+    return render_conversation(tokenizer, [*messages, _answer(response, sample.calls)], max_tokens, tools=tools)
 
 
 def checked_loss_on(loss_on: LossOn) -> LossOn:

@@ -393,7 +393,8 @@ class SFTGym(DataGym):
 
     A row has ``messages``, a whole conversation that ends with the assistant, or ``prompt`` (text, or messages; or
     ``question``) and a response (text, or one assistant message) in ``response_column``, ``completion``,
-    ``answer`` or ``chosen``.
+    ``answer`` or ``chosen``; or ``text`` alone, of which every token is learned. ``messages`` may hold ``tool_calls``
+    and results of the role ``tool``; the column ``tools`` then has the schemas. The chat template renders both.
     """
 
     kind = "sft"
@@ -444,17 +445,27 @@ class SFTGym(DataGym):
     @property
     def task(self) -> DataTask:
         """The same rows as a task, for ``Population``."""
-        return SFTTask(GymRows(self), loss_on=self.loss_on)
+        return _Demonstrations(self)
 
     def form(self, rows: Rows) -> Form:
         """Return which columns are read: a conversation, else a prompt and its response."""
-        return form_of(rows.columns, "sft", rows.name, response=self.response_column)
+        return form_of(rows.columns, "sft", rows.name, response=self.response_column, learned=True)
 
     def examples(self, sample: Sample) -> list[Example]:
         """Return the row's conversation."""
-        prompt = as_messages(sample.prompt, "user", "the prompt")
-        response = str(sample.response)
-        return [demonstration(self.tokenizer, prompt, response, self.loss_on, self.max_context_length)]
+        return [demonstration(self.tokenizer, sample, self.loss_on, self.max_context_length)]
+
+
+class _Demonstrations(SFTTask):
+    """The rows of a gym, read as the gym reads them."""
+
+    def __init__(self, gym: SFTGym) -> None:
+        self._gym = gym
+        super().__init__(GymRows(gym), loss_on=gym.loss_on)
+
+    def sample(self, row: Mapping[str, Any]) -> Sample:
+        """Return the content of a row."""
+        return self._gym._forms["train"].read(row)
 
 
 class PreferenceGym(DataGym):

@@ -98,7 +98,8 @@ def test_texts_with_a_common_beginning_are_divided_without_loss(shared: str, cho
     [
         ("reasoning", "no", ["Question", "answer"], r"column question or prompt or messages .* found .* 'Question'"),
         ("reasoning", "text", ["question", "solution"], r"column answer or completion or chosen .* found question"),
-        ("sft", "no", ["text"], r"column messages or prompt or question .* found text; .* column"),
+        ("sft", "no", ["text"], r"x has whole texts .* train on them with SFTGym"),
+        ("sft", "no", ["text", "answer"], r"column messages or prompt or question .* found answer, text; .* column"),
         ("sft", "no", ["prompt", "text"], "column completion or answer or chosen in x"),
         ("preference", "no", ["prompt", "chosen"], r"column rejected .* found chosen, prompt"),
         ("preference", "no", ["prompt", "Chosen", "rejected"], r"column chosen .* 'Chosen'?"),

@@ -1,5 +1,6 @@
 """Demonstrations: which tokens are learned, and the environment that serves them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -247,3 +248,92 @@ def test_processes_share_a_batch_without_overlap(tokenizer):
 def test_bad_data_is_told_in_a_sentence(tokenizer, train, options, error, message):
     with pytest.raises(error, match=message):
         make(tokenizer, train, **options).reset()
+
+
+# -- whole texts, and conversations with tools, which only the gym learns ---------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "double", "arguments": {"n": 2}}}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}<system>{{ tool.function.name }}<end>{% endfor %}"
+    "{% for m in messages %}<{{ 'user' if m.role == 'tool' else m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}"
+    "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALLING = [
+    {"role": "user", "content": "twice 2"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "double", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def gym_of(rows, template=TEMPLATE, **options):
+    return SFTGym(rows, rows, make_tokenizer(template), data_batch_size_per_gpu=len(rows), **options)
+
+
+def test_of_a_whole_text_every_token_is_learned():
+    gym = gym_of([{"text": "once upon"}, {"text": "<user>hi<end>"}])
+    batch = gym.reset()
+    texts = {gym.tokenizer.decode(ids[:length]) for ids, length in zip(batch.ids, batch.lengths)}
+    assert texts == {"once upon<end>", "<user>hi<end>"}
+    assert batch.action_mask.sum(dim=1).tolist() == (batch.lengths - 1).tolist()
+    (example,) = gym.task.examples(gym.tokenizer, {"text": "once upon"})
+    assert parts(gym.tokenizer, example) == ["nce upon<end>"]
+    with pytest.raises(EnvError, match="at most 5 tokens, found 10"):
+        gym.task.examples(gym.tokenizer, {"text": "once upon"}, 5)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize(
+    ("messages", "loss_on", "learned"),
+    [
+        (CALLING, "completion", ["It is 4.<end>"]),
+        (CALLING, "assistant", ['[double {"n": 2}]<end>', "It is 4.<end>"]),
+        (CALLING[:2], "completion", ['[double {"n": 2}]<end>']),
+    ],
+)
+def test_conversations_with_tools_are_as_the_template_renders_them(messages, loss_on, learned, as_text):
+    row = {"messages": messages, "tools": TOOLS}
+    if as_text:  # as the APIs write arguments, and as a table keeps what differs between rows
+        call = {"type": "function", "function": {"name": "double", "arguments": '{"n": 2}'}, "extra": None}
+        row = {"messages": [{**m, "tool_calls": [call] if m.get("tool_calls") else None} for m in messages]}
+        row["tools"] = json.dumps(TOOLS)
+    gym = gym_of([row], WITH_TOOLS, loss_on=loss_on)
+    (example,) = gym.task.examples(gym.tokenizer, row)
+    assert parts(gym.tokenizer, example) == learned
+    shown = [{**m, "content": m["content"] or ""} for m in messages]
+    assert example.ids == gym.tokenizer.apply_chat_template(shown, tools=TOOLS)["input_ids"]
+    batch = gym.reset()
+    assert batch.ids[0, : batch.lengths[0]].tolist() == example.ids
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "error", "message"),
+    [
+        ({"messages": CALLING, "tools": TOOLS}, TEMPLATE, ConfigError, "does not show the tool 'double'"),
+        ({"messages": CALLING, "tools": TOOLS}, None, ConfigError, "does not show the tool 'double'"),
+        (
+            {"messages": CALLING, "tools": "[{"},
+            WITH_TOOLS,
+            EnvError,
+            "in the columns messages and tools",
+        ),
+        ({"messages": CALLING[:3], "tools": TOOLS}, WITH_TOOLS, EnvError, "ends with the assistant"),
+        (
+            {"messages": [*CALLING[:1], {"role": "assistant", "tool_calls": [{}]}]},
+            WITH_TOOLS,
+            EnvError,
+            "found 'arguments' in",
+        ),
+        ({"text": 3}, TEMPLATE, EnvError, "in the column text"),
+    ],
+)
+def test_tools_that_cannot_be_learned_are_told_in_a_sentence(row, template, error, message):
+    with pytest.raises(error, match=message):
+        gym_of([row], template).reset()
+
+
+def test_a_task_with_an_exam_says_where_tool_calls_are_learned():
+    with pytest.raises(EnvError, match="only SFTGym learns"):
+        DatasetTask([{"messages": CALLING}], [{"messages": CALLING}], reward_fn=lambda completion: 0.0)
