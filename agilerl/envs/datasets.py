@@ -24,7 +24,7 @@ from agilerl.envs.curation import (
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
-from agilerl.rewards.grader import Grader, Grades, close, exact_match, grade, grader_name, setup
+from agilerl.rewards.grader import OF_A_BATCH, Grader, Grades, close, exact_match, grade, grader_name, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -250,7 +250,7 @@ def needs_answer(grader: Grader) -> Needs:
         if parameter.name == "answer":
             return "text" if parameter.annotation in (str, "str") else "any"
     # Three arguments with other names are a completion, an answer and a question.
-    return "any" if len(required) == 3 and all(p.name not in ("completions", "prompts") for p in required) else "no"
+    return "any" if len(required) == 3 and OF_A_BATCH.isdisjoint(p.name for p in required) else "no"
 
 
 def _read(split: Split, source: Any) -> Rows:

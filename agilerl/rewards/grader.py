@@ -26,7 +26,7 @@ ScoreOrError = float | RewardError | None
 """A score, None (not applicable), or the error if the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
-OF_A_BATCH = frozenset({"completions", "prompts", "completions_ids"})
+OF_A_BATCH = frozenset({"completions", "prompts", "completions_ids", "environments"})
 """Parameters of a function that gets everything at once."""
 NAMED_KINDS = (
     inspect.Parameter.POSITIONAL_ONLY,
@@ -119,7 +119,7 @@ def attempt_grader(
         }
         if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
             given["completions_ids"] = columns["completion_ids"]
-        arguments = _select(name, grader, {**columns, **given, **_state_of(states[0])})
+        arguments = select(name, grader, {**columns, **given, **_state_of(states[0])})
         (scores,) = _run([lambda: grader(**arguments)])
         if not isinstance(scores, Exception):
             return [score_or_error(score, name) for score in _check_list(scores, len(completions), name)]
@@ -242,7 +242,8 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     return [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
 
 
-def _select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
+def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function takes of what is offered, by name; raises RewardError if it asks for something else."""
     parameters = _named_parameters(grader)
     missing = [key for key in _required(parameters) if key not in offered]
     if missing:
@@ -261,7 +262,7 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
     if len(positional) == len(required) == len(POSITIONAL) and not (named and set(required) <= set(offered)):
         values = [offered.get(key) for key in POSITIONAL]
         return lambda: grader(*values)
-    arguments = _select(name, grader, offered)
+    arguments = select(name, grader, offered)
     return lambda: grader(**arguments)
 
 

@@ -1,5 +1,6 @@
 """A single-turn task solved with tools: call them for some turns, then answer."""
 
+import inspect
 import re
 import threading
 from collections import Counter
@@ -10,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Space
 
-from agilerl.arguments import Positive, checked, nearest, shown
+from agilerl.arguments import Positive, checked, described, nearest, shown
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
@@ -19,7 +20,8 @@ from agilerl.envs.text_env import Observation, StepResult, TextEnv
 from agilerl.envs.tools.parsers import PARSERS, MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.combine import Graders
+from agilerl.rewards.combine import Graders, as_grader
+from agilerl.rewards.grader import select
 
 Announcement = Literal["auto", "system", "none"]
 """How tools are announced: ``auto``: from the chat template if it shows tools, else from the system message;
@@ -48,15 +50,21 @@ class ToolEnv(TextEnv):
     The row is chosen by the seed alone: ``seed % 3`` is the split (train, exam, test) and ``seed // 3`` the row,
     modulo the size of exam and test. EpisodeTask numbers its seeds this way, so an exam asks the exam's questions. One
     thread at a time calls the task for questions and grades; tools are called from many.
+
+    With an ``environment_factory``, as of TRL's ``GRPOTrainer``, the tools share the state of an object: its public
+    methods are tools, ``reset(**row)`` begins an episode (a text that it returns is appended to the question), graders
+    get it as ``environments``, and ``get_reward()``, if it has one, is added to the grade. Such an episode is graded
+    even if its last turn calls a tool.
     """
 
     @checked
     def __init__(
         self,
         task: Task | Sequence[Row],
-        tools: Sequence[Callable[..., Any] | Tool],
+        tools: Sequence[Callable[..., Any] | Tool] = (),
         *,
         grader: Graders | None = None,
+        environment_factory: Callable[[], Any] | None = None,
         parser: ToolCallParser | str | None = None,
         max_turns: int = 4,
         system_prompt: str | None = None,
@@ -68,8 +76,9 @@ class ToolEnv(TextEnv):
 
         Args:
             task: a task, or rows with ``question`` and ``answer``, which then serve as all splits.
-            tools: functions (see :func:`tool_schema`) or tools, with distinct names; at least one.
+            tools: functions (see :func:`tool_schema`) or tools, with distinct names; at least one, methods included.
             grader: grader of the rows, as in ``DatasetTask``.
+            environment_factory: makes the object with the state; called once, and again after a call that hangs.
             parser: a parser, or the name of a family (see :func:`parser_for`); None recognises the tokenizer's family.
             max_turns: most completions of one episode, answer included; 2 or more.
             system_prompt: put before the question as a system message.
@@ -86,10 +95,11 @@ class ToolEnv(TextEnv):
                 raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
         if announce not in get_args(Announcement):
             raise ConfigError(f"expected announce to be one of {', '.join(get_args(Announcement))}, found {announce!r}")
-        self.task = _as_task(task, grader)
+        self._factory, self._plain_tools, self._timeout = environment_factory, tools, timeout
+        self._equip()
+        self.task = _as_task(task, grader, _own_reward(self._environment))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.observation_space, self.action_space = Conversation(), AnyText()
-        self._tools = _by_name([t if isinstance(t, Tool) else Tool(t, timeout=timeout) for t in tools])
         self._announce, self._instructions = announce, system_prompt
         self._parser: ToolCallParser | None = None
         self._wanted = parser
@@ -112,8 +122,20 @@ class ToolEnv(TextEnv):
         return f"ToolEnv({self.task.name!r}, tools={list(self._tools)}, max_turns={self.max_turns})"
 
     def close(self) -> None:
-        """Release what the task's grading has opened."""
+        """Release what the task's grading has opened, and the environment of the tools."""
         self.task.close()
+        if callable(release := getattr(self._environment, "close", None)):
+            release()
+
+    def _equip(self) -> None:
+        """Make the environment of the tools, if there is one, and the tools."""
+        self._environment = None if self._factory is None else self._factory()
+        if self._factory is not None and not callable(getattr(self._environment, "reset", None)):
+            raise ConfigError(
+                f"environment_factory: expected an object with reset(), found {described(self._environment)}"
+            )
+        tools = [*self._plain_tools, *_methods(self._environment)]
+        self._tools = _by_name([t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in tools])
 
     def bind(self, tokenizer: Any) -> None:
         """Determine from the tokenizer how tools are called, announced and answered.
@@ -155,6 +177,8 @@ class ToolEnv(TextEnv):
             index %= size
         with _ONE_THREAD:
             self._row = self.task.row(split, index)
+        if self._factory is not None and self._counts["tool_errors/timeout"]:
+            self._equip()  # the call that hangs still has the old one
         self._seed, self._turn, self._running = int(seed), 0, True
         self._counts = Counter()
         return self._opening(), {"split": split, "index": index}
@@ -179,6 +203,9 @@ class ToolEnv(TextEnv):
         if not calls:
             return self._graded(action)
         if self._turn >= self.max_turns:
+            if self._environment is not None:
+                observation, reward, _, _, info = self._graded(action)
+                return observation, reward, False, True, info
             self._running = False
             return "", 0.0, False, True, {**self._info(), "success": False}
         results = [self._called(call, place) for place, call in enumerate(calls)]
@@ -188,6 +215,7 @@ class ToolEnv(TextEnv):
 
     def _opening(self) -> Observation:
         messages = [dict(message) for message in self.task.messages(self._row)]
+        messages[-1]["content"] += self._begun()
         system = [self._instructions] if self._instructions else []
         if not self._in_template and self._announce != "none":
             system.append(self._announcement())
@@ -196,6 +224,19 @@ class ToolEnv(TextEnv):
         if system:
             messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
         return messages[0]["content"] if [m["role"] for m in messages] == ["user"] else messages
+
+    def _begun(self) -> str:
+        """Reset the environment of the tools; return what it says."""
+        if self._environment is None:
+            return ""
+        name = f"{type(self._environment).__name__}.reset"
+        try:
+            said = self._environment.reset(**select(name, self._environment.reset, self._row))
+        except RewardError as error:
+            raise EnvError(str(error)) from error
+        if said is not None and not isinstance(said, str):
+            raise EnvError(f"expected {name} to return text or None, found {described(said)}")
+        return said or ""
 
     def _announcement(self) -> str:
         lines = [f"{tool.signature} - {tool.schema['function']['description']}" for tool in self._tools.values()]
@@ -243,8 +284,9 @@ class ToolEnv(TextEnv):
 
     def _graded(self, action: str) -> StepResult:
         self._running = False
+        row = self._row if self._environment is None else {**self._row, "environments": self._environment}
         with _ONE_THREAD:
-            grade = score_completions(self.task, [self._row], [action])[0]
+            grade = score_completions(self.task, [row], [action])[0]
         if grade is None:
             raise RewardError(f"{self.task.name} did not grade the answer {shown(action)}")
         return "", grade, True, False, {**self._info(), "success": grade >= 1.0}
@@ -280,7 +322,28 @@ class Conversation(Space[Any]):
         return "Conversation()"
 
 
-def _as_task(task: Task | Sequence[Row], grader: Graders | None) -> Task:
+def _methods(environment: Any) -> list[Callable[..., Any]]:
+    """Return the public methods of an object, which are tools; those of its class, so that no property is read."""
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
+    return [getattr(environment, name) for name in names if name not in ("reset", "get_reward", "close")]
+
+
+def _own_reward(environment: Any) -> Callable[..., Any] | None:
+    """Return the reward that an environment gives itself, as a grader with the name of its class."""
+    if not callable(getattr(environment, "get_reward", None)):
+        return None
+
+    async def own(environments: Sequence[Any]) -> list[Any]:
+        found = [one.get_reward() for one in environments]
+        return [await reward if inspect.isawaitable(reward) else reward for reward in found]
+
+    own.__name__ = type(environment).__name__
+    return own
+
+
+def _as_task(task: Task | Sequence[Row], grader: Graders | None, own: Callable[..., Any] | None) -> Task:
+    if own is not None:
+        grader = own if grader is None else [as_grader(grader), own]
     if isinstance(task, Task):
         if grader is not None:
             raise ConfigError(f"expected a grader for rows only: the task {task.name} grades its own answers")

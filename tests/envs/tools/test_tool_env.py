@@ -384,3 +384,126 @@ def test_no_completion_breaks_an_episode(turns: list[list[int]]) -> None:
             break
         assert number < 3
         assert ENV.observation_space.contains(observation)
+
+
+# -- tools that share a state: TRL's environment_factory --------------------------------------------------------------
+
+
+class Counter:
+    """TRL's example of an environment, with a reward of its own."""
+
+    count = 0
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+
+    def reset(self, goal: int, **row: Any) -> str:
+        self.count, self.goal = 0, goal
+        return f" Goal: {goal}"
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the counter.
+
+        Args:
+            step: how much to add.
+        """
+        self.count += step
+        return self.count
+
+    def stall(self) -> None:
+        """Wait."""
+        time.sleep(0.3)
+
+    @property
+    def never(self) -> None:
+        raise AssertionError("properties are not read")
+
+
+class Rewarded(Counter):
+    async def get_reward(self) -> float:
+        return float(self.count)
+
+
+def reached(completions: list[str], environments: list[Counter], **columns: Any) -> list[float]:
+    """A reward function of TRL."""
+    return [float(one.count == one.goal) for one in environments]
+
+
+def only_state(environments: list[Counter]) -> list[float]:
+    return [0.5 for _ in environments]
+
+
+COUNTING = [{"prompt": [{"role": "user", "content": f"Count to {n}."}], "goal": n} for n in range(2, 8)]
+
+
+def counting(factory: Any = Counter, **settings: Any) -> ToolEnv:
+    given = {"grader": reached, "parser": "text", "timeout": 0.05, **settings}
+    return ToolEnv(COUNTING, environment_factory=factory, **given)
+
+
+def test_the_methods_of_an_environment_are_tools_that_share_its_state() -> None:
+    env, other = counting(), counting()
+    for seed in (0, 3):  # the state begins again
+        observation, _ = env.reset(seed=seed)
+        other.reset(seed=seed)
+        goal = env._row["goal"]
+        assert observation[-1]["content"] == f"Count to {goal}. Goal: {goal}"
+        assert env.step(call("increment", step=1))[0] == "1"
+        assert other.step(call("increment", step=40))[0] == "40"
+        assert env.step(call("increment", step=goal - 1))[0] == str(goal)
+        _, reward, terminated, _, info = env.step("Done.")
+        assert (reward, terminated, info["success"]) == (1.0, True, True)
+        assert other.step("Done.")[1] == 0.0
+    assert "increment(step: integer)" in counting(announce="system").reset(seed=0)[0][0]["content"]
+
+
+def test_an_environment_may_reward_itself_alone_or_beside_graders() -> None:
+    for grader, expected in ((None, 2.0), (reached, 2.0 + 1.0), ([reached, (only_state, 2)], 2.0 + 1.0 + 1.0)):
+        env = counting(Rewarded, grader=grader)
+        env.reset(seed=0)
+        env.step(call("increment", step=2))
+        assert env.step("Done.")[1] == expected
+
+
+def test_the_last_turn_is_graded_by_the_state() -> None:
+    env = counting(max_turns=2)
+    env.reset(seed=0)
+    env.step(call("increment", step=2))
+    _, reward, terminated, truncated, info = env.step(call("increment", step=2))
+    assert (reward, terminated, truncated, info["success"]) == (1.0, False, True, True)
+
+
+def test_a_call_that_hangs_keeps_its_environment_to_itself() -> None:
+    env = counting()
+    before, count = env._environment, Counter.made
+    env.reset(seed=0)
+    env.step(call("increment", step=1))
+    assert env._environment is before
+    assert "took longer" in env.step(call("stall"))[0]
+    env.reset(seed=0)
+    assert env._environment is not before
+    assert Counter.made == count + 1
+    assert env.step(call("increment", step=1))[0] == "1"
+
+
+def test_an_environment_that_cannot_be_used_is_told_in_a_sentence() -> None:
+    class Asking(Counter):
+        def reset(self, level: int) -> None:  # type: ignore[override]
+            """Ask for a column that the rows lack."""
+
+    class Saying(Counter):
+        def reset(self) -> Any:  # type: ignore[override]
+            return 3
+
+    with pytest.raises(ConfigError, match=r"object with reset\(\), found"):
+        counting(lambda: 3)
+    with pytest.raises(ConfigError, match="at least one tool"):
+        ToolEnv(ROWS, grader=exact_match)
+    with pytest.raises(ConfigError, match="expected a grader"):
+        counting(grader=None)
+    with pytest.raises(EnvError, match=r"Asking.reset asks for level, found only answer, goal, prompt, question"):
+        counting(Asking).reset(seed=0)
+    with pytest.raises(EnvError, match=r"Saying.reset to return text or None, found"):
+        counting(Saying).reset(seed=0)
