@@ -1,7 +1,9 @@
 """The pad token of a tokenizer: the one that is given, else its own, else its end token."""
 
 import copy
+import inspect
 import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +42,24 @@ def padded(tokenizer: Any) -> Any:
     if getattr(tokenizer, "pad_token_id", 0) is not None or getattr(tokenizer, "eos_token_id", None) is None:
         return tokenizer
     return with_padding(tokenizer, str(getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__))
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Return whether a tokenizer writes conversations itself; one of another kind may do so without a template."""
+    return bool(getattr(tokenizer, "chat_template", hasattr(tokenizer, "apply_chat_template")))
+
+
+def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens, spaces unchanged; options that a tokenizer of another kind lacks are left out."""
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(ids, **{name: options[name] for name in _known(type(tokenizer), *options)}))
+
+
+@lru_cache(maxsize=64)
+def _known(kind: Any, *names: str) -> list[str]:
+    parameters = inspect.signature(kind.decode).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in names if takes_all or name in parameters]
 
 
 @lru_cache(maxsize=64)

@@ -575,13 +575,12 @@ def apply_chat_template(
         ValueError, TypeError, LookupError: the messages are not what the template expects.
     """
     if not _uses_jinja(tokenizer):
+        # Only what is asked for: a tokenizer of another kind may know nothing of the rest.
+        asked = {"tools": tools, "continue_final_message": continue_final_message}
+        asked = {name: value for name, value in asked.items() if value}
+        names = {**getattr(tokenizer, _NAMES, {}), **names, **asked}
         return tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=tokenize,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**getattr(tokenizer, _NAMES, {}), **names},
+            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **names
         )
     if not messages:
         raise ValueError("expected at least one message in a conversation, found none")

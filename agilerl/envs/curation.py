@@ -456,8 +456,10 @@ class Ruler:
         """Return the texts that the tokenizer does not read as plain text."""
         if self.tokenizer is None:
             return ()
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        return tuple(dict.fromkeys([*self.tokenizer.all_special_tokens, *added]))
+        added = [
+            token.content for token in getattr(self.tokenizer, "added_tokens_decoder", {}).values() if token.special
+        ]
+        return tuple(dict.fromkeys([*getattr(self.tokenizer, "all_special_tokens", ()), *added]))
 
 
 def curate(

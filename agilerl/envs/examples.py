@@ -19,6 +19,7 @@ from agilerl.envs.prompts import (
     render_text,
 )
 from agilerl.errors import ConfigError, EnvError
+from agilerl.padding import has_template
 from agilerl.streams import stream
 
 LossOn = Literal["completion", "assistant"]
@@ -54,7 +55,7 @@ def render_completion(
     message is a prefill, which the response continues. ``calls`` are the response's calls of some of the ``tools``.
     Raises as ``render_conversation`` does.
     """
-    if not getattr(tokenizer, "chat_template", None) and not calls and not tools:
+    if not has_template(tokenizer) and not calls and not tools:
         _check_text(tokenizer, response)
         ids = render_prompt(tokenizer, prompt)
         answer = [*_tokens(tokenizer, response), int(tokenizer.eos_token_id)]
@@ -82,7 +83,7 @@ def render_conversation(
         EnvError: there is no assistant message, the first message is one, the last is not, a text contains an end
             token, or there are more than ``max_tokens`` tokens.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         raise ConfigError(
             "learning every message of the assistant needs a tokenizer with a chat template, found none in "
             f"{type(tokenizer).__name__}; learn completions only (loss_on='completion'), or set one"
@@ -119,7 +120,7 @@ def _check_shown(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: S
     if not calls and not tools:
         return
     names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
-    text = "" if not getattr(tokenizer, "chat_template", None) else render_text(tokenizer, messages, tools=tools)
+    text = "" if not has_template(tokenizer) else render_text(tokenizer, messages, tools=tools)
     if missing := sorted(name for name in names if name not in text):
         raise ConfigError(
             f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} does not show "
@@ -267,11 +268,7 @@ class SFTTask(DataTask):
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question and its answer."""
-        return [demonstration(tokenizer, self.sample(row), self.loss_on, max_tokens)]
-
-    def sample(self, row: Mapping[str, Any]) -> Sample:
-        """Return the conversation before the answer, and the answer."""
-        return Sample(self.messages(row), self.answer(row))
+        return [demonstration(tokenizer, Sample(self.messages(row), self.answer(row)), self.loss_on, max_tokens)]
 
 
 def demonstration(tokenizer: Any, sample: Sample, loss_on: LossOn, max_tokens: int | None) -> Example:

@@ -20,7 +20,6 @@ from agilerl.envs.examples import (
     Example,
     LossOn,
     PreferenceTask,
-    SFTTask,
     UnpairedTask,
     checked_loss_on,
     demonstration,
@@ -36,7 +35,7 @@ from agilerl.envs.prompts import (
 )
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import EnvError
-from agilerl.padding import padded
+from agilerl.padding import decoded, padded
 from agilerl.rewards.combine import Graders
 
 Batch = TypeVar("Batch")
@@ -254,7 +253,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         return {
             "input_ids": input_ids,
             "attention_mask": torch.ones_like(input_ids),
-            "text": self.tokenizer.decode(ids, clean_up_tokenization_spaces=False),
+            "text": decoded(self.tokenizer, ids),
             "question": row["question"],
             "answer": row["answer"],
             "row": row,
@@ -456,16 +455,18 @@ class SFTGym(DataGym):
         return [demonstration(self.tokenizer, sample, self.loss_on, self.max_context_length)]
 
 
-class _Demonstrations(SFTTask):
+class _Demonstrations(DataTask):
     """The rows of a gym, read as the gym reads them."""
 
-    def __init__(self, gym: SFTGym) -> None:
-        self._gym = gym
-        super().__init__(GymRows(gym), loss_on=gym.loss_on)
+    kind: ClassVar[DataKind] = "sft"
 
-    def sample(self, row: Mapping[str, Any]) -> Sample:
-        """Return the content of a row."""
-        return self._gym._forms["train"].read(row)
+    def __init__(self, gym: SFTGym) -> None:
+        super().__init__(GymRows(gym))
+        self._gym = gym
+
+    def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
+        """Return what the row teaches."""
+        return [demonstration(tokenizer, self._gym._forms["train"].read(row), self._gym.loss_on, max_tokens)]
 
 
 class PreferenceGym(DataGym):

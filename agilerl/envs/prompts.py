@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from agilerl.arguments import Having, Tokenizer, Whole, checked, described, taken
 from agilerl.errors import ConfigError, EnvError
+from agilerl.padding import decoded, has_template
 from agilerl.templates import TemplateBrokenError, apply_chat_template
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -77,7 +78,7 @@ def render_prompt(
         messages, prefill = messages[:-1], False  # an empty prefill equals the generation prompt
     if not messages:
         raise EnvError("expected at least one message with content in a prompt, found none")
-    if use_template and getattr(tokenizer, "chat_template", None):
+    if use_template and has_template(tokenizer):
         if any(message["role"] == "system" for message in messages):
             _check_system_role(tokenizer)
         ids = _ids(_apply_template(tokenizer, messages, not prefill, prefill, tools=tools))
@@ -143,7 +144,7 @@ def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]
         length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
         kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
         try:
-            texts.append(tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            texts.append(decoded(tokenizer, kept, skip_special_tokens=True))
         except (TypeError, OverflowError) as error:
             raise ConfigError(f"decode_completions: expected whole token ids, found {described(kept)}") from error
     return texts
@@ -283,8 +284,8 @@ class ChatFormat:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
         ends = end_token_ids(tokenizer)
         # A pad token that was sampled ends nothing, unless it is one of the model's end tokens.
-        self._ends = ends | (set(tokenizer.all_special_ids) - {tokenizer.pad_token_id})
-        self.uses_template = apply_chat_template and bool(getattr(tokenizer, "chat_template", None))
+        self._ends = ends | (set(getattr(tokenizer, "all_special_ids", ())) - {tokenizer.pad_token_id})
+        self.uses_template = apply_chat_template and has_template(tokenizer)
         if self.tools:
             self._check_tools()
         self.rewrites_history = self.uses_template and any(self._is_rewritten(said) for said in _PROBES)

@@ -20,7 +20,7 @@ from agilerl.envs.prompts import (
     end_token_ids,
 )
 from agilerl.errors import AgileRLError, ConfigError, EnvError
-from agilerl.padding import padded
+from agilerl.padding import decoded, padded
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""
@@ -185,7 +185,7 @@ class TokenObservationWrapper:
 
     def _prompt(self, episode: Episode) -> Prompt:
         ids = torch.tensor([episode.prompt_ids], dtype=torch.int64)
-        text = self.tokenizer.decode(episode.prompt_ids, clean_up_tokenization_spaces=False)
+        text = decoded(self.tokenizer, episode.prompt_ids)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": text}
 
     def _said(self, tail: list[int], logps: list[float] | None, marked: int | None) -> list[int]:

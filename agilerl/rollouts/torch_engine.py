@@ -18,6 +18,7 @@ from agilerl.models.base import BaseModel
 from agilerl.models.flat import Rows, flatten
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
+from agilerl.padding import decoded
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import DecodingCache, GroupedCache, Kept, PromptLine, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
@@ -59,7 +60,7 @@ class Stops:
         return any(now.count(text) > before.count(text) for text in self.texts)
 
     def _text(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decoded(self.tokenizer, ids, skip_special_tokens=True)
 
 
 class TorchEngine:

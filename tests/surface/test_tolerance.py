@@ -14,7 +14,7 @@ from agilerl.envs import read_dataset
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.adapters.base import _say_unseeded
 from agilerl.errors import ConfigError, EnvError
-from agilerl.llm_envs import ReasoningGym, SyncMultiTurnVecEnv
+from agilerl.llm_envs import PreferenceGym, ReasoningGym, SyncMultiTurnVecEnv, TokenObservationWrapper
 from tests.hpo.plain_agents import PlainAgent
 
 pytestmark = pytest.mark.model
@@ -76,6 +76,40 @@ class Items(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.rows[index]
+
+
+class Letters:
+    """What AgileRL's environments call of a tokenizer, and nothing else."""
+
+    pad_token_id, eos_token_id, pad_token, eos_token = 0, 1, "<pad>", "<end>"
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(character) % 60 for character in text]}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + int(i) % 26) for i in ids if int(i) > 1 or not skip_special_tokens)
+
+
+class Conversing(Letters):
+    """One that writes conversations without a template."""
+
+    def apply_chat_template(self, messages: Any, tokenize: bool = True, add_generation_prompt: bool = False) -> Any:
+        text = "".join(f"{m['role']}:{m['content']};" for m in messages) + "assistant:" * add_generation_prompt
+        return self(text)["input_ids"] if tokenize else text
+
+
+@pytest.mark.parametrize(("tokenizer", "shown"), [(Letters(), "ab"), (Conversing(), "user:ab;assistant:")])
+def test_a_tokenizer_is_what_has_its_methods(tokenizer: Any, shown: str) -> None:
+    rows, template = [{"question": "ab", "answer": "b"}] * 2, [{"role": "user", "content": "{question}"}]
+    gym = ReasoningGym(rows, rows, tokenizer, lambda completion: float(len(completion)), template)
+    ids = tokenizer(shown)["input_ids"]
+    assert gym.reset()[0]["input_ids"][0].tolist() == ids
+    _, rewards = gym.step([torch.tensor([[*ids, 5, 6, 1, 0], [*ids, 7, 0, 8, 1]])] * 8)
+    assert rewards[0].tolist() == [2.0, 2.0]  # a pad token within a completion is left out of its text
+    wrapped = TokenObservationWrapper(as_text_env(Dice()), tokenizer, 2)
+    assert wrapped.reset(seed=0)[0]["input_ids"].shape[1] > 0
+    pairs = [{"prompt": "ab", "chosen": "c", "rejected": "d"}] * 2
+    assert PreferenceGym(pairs, pairs, tokenizer).reset().action_mask.any()
 
 
 def test_a_torch_dataset_is_a_dataset() -> None:

@@ -20,6 +20,7 @@ from agilerl.envs.text_env import Observation, StepResult, TextEnv
 from agilerl.envs.tools.parsers import PARSERS, MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.padding import has_template
 from agilerl.rewards.combine import Graders, as_grader
 from agilerl.rewards.grader import select
 
@@ -152,7 +153,7 @@ class ToolEnv(TextEnv):
         self._in_template = self._announce == "auto" and _shows_tools(tokenizer, schemas)
         self.tools = schemas if self._in_template else ()
         self._tool_role = _shows_results(tokenizer)
-        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
         spellings = sorted({*special, *(self._parser.tags if self._parser else ())}, key=len, reverse=True)
         self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
@@ -372,7 +373,7 @@ def _spelt_out(found: re.Match[str]) -> str:
 
 def _shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the chat template tells the model about tools."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         return False
     question = [{"role": "user", "content": "x"}]
     try:
@@ -383,7 +384,7 @@ def _shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> bool:
 
 def _shows_results(tokenizer: Any) -> bool:
     """Return whether the chat template accepts and shows messages of the role tool."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         return False
     result = {"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": "call00000"}
     turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Protocol
 from agilerl.arguments import Having, checked, nearest, shown
 from agilerl.envs.prompts import end_token_ids
 from agilerl.errors import ConfigError
+from agilerl.padding import decoded
 
 # -- calls, and their JSON form ---------------------------------------------------------------------------------------
 
@@ -385,7 +386,7 @@ def _split(ids: Sequence[int], token: int | None) -> Iterator[list[int]]:
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     # Special tokens are dropped, because an end token after the call is not part of it.
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return decoded(tokenizer, list(ids), skip_special_tokens=True)
 
 
 def _python_call(content: str) -> ToolCall | None:
