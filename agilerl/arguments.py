@@ -6,6 +6,7 @@ annotations are then the rules, ranges included (``Count``, ``Share``, ``Within`
 
 import collections.abc
 import difflib
+import inspect
 import math
 import numbers
 import os
@@ -161,9 +162,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     Numbers of numpy become Python's. True and False are not numbers, a float is not a whole number, and NaN and
     infinity are not accepted. Raises ConfigError with what was expected, what was found and, if that helps, what to do.
-    Missing or unknown arguments raise Python's TypeError, as everywhere.
+    Missing or unknown arguments raise Python's TypeError, as everywhere, with the nearest name of an unknown one.
     """
-    places = function.__code__.co_varnames[: function.__code__.co_argcount]
+    code = function.__code__
+    places, known = code.co_varnames[: code.co_argcount], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     hints: dict[str, Any] = {}
 
     @wraps(function)
@@ -176,6 +179,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if name in hints:
                 given[place] = _argument(function, args, name, hints[name], given[place])
         for name, value in named.items():
+            if not takes_all and name not in known:
+                of = _called(function, args)
+                raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
             if name in hints:
                 named[name] = _argument(function, args, name, hints[name], value)
         return function(*given, **named)
@@ -218,13 +224,18 @@ def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
 
 
 def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, annotation: Any, value: Any) -> Any:
+    return taken(annotation, value, _called(function, args), name)
+
+
+def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """Return what the user called, in words."""
     owner, _, own = function.__qualname__.rpartition(".")
     if owner and "<locals>" not in owner:
         # The class that the user called, which may have inherited the method.
         holder = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else object
         owner = holder.__name__ if owner in (base.__qualname__ for base in holder.__mro__) else owner
         own = owner if own == "__init__" else f"{owner}.{own}"
-    return taken(annotation, value, own, name)
+    return own
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

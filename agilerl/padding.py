@@ -52,7 +52,8 @@ def has_template(tokenizer: Any) -> bool:
 def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
     """Return the text of tokens, spaces unchanged; options that a tokenizer of another kind lacks are left out."""
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode(ids, **{name: options[name] for name in _known(type(tokenizer), *options)}))
+    kind: Any = type(tokenizer)
+    return str(tokenizer.decode(ids, **{name: options[name] for name in _known(kind, *options)}))
 
 
 @lru_cache(maxsize=64)

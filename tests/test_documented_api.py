@@ -18,6 +18,7 @@ import agilerl
 from agilerl import algorithms
 from agilerl.algorithms import ALGORITHMS, GRPO, EvolvableAlgorithm, LLMAlgorithm
 from agilerl.errors import ConfigError
+from agilerl.hpo.mutation import Mutations
 from agilerl.runtime import Runtime
 from tests.tiny_models import PAD, random_model
 
@@ -264,6 +265,27 @@ def test_update_lr_sets_rates_and_returns_a_schedule() -> None:
         rates.append([g["lr"] for g in optimizer.param_groups])
     assert rates[1] == pytest.approx([0.1, 0.2])
     assert rates[3] == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_update_lr_of_an_agents_optimizer_is_that_of_the_agent(runtime: Runtime) -> None:
+    agent = GRPO(runtime=runtime, pad_token_id=PAD)
+    assert agent.update_lr(agent.optimizer, 2e-4, "accelerator") == ("accelerator", None)
+    assert (agent.lr, agent.optimizer.param_groups[0]["lr"]) == (2e-4, 2e-4)
+    config = algorithms.CosineLRScheduleConfig(num_epochs=4, warmup_proportion=0.5)
+    _, schedule = agent.update_lr(agent.optimizer, 3e-4, scheduler_config=config)
+    assert schedule.get_last_lr() == [pytest.approx(1e-4)]  # the first of two steps of warm-up
+    both = algorithms.PPO(runtime=runtime, pad_token_id=PAD)
+    both.update_lr(both.optimizer, (1e-4, 2e-4))
+    assert (both.lr_actor, both.lr_critic) == (1e-4, 2e-4)
+
+
+def test_mutations_by_position_are_in_agilerls_order() -> None:
+    made = Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, None, True, 7, "cpu", None)
+    assert (made.mutation_sd, made.mutate_elite, made.rand_seed) == (0.1, True, 7)
+    with pytest.raises(ConfigError, match="mutation_sd, found -1"):
+        Mutations(0.2, 0, 0, 0, 0, 0.8, -1)
+    with pytest.raises(ConfigError, match="found 13"):
+        Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, None, True, 7, "cpu", None, 3)
 
 
 def test_every_default_that_is_another_one_is_in_the_docs() -> None:

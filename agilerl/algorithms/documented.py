@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
-from agilerl.arguments import Location, checked, shown, taken
+from agilerl.arguments import Having, Location, checked, shown, taken
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models import adapters
@@ -89,6 +89,7 @@ class OptimizerView:
     """``agent.optimizer``: AdamW's settings of the next step, a group for each trained slot; to read only."""
 
     def __init__(self, agent: Any) -> None:
+        self.agent = agent
         self.param_groups: list[dict[str, Any]] = [
             {
                 "name": name,
@@ -345,15 +346,22 @@ class DocumentedSurface:
     @staticmethod
     @checked
     def update_lr(
-        optimizer: torch.optim.Optimizer,
+        optimizer: Annotated[Any, Having("an optimizer", ("param_groups",), "pass agent.optimizer")],
         lr: float | tuple[float, float],
         accelerator: Any = None,
         scheduler_config: CosineLRScheduleConfig | None = None,
     ) -> tuple[Any, LambdaLR | None]:
-        """Set the rates of a torch optimizer's groups, with a schedule if one is given; returns accelerator, schedule.
+        """Set the rates of an optimizer's groups, with a schedule if one is given; returns accelerator, schedule.
 
         An agent needs no such call: its rate is its hyperparameter, and assigning that takes effect at the next step.
+        With ``agent.optimizer`` it is assigned here, and a schedule takes the place of the agent's.
         """
+        if isinstance(optimizer, OptimizerView):
+            agent = optimizer.agent
+            names = agent.get_lr_names()
+            agent.set_hyperparameters(dict(zip(names, lr if isinstance(lr, tuple) else (lr,) * len(names))))
+            agent.cosine_lr_schedule_config = scheduler_config or agent.cosine_lr_schedule_config
+            return accelerator, agent.lr_scheduler
         rates = lr if isinstance(lr, tuple) else (lr,) * len(optimizer.param_groups)
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate

@@ -25,7 +25,7 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _OF_ENGINES = (
     *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "max_loras"),
     *("max_lora_rank", "enforce_eager", "sleep_mode", "sleep_mode_level", "dtype", "quantization", "kv_cache_dtype"),
-    *("kv_cache_memory_bytes", "enable_prefix_caching", "engine_kwargs"),
+    *("kv_cache_memory_bytes", "enable_prefix_caching", "strip_multimodal_towers", "engine_kwargs"),
 )
 """What a server was told when it was started."""
 _OURS = frozenset(
@@ -114,7 +114,8 @@ class VLLMConfig(BaseModel):
     enable_prefix_caching: bool = True
     """Compute what prompts of one adapter have in common once."""
     strip_multimodal_towers: bool = False
-    """Not available: must be false."""
+    """Leave vision and audio parts of a multimodal base out of vLLM, as the trainer does (vLLM's
+    ``language_model_only``)."""
     engine_kwargs: dict[str, bool | int | float] = Field(default_factory=dict)
     """Further keywords of ``vllm.LLM``: ``{enable_chunked_prefill: true, block_size: 32}``. Numbers and booleans alone,
     because vLLM reads some texts as the names of code; not those that have a setting here, or that the engine needs."""
@@ -162,8 +163,6 @@ class VLLMConfig(BaseModel):
                 raise ValueError(f"engine_kwargs.{name} is set by {place}; leave it out of engine_kwargs")
             if type(value) not in (bool, int, float):
                 raise ValueError(f"engine_kwargs.{name}: expected a number or a boolean, found {value!r}")
-        if self.strip_multimodal_towers:
-            raise ValueError("strip_multimodal_towers=True is not available; leave it out")
         if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:
             raise ValueError(f"max_lora_rank={self.max_lora_rank} is above vLLM's maximum, {LORA_RANKS[-1]}")
         # Not whether it was given: a resolved manifest gives everything.
@@ -173,9 +172,10 @@ class VLLMConfig(BaseModel):
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True)
         ]
         if self.base_url is not None and given:
+            flag = {"strip_multimodal_towers": "language_model_only"}.get(given[0], given[0]).replace("_", "-")
             raise ValueError(
-                f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{given[0].replace('_', '-')}"
-                "); leave it out here, or leave out base_url"
+                f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{flag}); leave it out here, "
+                "or leave out base_url"
             )
         return self
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from agilerl.arguments import Seed, checked
 from agilerl.data import Trajectory
-from agilerl.envs.core import AnyTask, Message, Place, Row, Split, Task, TaskWrapper
+from agilerl.envs.core import AnyTask, Place, Row, Split, Task, TaskWrapper
 from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import (
@@ -110,7 +110,7 @@ def render_whole(tokenizer: Any, text: str, max_tokens: int | None = None) -> Ex
     return _fitted(Example(ids, [False] + [True] * (len(ids) - 1), text), max_tokens)
 
 
-def _answer(text: str, calls: Sequence[Mapping[str, Any]]) -> Message:
+def _answer(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
 
 

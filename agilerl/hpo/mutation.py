@@ -114,6 +114,7 @@ class Mutations:
     ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
     ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
     ``activation_selection``, ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
+    ``documented`` are AgileRL's further arguments by position, from ``mutation_sd`` to ``accelerator``.
     Raises ConfigError for probabilities below zero or all zero, and settings out of range.
     """
 
@@ -126,7 +127,7 @@ class Mutations:
         parameters: float,
         activation: float,
         rl_hp: float,
-        *,
+        *documented: Any,
         mutation_sd: Positive = 0.03,
         activation_selection: Sequence[str] | None = None,
         mutate_elite: bool = False,
@@ -137,6 +138,16 @@ class Mutations:
         rank_range: tuple[int, int] = (4, 64),
         crossover: Share = 0.0,
     ) -> None:
+        if documented:
+            order = ("mutation_sd", "activation_selection", "mutate_elite", "rand_seed", "device", "accelerator")
+            if len(documented) > len(order):
+                raise ConfigError(f"Mutations: expected at most 12 arguments by position, found {6 + len(documented)}")
+            given: dict[str, Any] = dict(zip(order, documented))
+            rest = {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range, "crossover": crossover}
+            Mutations.__init__(
+                self, no_mutation, architecture, new_layer_prob, parameters, activation, rl_hp, **given, **rest
+            )
+            return
         chances: dict[Kind, float] = {
             "none": no_mutation,
             "rank": architecture,

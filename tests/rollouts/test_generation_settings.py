@@ -394,6 +394,8 @@ def test_engine_keywords_reach_vllm_beside_the_settings() -> None:
     )
     assert plain["enable_chunked_prefill"] is False  # what suits a CPU, unless settings say otherwise
     assert more == {**plain, **given}
+    text_alone = ColocatedVLLM(base, VLLMConfig(strip_multimodal_towers=True)).options("somewhere", 2)
+    assert text_alone == {**plain, "language_model_only": True}
 
 
 @pytest.mark.parametrize(

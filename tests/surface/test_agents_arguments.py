@@ -372,7 +372,7 @@ VLLM: dict[str, Entry] = {
     "kv_cache_dtype": to("fp8"),
     "kv_cache_memory_bytes": to(2**20),
     "enable_prefix_caching": to(False),
-    "strip_multimodal_towers": Refused(True),
+    "strip_multimodal_towers": to(True),
     "stop_sequences": to(["."]),
     "presence_penalty": to(1.0),
     "frequency_penalty": to(1.0),

@@ -107,6 +107,7 @@ class ColocatedVLLM:
             "max_num_batched_tokens": c.max_num_batched_tokens,
             "quantization": c.quantization,
             "kv_cache_dtype": c.kv_cache_dtype,
+            "language_model_only": c.strip_multimodal_towers or None,
         }
         given = {name: value for name, value in options.items() if value is not None}
         return {**(self._cpu_options() if on_cpu else {}), **c.engine_kwargs, **given}
