@@ -95,10 +95,10 @@ def reopened(root: Path, *, report: Any = print) -> RunConfig:
 
 
 def refusal(config: RunConfig) -> str | None:
-    """Return what is wrong with a configuration, if anything is."""
+    """Return what is wrong with a configuration, if anything is; a value that a range moves counts."""
     try:
         check(config)
-    except ConfigError as error:
+    except (ConfigError, UserWarning) as error:
         return str(error)
     return None
 
