@@ -1,6 +1,6 @@
 """What other trainers call our settings, for the message about an unknown key.
 
-Names as of TRL 1.16, verl 0.6, OpenRLHF 0.9 and Tunix 0.1. The same idea is often counted in another unit: then the
+Names as of TRL 1.16, verl 0.6, OpenRLHF 0.9 and Tunix 0.1.7. The same idea is often counted in another unit: then the
 entry says so, because a value that is carried over unchanged would be wrong.
 """
 
@@ -135,12 +135,23 @@ NAMES: dict[str, dict[str, str]] = {
         "packing_samples": "algorithm.use_sequence_packing",
     },
     "Tunix": {
+        "train_micro_batch_size": f"{MICRO}, which counts completions where Tunix counts prompts",
+        "epsilon_low": BOUNDS,
+        "epsilon_high": BOUNDS,
+        "epsilon_c": "algorithm.dual_clip",
+        "loss_algo": "algorithm.loss_type",
+        "policy_loss_fn": "algorithm.loss_type (a custom function: the keyword loss of an agent)",
+        "loss_agg_mode": "algorithm.loss_norm",
+        "advantage_estimator": "algorithm.adv_norm (gae: algorithm.name=PPO)",
+        "kl_loss_mode": "algorithm.kl_estimator",
+        "kl_method": "algorithm.kl_estimator",
+        "clip_range_value": "algorithm.vf_clip_coef",
+        "actor_optimizer": "algorithm.lr (algorithm.lr_actor of PPO)",
+        "critic_optimizer": "algorithm.lr_critic",
         "max_tokens_to_generate": LENGTH,
         "max_generation_steps": LENGTH,
-        "train_micro_batch_size": MICRO,
         "eval_every_n_steps": EXAMS,
         "checkpoint_root_directory": OUT,
-        "value_clip_range": "algorithm.vf_clip_coef",
     },
 }
 """By trainer: its name, alone or with the sections around it, and our key with what is different about it."""
@@ -154,11 +165,13 @@ def ours(path: str, value: Any = None) -> str | None:
     found: dict[str, None] = {}
     for name in _leaves(path, value):
         parts = name.split(".")
-        for start in range(len(parts)):
-            suffix = ".".join(parts[start:])
-            trainer = next((trainer for trainer, names in NAMES.items() if suffix in names), None)
-            if trainer is not None:
-                found[f"{trainer}'s {suffix} is {NAMES[trainer][suffix]} here"] = None
+        for suffix in (".".join(parts[start:]) for start in range(len(parts))):
+            meanings: dict[str, list[str]] = {}
+            for trainer, names in NAMES.items():
+                if suffix in names:
+                    meanings.setdefault(names[suffix], []).append(f"{trainer}'s")
+            found |= {f"{' and '.join(of)} {suffix} is {text} here": None for text, of in meanings.items()}
+            if meanings:
                 break
     return "; ".join(found) or None
 

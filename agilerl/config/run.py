@@ -677,9 +677,8 @@ def addresses_of(name: str) -> list[str]:
 def unknown_section(key: str, value: Any = None) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
     places = " or ".join(map(repr, addresses_of(key)))
-    if places:
-        return f"did you mean {places}?"
-    return ours(key, value) or nearest(key.partition(".")[0], RunConfig.model_fields)
+    hints = [f"did you mean {places}?" if places else None, ours(key, value)]
+    return " ".join(filter(None, hints)) or nearest(key.partition(".")[0], RunConfig.model_fields)
 
 
 def default_out(config: RunConfig) -> Path:
