@@ -572,6 +572,10 @@ _READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "re
 """Columns that something here reads."""
 
 
+_OF_TUNIX = {"prompt": "prompts", "chosen": "chosen_responses", "rejected": "rejected_responses"}
+"""Columns of Tunix's rows, read without being renamed by the user."""
+
+
 def _read_as_meant(own: str, theirs: str, known: Sequence[str]) -> tuple[str, str]:
     """Return a new name and that in the source; AgileRL's manifests have them the other way round."""
     return (theirs, own) if theirs not in known and own in known and theirs in _READ else (own, theirs)
@@ -581,6 +585,9 @@ def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
     """Rename columns; raises EnvError for missing and duplicate columns."""
     known = part.columns
     columns = dict(_read_as_meant(own, theirs, known) for own, theirs in columns.items())
+    if not {"question", "prompt", "messages"} & {*known, *columns}:
+        free = {*known, *columns} - {*columns.values()}
+        columns |= {own: theirs for own, theirs in _OF_TUNIX.items() if theirs in free and own not in free}
     for own, theirs in columns.items():
         if theirs not in known:
             raise EnvError(

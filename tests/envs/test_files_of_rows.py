@@ -112,6 +112,27 @@ def test_columns_are_renamed_and_all_others_stay() -> None:
     assert (swapped[0]["prompt"], swapped[0]["answer"]) == ("2020-01-02", "When, exactly?")
 
 
+@pytest.mark.parametrize(
+    ("columns", "renamed", "read"),
+    [
+        (("prompts", "answer"), {}, ["prompt", "answer"]),
+        (
+            ("prompts", "chosen_responses", "rejected_responses"),
+            {},
+            ["prompt", "chosen", "rejected"],
+        ),
+        (("prompts", "question", "answer"), {}, ["prompts", "question", "answer"]),
+        (("prompts", "answer"), {"question": "prompts"}, ["question", "answer"]),
+        (("prompts", "text"), {"question": "text"}, ["prompts", "question"]),
+    ],
+)
+def test_rows_of_tunix_are_read_unless_something_else_is_the_prompt(
+    columns: tuple[str, ...], renamed: dict[str, str], read: list[str]
+) -> None:
+    assert read_dataset([dict.fromkeys(columns, "x")], columns=renamed).columns == read
+
+
+
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 BROKEN = {
