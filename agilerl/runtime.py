@@ -12,13 +12,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, checked, described
+from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, Within, checked, described
 from agilerl.config.base_model import LOADING, SharedOptions, contradiction
 from agilerl.config.distributed import Sharding
 from agilerl.config.vllm import VLLMConfig
-from agilerl.data import Completion, MicroBatch, RolloutBatch, cut
+from agilerl.data import Completion, MicroBatch, RolloutBatch, Trajectory, cut
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.examples import render_completion, trajectories
+from agilerl.envs.prompts import as_messages, decode_completions, render_prompt
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.functional import router_balance_loss
 from agilerl.models import adapters
@@ -52,7 +54,7 @@ from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.collect import Collected, collect, generate_beside
-from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, RolloutEngine, custom_engine
+from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, RolloutEngine, SamplingSettings, custom_engine
 from agilerl.rollouts.torch_engine import Stops, TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
@@ -530,9 +532,80 @@ class Runtime:
         """Return the graded trajectories of each ask, in order; the processes share the work."""
         return collect(self.processes, self.lockstep, self.engine, task, tokenizer, asks)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def complete(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of each request of this process, in order; all processes generate at the same time."""
         return generate_beside(self.processes, self.lockstep, self.engine, requests)
+
+    @checked
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        max_new_tokens: Count | None = None,
+        temperature: Annotated[float, Within(0)] = 0.0,
+        seed: Whole = 0,
+    ) -> str | list[str]:
+        """Return the base's answer to a text or conversation, without any adapter; arguments as of ``agent.generate``.
+
+        ``max_new_tokens`` None: what the context leaves.
+        """
+        most = self.base.context_length
+        return self.answers(None, prompts, most, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+
+    def answers(
+        self,
+        slot: int | None,
+        prompts: str | Sequence[Any],
+        context_length: int,
+        *,
+        max_new_tokens: int | None,
+        temperature: float,
+        seed: int,
+    ) -> str | list[str]:
+        """Return the answer of a slot (None: the base) to a text or conversation, or its answers to a list of them."""
+        conversational = not isinstance(prompts, str) and bool(prompts) and isinstance(prompts[0], Mapping)
+        several = not isinstance(prompts, str) and not conversational
+        tokenizer = self._reads_text("generate")
+        asked = [as_messages(one) for one in (prompts if several else [prompts])]
+        ids = [render_prompt(tokenizer, messages, context_length - 1) for messages in asked]
+        limits = [min(max_new_tokens or context_length, context_length - len(prompt)) for prompt in ids]
+        requests = [
+            GenerationRequest(
+                slot,
+                prompt,
+                1,
+                SamplingSettings(limit, temperature=temperature),
+                purpose="generate",
+                key=(seed, number),
+            )
+            for number, (prompt, limit) in enumerate(zip(ids, limits), self.first_number(len(ids)))
+        ]
+        completions = [completion for (completion,) in self.complete(requests)]
+        texts: list[str] = decode_completions(tokenizer, [completion.token_ids for completion in completions])
+        return texts if several else texts[0]
+
+    @checked
+    def tokenize(self, conversation: str | Sequence[Any]) -> Trajectory:
+        """Return a text or conversation as tokens, rendered as for training; it has no reward and no log-probs.
+
+        If its last message is the assistant's, that is the completion, whose tokens ``agent.logprobs`` and
+        ``agent.accumulate`` see once ``collate([...], pad_token_id)`` has made a batch; else it is only a prompt.
+
+        Raises ConfigError without a tokenizer, and for a conversation of another form; EnvError for an empty prompt.
+        """
+        tokenizer, messages = self._reads_text("tokenize"), as_messages(conversation)
+        if messages[-1]["role"] != "assistant":
+            return Trajectory(render_prompt(tokenizer, messages), [], [], None, [float("nan")])
+        (found,) = trajectories([render_completion(tokenizer, messages[:-1], messages[-1]["content"])], 0, {})
+        return found
+
+    def _reads_text(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{what} reads and writes text, and this base has no tokenizer; load the base by its name, or use "
+                "token ids: agent.get_action"
+            )
+        return self.tokenizer
 
     def first_number(self, count: int) -> int:
         """Return the number of this process's first thing, if those of all processes are counted one after another."""

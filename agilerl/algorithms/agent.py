@@ -42,11 +42,10 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, shown
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, shown
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
-from agilerl.envs.prompts import decode_completions, render_prompt
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.guard import Vitals
@@ -285,7 +284,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))  # of all processes together
         ]
         self.rollouts += 1
-        groups = self.runtime.generate(requests)
+        groups = self.runtime.complete(requests)
         self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
         return action_result(ids, groups, self.pad_token_id)
 
@@ -307,31 +306,10 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
         Raises ConfigError without a tokenizer, and for prompts of another form; EnvError for one that is too long.
         """
-        tokenizer = self.runtime.tokenizer
-        if tokenizer is None:
-            raise ConfigError(
-                "generate reads and writes text, and this agent's base has no tokenizer; load the base by its name, or "
-                "use get_action"
-            )
-        conversational = not isinstance(prompts, str) and bool(prompts) and isinstance(prompts[0], Mapping)
-        several = not isinstance(prompts, str) and not conversational
-        asked = [_conversation(one) for one in (prompts if several else [prompts])]
-        ids = [render_prompt(tokenizer, messages, self.context_length - 1) for messages in asked]
-        limit = max_new_tokens or getattr(self.config, "max_output_tokens", None) or self.context_length
-        requests = [
-            GenerationRequest(
-                self.slot,
-                prompt,
-                1,
-                SamplingSettings(min(limit, self.context_length - len(prompt)), temperature=temperature),
-                purpose="generate",
-                key=(seed, number),
-            )
-            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))
-        ]
-        completions = [completion for (completion,) in self.runtime.generate(requests)]
-        texts: list[str] = decode_completions(tokenizer, [completion.token_ids for completion in completions])
-        return texts if several else texts[0]
+        limit = max_new_tokens or getattr(self.config, "max_output_tokens", None)
+        return self.runtime.answers(
+            self.slot, prompts, self.context_length, max_new_tokens=limit, temperature=temperature, seed=seed
+        )
 
     @checked
     def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -834,16 +812,4 @@ def _say_that_the_context_ends_it(longest: int, context: int) -> None:
         f"max_output_tokens={longest} is above the context of {context} tokens (max_model_len, or what the base model "
         "holds), prompt included: completions end where the context is full; lower it",
         stacklevel=2,
-    )
-
-
-def _conversation(prompt: Any) -> list[Mapping[str, Any]]:
-    """Return a text as a message of the user, a conversation as it is; raises ConfigError for anything else."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        return list(prompt)
-    raise ConfigError(
-        f"generate(prompts=...): expected a text or a list of {{'role', 'content'}}, or a list of these, found "
-        f"{described(prompt)} in it"
     )

@@ -294,7 +294,7 @@ def _reply(
             del messages[system : system + 2]
     sampling = replace(sampling, max_new_tokens=max(1, min(most_tokens, room - len(ids))))
     request = GenerationRequest(slot, ids, 1, sampling, "chat", (turn,))
-    ((completion,),) = runtime.generate([request])
+    ((completion,),) = runtime.complete([request])
     return decode_completions(runtime.tokenizer, [completion.token_ids])[0]
 
 

@@ -356,6 +356,6 @@ def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str
     if found:
         return found
     raise ConfigError(
-        f"an observation is text or a list of messages {{'role', 'content'}}, found {type(observation).__name__} "
+        f"expected text or a list of messages {{'role', 'content'}}, found {type(observation).__name__} "
         f"{str(observation)[:60]!r}"
     )

@@ -280,7 +280,7 @@ def compare_responses(
         room = agent.context_length - len(ids)
         settings = SamplingSettings(max_new_tokens=max(1, min(max_new_tokens, room)), temperature=drawn)
         requests += [GenerationRequest(slot, ids, 1, settings, "act", (number,)) for slot in slots.values()]
-    groups = agent.runtime.generate(requests)
+    groups = agent.runtime.complete(requests)
     said = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]
     found = []
     for number, (prompt, chosen, rejected) in enumerate(samples):

@@ -43,7 +43,8 @@ def test_every_entry_names_keys_that_exist(trainer: str, name: str, text: str) -
     assert keys or "--out" in text
     assert [key for key in keys if not exists(key)] == []
     hint = ours(name)
-    assert hint is not None and re.search(rf"{trainer}'s [^;]*\b{name} is {re.escape(text)} here", hint)
+    assert hint is not None
+    assert re.search(rf"{trainer}'s [^;]*\b{name} is {re.escape(text)} here", hint)
 
 
 def test_only_one_name_means_something_else_here() -> None:

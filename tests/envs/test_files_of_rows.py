@@ -132,7 +132,6 @@ def test_rows_of_tunix_are_read_unless_something_else_is_the_prompt(
     assert read_dataset([dict.fromkeys(columns, "x")], columns=renamed).columns == read
 
 
-
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 BROKEN = {

@@ -13,7 +13,7 @@ from agilerl.cli.app import app
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import VLLMConfig
-from agilerl.data import Completion
+from agilerl.data import Completion, collate
 from agilerl.envs import ReasoningGymTask
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import decode_completions, render_prompt
@@ -294,11 +294,43 @@ def test_generate_answers_texts_and_conversations() -> None:
     assert agent.generate([]) == []
 
 
+def test_the_base_answers_texts_without_any_adapter() -> None:
+    runtime = Runtime.from_pretrained("embedded")
+    asked = [QUESTION + word for word in ("sun", "moon", "comet")]
+    alone = runtime.generate(asked, max_new_tokens=8)
+    agent = GRPO(runtime=runtime, group_size=2, max_output_tokens=8)
+    assert agent.generate(asked) == alone  # an adapter that has learned nothing
+    store = runtime.store
+    store.load_adapter(agent.slot, [(a, torch.full_like(b, 0.3)) for a, b in store.adapter(agent.slot)])
+    assert agent.generate(asked) != alone
+    assert runtime.generate(asked, max_new_tokens=8) == alone
+    assert runtime.generate([{"role": "user", "content": asked[0]}], max_new_tokens=8) == alone[0]
+    hot = [runtime.generate(asked, max_new_tokens=8, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
+    assert hot[0] == hot[1] != hot[2]
+
+
+def test_a_conversation_as_tokens_is_what_was_sampled() -> None:
+    agent = GRPO(runtime=Runtime.from_pretrained("embedded"), group_size=2, max_output_tokens=8)
+    question = [{"role": "user", "content": QUESTION + "sun"}]
+    prompt = agent.runtime.tokenize(QUESTION + "sun")
+    assert (prompt.prompt_ids, prompt.token_ids) == (render_prompt(agent.runtime.tokenizer, question), [])
+    action = agent.get_action([{"input_ids": torch.tensor([prompt.prompt_ids])}], training=False)
+    (text,) = decode_completions(
+        agent.runtime.tokenizer, [action.completion_ids[0][0, len(prompt.prompt_ids) :].tolist()]
+    )
+    thread = agent.runtime.tokenize([*question, {"role": "assistant", "content": text}])
+    assert torch.tensor(thread.prompt_ids + thread.token_ids).equal(action.completion_ids[0][0])
+    assert (thread.prompt_ids, thread.text, all(thread.action_mask)) == (prompt.prompt_ids, text, True)
+    batch = collate([thread, prompt], agent.pad_token_id)
+    assert (agent.logprobs(batch) != 0).sum(1).tolist() == [len(thread.token_ids), 0]
+
+
 @pytest.mark.parametrize("prompts", [5, [3], [[]], [[1, 2]], {"role": "user"}, [{"role": "user"}]])
 def test_generate_refuses_other_things(prompts: Any) -> None:
     agent = GRPO(runtime=Runtime.from_pretrained("embedded"), group_size=2, max_output_tokens=8)
-    with pytest.raises(ConfigError):
-        agent.generate(prompts)
+    for method in (agent.generate, agent.runtime.generate, agent.runtime.tokenize):
+        with pytest.raises(ConfigError):
+            method(prompts)
 
 
 # -- an engine of one's own -------------------------------------------------------------------------------------------
