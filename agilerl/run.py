@@ -20,6 +20,7 @@ from agilerl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
     from agilerl.cli.progress import View
+    from agilerl.config.run import RunConfig
     from agilerl.report.load import Score
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
@@ -77,7 +78,7 @@ def train(
         warnings.filterwarnings("ignore", message="IProgress not found")
     from agilerl.config.manifest import load_manifest
     from agilerl.config.run import place_of_run
-    from agilerl.runs.directory import check_vacant
+    from agilerl.training.given import in_manifest, rows_beside
 
     unknown = next((name for name in sections if name not in SECTIONS), None)
     if unknown is not None:
@@ -92,35 +93,22 @@ def train(
         max_tokens=max_tokens,
         seed=seed,
     )
-    graders = [] if reward is None else [_grader(one) for one in _rewards(reward)]
-    if graders:
-        chosen.append(f"environment.graders={json.dumps([{'name': name} for name in graders])}")
+    given, rows = in_manifest(dataset, reward)
     file = None if manifest is None else Path(manifest)
-    if dataset is None or isinstance(dataset, str | Path):
-        rows, source = None, None if dataset is None else str(dataset)
-    else:
-        from agilerl.envs.sources import read_dataset
 
-        rows, source = read_dataset(dataset), "rows.jsonl"
-    if source is not None:
-        chosen.append(f"environment.dataset={json.dumps(source)}")
-    config = load_manifest(file, chosen)
+    def configured(**environment: Any) -> "RunConfig":
+        own = [f"environment.{name}={json.dumps(value)}" for name, value in {**given, **environment}.items()]
+        return load_manifest(file, [*chosen, *own])
+
+    config = configured()
     with place_of_run(config, None if out is None else Path(out)) as root:
-        if rows is not None:
-            check_vacant(root)  # the rows beside a run that exists are still needed
-            place = root.with_name(f"{root.name}.rows.jsonl")
-            _write_rows(place, rows)
-        from agilerl.training.loop import train as events_of
-        from agilerl.training.setup import build
+        with rows_beside(root, rows) as place:
+            from agilerl.training.loop import train as events_of
+            from agilerl.training.setup import build
 
-        try:
-            if rows is not None:
-                config = load_manifest(file, [*chosen[:-1], f"environment.dataset={json.dumps(str(place.absolute()))}"])
+            if place is not None:
+                config = configured(dataset=place)
             session = build(config, allow_code=allow_code)
-        except BaseException:
-            if rows is not None:
-                place.unlink(missing_ok=True)  # no run reads them
-            raise
         _follow(lambda: events_of(session, root), session, root, display)
     return Run(root)
 
@@ -184,42 +172,6 @@ def _overrides(
     if max_tokens is not None:  # a sample has at least one token, so these end no run before
         settings.setdefault("training.max_steps", max_tokens)
     return [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
-
-
-def _rewards(reward: Any) -> list[Any]:
-    """Return the rewards of one argument, which is one or a list of them; raises ConfigError for an empty list."""
-    if reward == []:
-        raise ConfigError("reward: expected at least one in the list, found none; leave it out for the task's own")
-    return reward if isinstance(reward, list) else [reward]
-
-
-def _grader(reward: Any) -> str:
-    """Return the name by which a manifest can refer to a grader: its own, its place in a module, or one made up."""
-    if isinstance(reward, str):
-        return reward
-    if not callable(reward):
-        raise ConfigError(f"reward: expected a function, a grader or the name of one, found {described(reward)}")
-    from agilerl.custom_code import given_name
-
-    return given_name(reward)
-
-
-def _write_rows(place: Path, rows: Any) -> None:
-    """Write rows as JSON lines, so that a resumed run reads the same; raises EnvError for values that JSON lacks."""
-    from agilerl.errors import EnvError
-    from agilerl.runs.atomic import write_text
-
-    lines = []
-    for number, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise EnvError(
-                f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
-                "numbers, lists and dicts, or leave them out"
-            ) from error
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_text(place, "".join(f"{line}\n" for line in lines))
 
 
 class Run:
@@ -322,12 +274,13 @@ class Run:
         if self.is_finished:
             return self
         from agilerl.custom_code import give
+        from agilerl.training.given import listed
         from agilerl.training.loop import resume
         from agilerl.training.saved import open_run
         from agilerl.training.setup import build
 
         if reward is not None:
-            give(_code_in(self.config), _rewards(reward))
+            give(_code_in(self.config), listed(reward))
         saved = open_run(self.path, report=print if display else lambda _: None)
         try:
             session = build(saved.config, saved.checkpoint, allow_code=allow_code)

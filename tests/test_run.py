@@ -117,6 +117,24 @@ def test_an_interrupted_run_goes_on_to_the_same_files(
     assert (stopped.adapter / name).read_bytes() == (finished.adapter / name).read_bytes()
 
 
+def test_local_trainer_takes_the_same_rows_and_rewards(finished: agilerl.Run, tmp_path: Path) -> None:
+    sections = {name: finished.config[name] for name in ("algorithm", "training", "mutation", "selection_strategy")}
+    own = {"dataset": ROWS, "reward": short}
+    out, out_of_none = tmp_path / "same", tmp_path / "none"
+    agilerl.LocalTrainer(environment=SMALL["environment"], **sections, **own).train(out=out, verbose=False)
+    kept = out.with_name("same.rows.jsonl")
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == ROWS
+    assert (out / "lineage.jsonl").read_bytes() == (finished.path / "lineage.jsonl").read_bytes()
+    kept.write_text(kept.read_text().replace("1 + 1", "1 + 2"))
+    with pytest.raises(CheckpointError, match="rows"):
+        agilerl.LocalTrainer("GRPO", resume_from_checkpoint=out).train()
+    with pytest.raises(EnvError, match="column"):
+        agilerl.LocalTrainer("GRPO", dataset=[{"a": "1"}] * 60).train(out=out_of_none)
+    assert not out_of_none.with_name("none.rows.jsonl").exists()
+    with pytest.raises(ConfigError, match="reward: expected a function"):
+        agilerl.LocalTrainer("GRPO", dataset=ROWS, reward=5)
+
+
 def test_what_is_shown_is_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agilerl.train(task="reasoning_gym:gcd", evolve=[], out=tmp_path / "shown", **{**SMALL, "display": True})
     shown = capsys.readouterr().out

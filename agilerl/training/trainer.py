@@ -11,6 +11,7 @@ from agilerl.arguments import Location, Name, checked, described
 from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig, place_of_run
 from agilerl.errors import ConfigError
+from agilerl.training.given import in_manifest, rows_beside
 
 if TYPE_CHECKING:
     from agilerl.training.setup import Session
@@ -23,21 +24,24 @@ class LocalTrainer:
     """A manifest in Python: its sections as mappings, and ``train`` in place of ``agilerl train``.
 
     ``algorithm`` is a name or a section, ``environment`` a task (``reasoning_gym:gcd``), an environment's id or a
-    section; the others are sections of :doc:`docs/manifest.md`. The search is off unless ``hpo=True`` or a section
-    ``mutation`` or ``selection_strategy`` asks for it. ``resume_from_checkpoint`` is the directory of an unfinished
-    run, which is then resumed with its own settings; every agent starts from the adapter of the checkpoint
-    ``load_weights_from``, which is also its reference. Raises ConfigError for every wrong setting.
+    section; the others are sections of :doc:`docs/manifest.md`. ``dataset`` and ``reward`` are rows and graders of this
+    program, as in :func:`agilerl.train`. The search is off unless ``hpo=True`` or a section ``mutation`` or
+    ``selection_strategy`` asks for it. ``resume_from_checkpoint`` is the directory of an unfinished run, which is then
+    resumed with its own settings and rows; every agent starts from the adapter of the checkpoint ``load_weights_from``,
+    which is also its reference. Raises ConfigError for every wrong setting.
     """
 
     @checked
     def __init__(
         self,
         algorithm: Name | Mapping[str, Any],
-        environment: Name | Mapping[str, Any],
+        environment: Name | Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
         mutation: Mapping[str, Any] | None = None,
         selection_strategy: Mapping[str, Any] | None = None,
         *,
+        dataset: Any = None,
+        reward: Any = None,
         network: Mapping[str, Any] | None = None,
         hpo: bool = False,
         resume_from_checkpoint: Location | None = None,
@@ -49,9 +53,11 @@ class LocalTrainer:
         base = dict(network or {}) | {name: own.pop(name) for name in _OF_NETWORK if name in own}
         if load_weights_from is not None:
             base["adapter"] = _adapter(load_weights_from)
+        given, self._rows = in_manifest(dataset, reward)
+        named = _environment(environment) if isinstance(environment, str) else environment
         sections = {
             "algorithm": own,
-            "environment": _environment(environment) if isinstance(environment, str) else environment,
+            "environment": named if named is None and not given else {**(named or {}), **given},
             "training": {"device": device, **(training or {})},
             "network": base,
             "mutation": mutation,
@@ -59,11 +65,8 @@ class LocalTrainer:
         }
         if not hpo and mutation is None and selection_strategy is None:
             sections["selection_strategy"] = {"name": "none"}
-        self._begin(
-            config_of({name: section for name, section in sections.items() if section is not None}),
-            resume_from_checkpoint,
-            accelerator,
-        )
+        self._sections = {name: section for name, section in sections.items() if section is not None}
+        self._begin(config_of(self._sections), resume_from_checkpoint, accelerator)
 
     @classmethod
     @checked
@@ -81,6 +84,7 @@ class LocalTrainer:
         given = {"training": {"device": device}, "network": {"adapter": adapter}}
         own = {name: {k: v for k, v in section.items() if v is not None} for name, section in given.items()}
         made = cls.__new__(cls)
+        made._rows = None
         if isinstance(manifest, Mapping):
             read = {name: manifest.get(name) or {} for name in own}
             kept = {name: {**read[name], **own[name]} for name in own if isinstance(read[name], Mapping) and own[name]}
@@ -171,7 +175,13 @@ class LocalTrainer:
         asked = trackers(options)
         following = [*consumers, *([announce] if verbose else [])]
         if self.resume_from_checkpoint is None:
-            with place_of_run(self.config, None if out is None else Path(out)) as root:
+            with (
+                place_of_run(self.config, None if out is None else Path(out)) as root,
+                rows_beside(root, self._rows) as file,
+            ):
+                if file is not None:
+                    environment = {**self._sections["environment"], "dataset": file}
+                    self.config = config_of({**self._sections, "environment": environment})
                 self.session = build(self.config, allow_code=allow_code)
             events = train(self.session, root, trackers={**self.config.training.trackers, **asked})
         else:

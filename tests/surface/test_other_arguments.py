@@ -754,6 +754,8 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Scene, dict[str, Entry]]] = {
             "training": to({"pop_size": 2}),
             "mutation": to({"mutation_sd": 0.2}),
             "selection_strategy": to({"name": "tournament"}),
+            "dataset": Refused([{"question": "1 + 1", "answer": "2"}]),  # beside a task
+            "reward": to("accuracy"),
             "network": to({"max_context_length": 64}),
             "hpo": to(True),
             "resume_from_checkpoint": to("runs/one"),

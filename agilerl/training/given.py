@@ -1,0 +1,74 @@
+"""Rows and graders that a program holds, as settings of a run that can be resumed."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agilerl.arguments import described
+from agilerl.custom_code import given_name
+from agilerl.errors import ConfigError, EnvError
+from agilerl.runs.atomic import write_text
+from agilerl.runs.directory import check_vacant
+
+
+def in_manifest(dataset: Any, reward: Any) -> tuple[dict[str, Any], Any]:
+    """Return the keys ``dataset`` and ``graders`` of the section environment, and the rows if they are in memory."""
+    values: dict[str, Any] = {}
+    rows = None
+    if reward is not None:
+        values["graders"] = [{"name": _grader(one)} for one in listed(reward)]
+    if isinstance(dataset, str | Path):
+        values["dataset"] = str(dataset)
+    elif dataset is not None:
+        from agilerl.envs.sources import read_dataset
+
+        rows, values["dataset"] = read_dataset(dataset), "rows.jsonl"
+    return values, rows
+
+
+@contextmanager
+def rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
+    """Write rows next to the directory of a run that begins, and yield the file; None if there are no rows.
+
+    They are JSON lines, so that a resumed run reads the same, and are removed again if the run does not begin. Raises
+    EnvError for values that JSON lacks, CheckpointError if there is a run already, which still needs its rows.
+    """
+    if rows is None:
+        yield None
+        return
+    check_vacant(root)
+    place = root.with_name(f"{root.name}.rows.jsonl").absolute()
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
+                "numbers, lists and dicts, or leave them out"
+            ) from error
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_text(place, "".join(f"{line}\n" for line in lines))
+    try:
+        yield str(place)
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
+
+
+def listed(reward: Any) -> list[Any]:
+    """Return the rewards of one argument, which is one or a list of them; raises ConfigError for an empty list."""
+    if reward == []:
+        raise ConfigError("reward: expected at least one in the list, found none; leave it out for the task's own")
+    return reward if isinstance(reward, list) else [reward]
+
+
+def _grader(reward: Any) -> str:
+    """Return the name by which a manifest can refer to a grader: its own, its place in a module, or one made up."""
+    if isinstance(reward, str):
+        return reward
+    if not callable(reward):
+        raise ConfigError(f"reward: expected a function, a grader or the name of one, found {described(reward)}")
+    return given_name(reward)
