@@ -1,6 +1,6 @@
 """What other trainers call our settings, for the message about an unknown key.
 
-Names as of TRL 1.16, verl 0.6, OpenRLHF 0.9 and Tunix 0.1.7. The same idea is often counted in another unit: then the
+Names as of TRL 1.16, verl 0.9, OpenRLHF 0.9 and Tunix 0.1.7. The same idea is often counted in another unit: then the
 entry says so, because a value that is carried over unchanged would be wrong.
 """
 

@@ -1,0 +1,64 @@
+"""Statements about other projects: each page says of which version, and docs/sources.md when and where it was read."""
+
+import datetime
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl import other_trainers
+from agilerl.algorithms import ALGORITHMS
+from docs.check_sources import SOURCES, defaults, sources
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROJECTS = sorted({project for project, _ in sources()})
+NAMED = "|".join(PROJECTS)
+
+
+def about(text: str) -> set[str]:
+    """Return the projects that a page compares with: in a heading, or at the head of a table's column."""
+    heads = re.findall(r"^(\|.*)\n\|[ :|-]+$", text, re.MULTILINE)
+    places = [*re.findall(r"^#+ .*$", text, re.MULTILINE), *heads]
+    return {project for place in places for project in re.findall(rf"\b(?:{NAMED})\b", place)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_is_said_of_other_projects_has_a_source(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    known = sources()
+    if page != SOURCES and (about(text) or re.search(rf"\b({NAMED})\b \d+\.\d", text)):
+        assert "sources.md)" in text, f"{page.name} speaks of {about(text)} and does not link to sources.md"
+    for project, version in re.findall(rf"\b({NAMED})\b[^\w.,;:|(]{{1,2}}(\d+\.\d+(?:\.\d+)?)", text):
+        rows = [row for name, row in known if name == project]
+        assert any(f"{row}.".startswith(f"{version}.") for row in rows), f"{project} {version} is none of {rows}"
+
+
+def test_each_source_has_a_day_and_a_place() -> None:
+    for (project, _), (released, read, where) in sources().items():
+        days = [datetime.date.fromisoformat(day) for day in (released, read) if day != "-"]
+        assert days == sorted(days), project
+        assert len(where) > 10, project
+
+
+def test_names_of_other_trainers_are_of_these_versions() -> None:
+    said = re.findall(rf"\b({NAMED})\b (\d+\.\d+(?:\.\d+)?)", inspect.getdoc(other_trainers) or "")
+    assert {project for project, _ in said} == set(other_trainers.NAMES)
+    for project, version in said:
+        assert any(name == project and f"{row}.".startswith(f"{version}.") for name, row in sources()), project
+
+
+def test_defaults_of_this_project_are_as_listed() -> None:
+    listed = defaults()
+    assert len(listed) > 20
+    for (algorithm, argument), (*_, here) in listed.items():
+        found: Any = inspect.signature(ALGORITHMS[algorithm]).parameters[argument].default
+        assert found == here, (algorithm, argument)
+
+
+def test_the_tables_are_read_as_written() -> None:
+    assert defaults()["GRPO", "lr"] == (5e-7, 5e-7, 1e-5)
+    assert about("# Coming from TRL\n") == {"TRL"}
+    assert about("text\n| topic | Tunix 0.1 |\n| --- | --- |\n| TRL | 1 |\n") == {"Tunix"}
