@@ -12,6 +12,7 @@ import agilerl
 from agilerl.custom_code import given_name, load_code
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.rewards.grader import exact_match
+from agilerl.training.events import IterationDone
 from tests.training.small_runs import environment
 
 pytestmark = pytest.mark.model
@@ -118,16 +119,26 @@ def test_an_interrupted_run_goes_on_to_the_same_files(
 
 
 def test_local_trainer_takes_the_same_rows_and_rewards(finished: agilerl.Run, tmp_path: Path) -> None:
-    sections = {name: finished.config[name] for name in ("algorithm", "training", "mutation", "selection_strategy")}
-    own = {"dataset": ROWS, "reward": short}
+    def interrupting(event: Any) -> None:
+        if isinstance(event, IterationDone):
+            raise KeyboardInterrupt
+
     out, out_of_none = tmp_path / "same", tmp_path / "none"
-    agilerl.LocalTrainer(environment=SMALL["environment"], **sections, **own).train(out=out, verbose=False)
+    trainer = agilerl.LocalTrainer(
+        SMALL["algorithm"],
+        SMALL["environment"],
+        {**SMALL["training"], "pop_size": 2, "max_tokens": 9000, "max_steps": 9000},
+        {"rl_hp_selection": {"lr": {}}},
+        dataset=ROWS,
+        reward=short,
+        hpo=True,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(out=out, verbose=False, consumers=[interrupting])
     kept = out.with_name("same.rows.jsonl")
     assert [json.loads(line) for line in kept.read_text().splitlines()] == ROWS
+    agilerl.LocalTrainer("GRPO", resume_from_checkpoint=out).train(verbose=False)
     assert (out / "lineage.jsonl").read_bytes() == (finished.path / "lineage.jsonl").read_bytes()
-    kept.write_text(kept.read_text().replace("1 + 1", "1 + 2"))
-    with pytest.raises(CheckpointError, match="rows"):
-        agilerl.LocalTrainer("GRPO", resume_from_checkpoint=out).train()
     with pytest.raises(EnvError, match="column"):
         agilerl.LocalTrainer("GRPO", dataset=[{"a": "1"}] * 60).train(out=out_of_none)
     assert not out_of_none.with_name("none.rows.jsonl").exists()
