@@ -115,8 +115,8 @@ def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, flo
 
 def test_another_base_takes_the_formula() -> None:
     resolved = resolve(load_manifest(None))
-    found = resolved.with_rate("some/model", 1536, "qwen2").hyperparameters
-    assert found.lr == pytest.approx(lora_rate(1536, "qwen2"))  # type: ignore[attr-defined]
+    found = resolved.with_rate("some/model", 3072, "qwen2").hyperparameters
+    assert found.lr == pytest.approx(lora_rate(3072, "qwen2"))  # type: ignore[attr-defined]
 
 
 def test_ranges_that_the_user_gives_are_those_of_the_founders() -> None:
