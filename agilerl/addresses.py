@@ -1,28 +1,19 @@
-"""Requests to addresses that files name: which of them get a key, how much of an answer is read, if the hub answers."""
+"""Addresses that files name: which of them get a key, and whether the hub answers."""
 
 import os
 import re
 import socket
-import threading
-import time
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from agilerl.errors import ConfigError
 
-if TYPE_CHECKING:  # the command reads manifests with this file before its first output
-    import httpx2
-
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 """Environment variable with the addresses that keys may be sent to, separated by whitespace or commas."""
 
-_ANSWER_BYTES = 64 * 2**20
 _HUB_SECONDS = 5.0
 """Seconds to wait for a connection; the hub's client itself would retry for half a minute."""
-_ENCODINGS = ("", "identity", "gzip", "deflate")
-"""Compression methods that expand a piece of an answer to at most a thousand times its size."""
 OPENAI = "https://api.openai.com/v1"
 _OWN = {"OPENAI_API_KEY": OPENAI}
 """Keys of known services, with the addresses that they are for."""
@@ -99,79 +90,6 @@ def _covers(allowed: Address | None, target: Address) -> bool:
 def _shown(address: str) -> str:
     address = re.sub(r"(?<=://)[^/]*@", "***@", address)  # a password may precede the host
     return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
-
-
-def request(client: "httpx2.Client", method: str, url: Any, *, seconds: float, **arguments: Any) -> "httpx2.Response":
-    """Send a request and return the whole answer, of at most 64 MiB, decompressed.
-
-    A client's timeouts limit each wait for data, and a server that sends a byte a minute never exceeds them, be it in
-    headers, interim answers, or a compressed text of no length; ``seconds`` limits the whole answer. Raises
-    AnswerTooLarge, and whatever the client raises.
-    """
-    import httpx2
-
-    content = bytearray()
-    headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
-    before = getattr(_DEADLINE, "of_thread", None)
-    _DEADLINE.of_thread = time.monotonic() + seconds
-    try:
-        with client.stream(method, url, headers=headers, extensions={"trace": _bound_stream}, **arguments) as answer:
-            if answer.headers.get("Content-Encoding", "").lower() not in _ENCODINGS:
-                raise _too_large()("the answer is compressed with a method that was not requested")
-            for piece in answer.iter_bytes():
-                content += piece
-                if len(content) > _ANSWER_BYTES:
-                    raise _too_large()(f"the answer has more than {_ANSWER_BYTES >> 20} MiB")
-                _seconds_left()
-    finally:
-        _DEADLINE.of_thread = before
-    kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
-    return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
-
-
-_DEADLINE = threading.local()
-"""When the request of a thread has to be answered; a client without an event loop reads in the thread that asks."""
-
-
-def _seconds_left() -> float:
-    """Return the seconds left for the request of this thread; raises the client's timeout if there are none."""
-    import httpx2
-
-    deadline = getattr(_DEADLINE, "of_thread", None)
-    left = _NO_DEADLINE if deadline is None else deadline - time.monotonic()
-    if left <= 0:
-        raise httpx2.ReadTimeout("the answer was not complete in time")
-    return float(left)
-
-
-_NO_DEADLINE = 1e6  # a connection that is closed between requests
-
-
-def _bound_stream(event: str, about: dict[str, Any]) -> None:
-    """Let a new connection wait no longer than the request in progress has left; called with what the client does."""
-    stream = about.get("return_value")
-    if event.endswith(".complete") and hasattr(stream, "start_tls"):
-        for name in ("read", "write"):
-            setattr(stream, name, partial(_until_deadline, getattr(stream, name)))
-
-
-def _until_deadline(act: Any, data: Any, timeout: float | None = None) -> Any:
-    left = _seconds_left()
-    return act(data, timeout=left if timeout is None else min(timeout, left))
-
-
-@cache
-def _too_large() -> type[Exception]:
-    """Return the class of an answer that is longer than any that makes sense."""
-    import httpx2
-
-    class AnswerTooLarge(httpx2.HTTPError):
-        pass
-
-    return AnswerTooLarge
-
-
-_OF_TRANSFER = ("content-encoding", "content-length", "transfer-encoding")
 
 
 def is_out_of_reach() -> bool:

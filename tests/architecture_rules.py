@@ -10,7 +10,7 @@ POSITIONAL, DEPTH = 6, 4
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "other_trainers"),
-        *("processes", "addresses", "redaction", "templates", "padding", "bounds"),
+        *("processes", "addresses", "servers", "redaction", "templates", "padding", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),
     ("config",),

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
 import regex
 from jinja2 import StrictUndefined, Template, TemplateError, meta
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from pydantic import Field
 
-from agilerl.addresses import request
 from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
 from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.waiting import Answer, WaitingGrader
+from agilerl.servers import Reply, RequestError, Retries, Server
 from agilerl.templates import BoundedEnvironment, rendered
 
 TEMPLATE = """\
@@ -43,7 +43,21 @@ Reply with JSON and nothing else: {"score": <number from {{ low }} to {{ high }}
 JSON_OBJECT = re.compile(r"\{[^{}]*\}")
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 60.0
+_REPLY = 2**20
+"""Characters of a reply: more than any model writes."""
 _CACHE_BYTES = 2**30
+
+
+class _Message(Reply):
+    content: Annotated[str, Field(max_length=_REPLY)]
+
+
+class _Choice(Reply):
+    message: _Message
+
+
+class _Chat(Reply):
+    choices: Annotated[list[_Choice], Field(min_length=1)]
 
 
 class JudgeGrader(WaitingGrader):
@@ -131,23 +145,27 @@ class JudgeGrader(WaitingGrader):
         Raises:
             ConfigError: the environment variable of the key is not set.
         """
-        self._key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
-        if self.api_key_env is not None and not self._key:
+        key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
+        if self.api_key_env is not None and not key:
             raise ConfigError(
                 f"the judge {self.model} needs an API key: set the environment variable {self.api_key_env}, or "
                 "api_key_env to None for an endpoint without one"
             )
         if self.cache is not None and self.cache.exists():
             self._replies |= _read_cache(self.cache)
-        self._client = httpx2.Client(
-            headers={} if self._key is None else {"Authorization": f"Bearer {self._key}"},
-            timeout=self.timeout,
-            limits=httpx2.Limits(max_connections=self.concurrency),
+        self._server = Server(
+            f"the judge {self.model}",
+            self.base_url,
+            timeout=httpx2.Timeout(self.timeout),
+            seconds=4 * self.timeout,
+            connections=self.concurrency,
+            key=key,
+            retries=Retries(self.attempts, self.first_wait, LONGEST_WAIT, RETRIED, timeouts=True),
         )
 
     def release(self) -> None:
         """Close the connections."""
-        self._client.close()
+        self._server.close()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
         """Return a score for each completion, or the error if it has none."""
@@ -185,47 +203,14 @@ class JudgeGrader(WaitingGrader):
             reply = self._replies.get(key)
             if reply is not None:
                 return self._parsed(reply)
-            reply = self._ask(question)
+            reply = self._server.ask("/chat/completions", question, shape=_Chat).choices[0].message.content
             score = self._parsed(reply)
         except RewardError as error:
             return error
+        except RequestError as error:
+            return (RewardTimeoutError if error.is_late else RewardError)(str(error))
         self._keep(key, reply)
         return score
-
-    def _ask(self, body: Mapping[str, Any]) -> str:
-        retrying = Retrying(
-            stop=stop_after_attempt(self.attempts),
-            wait=self._wait,
-            retry=retry_if_exception(_passes),
-            reraise=True,
-        )
-        try:
-            response = retrying(self._post, body)
-            reply = response.json()["choices"][0]["message"]["content"]
-        except httpx2.HTTPStatusError as error:
-            status, text = error.response.status_code, self._without_key(error.response.text)
-            raise RewardError(f"{self.base_url} answered with status {status}: {_short(text)}") from None
-        except httpx2.HTTPError as error:
-            late = isinstance(error, httpx2.TimeoutException)
-            what = f"{self.base_url}: {type(error).__name__} {self._without_key(str(error))}"
-            raise (RewardTimeoutError if late else RewardError)(what) from None
-        except (ValueError, LookupError, TypeError, RecursionError):
-            found = _short(self._without_key(response.text))
-            raise RewardError(f"expected a chat completion from {self.base_url}, found {found}") from None
-        if not isinstance(reply, str):
-            raise RewardError(f"expected text as the reply of {self.model}, found {_short(repr(reply))}")
-        return reply
-
-    def _post(self, body: Mapping[str, Any]) -> httpx2.Response:
-        url = f"{self.base_url}/chat/completions"
-        return request(self._client, "POST", url, seconds=4 * self.timeout, json=dict(body)).raise_for_status()
-
-    def _wait(self, state: RetryCallState) -> float:
-        error = None if state.outcome is None else state.outcome.exception()
-        wanted = error.response.headers.get("Retry-After", "") if isinstance(error, httpx2.HTTPStatusError) else ""
-        if wanted.isdigit():
-            return min(float(wanted), LONGEST_WAIT)
-        return wait_exponential(multiplier=self.first_wait, max=LONGEST_WAIT)(state)
 
     def _parsed(self, reply: str) -> float:
         found = _json_score(reply) if self._pattern is None else _pattern_score(self._pattern, reply)
@@ -234,7 +219,7 @@ class JudgeGrader(WaitingGrader):
         return (found - self.low) / (self.high - self.low)
 
     def _unexpected(self, expected: str, reply: str) -> RewardError:
-        found = _short(self._without_key(reply))
+        found = _short(self._server.without_key(reply))
         return RewardError(f"expected {expected} in the reply of {self.model}, found {found}")
 
     def _keep(self, key: str, reply: str) -> None:
@@ -244,16 +229,6 @@ class JudgeGrader(WaitingGrader):
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with self.cache.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "reply": reply}) + "\n")
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
-
-
-def _passes(error: BaseException) -> bool:
-    """Return whether a failed request is worth another attempt."""
-    if isinstance(error, httpx2.HTTPStatusError):
-        return error.response.status_code in RETRIED
-    return isinstance(error, httpx2.TimeoutException | httpx2.NetworkError | httpx2.RemoteProtocolError)
 
 
 def _checked_url(base_url: str) -> str:
@@ -297,9 +272,10 @@ def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
 
 
 def json_values(reply: str, key: str) -> Iterator[Any]:
-    """Yield the values of a key in the JSON objects of a reply, the last object first; None where it is missing."""
-    for text in reversed(JSON_OBJECT.findall(reply)):
-        with suppress(ValueError):
+    """Yield the values of a key in the JSON objects of a reply, the last object first."""
+    named = f'"{key}"'
+    for text in reversed([text for text in JSON_OBJECT.findall(reply) if named in text]):  # parsing the rest takes long
+        with suppress(ValueError, RecursionError):
             yield json.loads(text).get(key)
 
 

@@ -1,17 +1,15 @@
 """A teacher behind an OpenAI-compatible endpoint: the log-probs that its model gives to tokens that others sampled."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx2
 import torch
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from pydantic import Field
 from torch import Tensor
 
-from agilerl.addresses import request
 from agilerl.arguments import Name, Positive, checked
 from agilerl.config.run import TEACHER_KEY
 from agilerl.config.vllm import server_url
@@ -19,14 +17,35 @@ from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
-from agilerl.rollouts.vllm.server import SAMPLE, passes
+from agilerl.rollouts.vllm.server import SAMPLE, Tokenized
+from agilerl.servers import Logprob, Reply, RequestError, Server
 
 TeacherAPI = Literal["prompt_logprobs", "echo"]
 """How an endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
 
-_ATTEMPTS, _CONNECTIONS = 4, 32
+_CONNECTIONS = 32
 _PATIENCE = 5.0
 """Seconds to wait for a connection."""
+_APIS = "; vLLM has log-probs of a prompt as prompt_logprobs, other servers with sharing.teacher_api: echo"
+
+
+class _Known(Reply):
+    logprob: Logprob
+    decoded_token: str | None = None
+
+
+class _Echo(Reply):
+    token_logprobs: list[Logprob | None]
+    tokens: Sequence[str] = ()
+
+
+class _Choice(Reply):
+    prompt_logprobs: list[dict[str, _Known] | None] | None = None
+    logprobs: _Echo | None = None
+
+
+class _Completion(Reply):
+    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
 
 
 class TeacherEndpoint:
@@ -46,12 +65,14 @@ class TeacherEndpoint:
             self.url = str(server_url(url))
         except ValueError as error:
             raise ConfigError(f"sharing.teacher_url: {error}") from None
-        self.model, self.api, self.timeout = model, api, timeout
-        self._key, self._closed = os.environ.get(TEACHER_KEY, ""), False
-        self._client = httpx2.Client(
+        self.model, self.api, self.timeout, self._closed = model, api, timeout, False
+        self._server = Server(
+            "the teacher",
+            self.url,
             timeout=httpx2.Timeout(timeout, connect=_PATIENCE),
-            limits=httpx2.Limits(max_connections=_CONNECTIONS),
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            seconds=timeout,
+            connections=_CONNECTIONS,
+            key=os.environ.get(TEACHER_KEY),
         )
 
     def __repr__(self) -> str:
@@ -65,21 +86,20 @@ class TeacherEndpoint:
         """
         text = SAMPLE + "".join(tokenizer.all_special_tokens)
         own = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-        found = self._post(
-            "/tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False}, optional=True
-        )
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        found = self._ask("/tokenize", body, shape=Tokenized, optional=True)
         if found is None:
             plain = [int(t) for t in tokenizer("What is 12 + 34? It is 46.", add_special_tokens=False)["input_ids"]]
-            said = "".join(self._texts(self._completed(plain), plain)[1:])
-            same = said.split() == tokenizer.decode(plain[1:], clean_up_tokenization_spaces=False).split()
+            texts = "".join(self._prompt(plain)[1])
+            same = texts.split() == tokenizer.decode(plain[1:], clean_up_tokenization_spaces=False).split()
         else:
-            same = found.get("tokens") == own
+            same = found.tokens == own
         if not same:
             raise ConfigError(
                 f"sharing.teacher_url: the model {self.model!r} at {self.url} has other tokens than the base, and "
                 "distillation compares tokens one by one; serve a model with the tokenizer of the base"
             )
-        self._logprobs(own)
+        self._prompt(own)
 
     def logprobs(self, batch: RolloutBatch, processes: Processes, lockstep: Lockstep | None) -> Tensor:
         """Return the log-probs of the action tokens ``[B, T-1]``, 0 off the action mask, on the CPU.
@@ -100,9 +120,9 @@ class TeacherEndpoint:
         rows = [tuple(ids[:length]) for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
         different = list(dict.fromkeys(rows))
         with ThreadPoolExecutor(max(1, min(_CONNECTIONS, len(different)))) as pool:
-            futures = [pool.submit(self._logprobs, row) for row in different]
+            futures = [pool.submit(self._prompt, row) for row in different]
             try:
-                known = dict(zip(different, [future.result() for future in futures]))
+                known = dict(zip(different, [future.result()[0] for future in futures]))
             finally:
                 for future in futures:
                     future.cancel()
@@ -111,76 +131,41 @@ class TeacherEndpoint:
             found[place, : len(row) - 1] = torch.tensor(known[row])
         return torch.where(mask, found, 0.0)
 
-    def _logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-prob of each token but the first."""
-        choice = self._completed(ids)
-        try:
-            if self.api == "echo":
-                values = choice["logprobs"]["token_logprobs"][1 : len(ids)]
-            else:
-                values = [known[str(token)]["logprob"] for known, token in zip(choice["prompt_logprobs"][1:], ids[1:])]
-            found = [float(value) for value in values]
-            if len(found) != len(ids) - 1 or not all(math.isfinite(value) and value <= 1e-3 for value in found):
-                raise ValueError(f"{len(found)} numbers for {len(ids) - 1} tokens, or some that are no log-probs")
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"the teacher at {self.url} answered without the log-probs of the prompt's tokens ({error}); vLLM has "
-                "them as prompt_logprobs, other servers with sharing.teacher_api: echo"
-            ) from None
-        return found
-
-    def _texts(self, choice: Mapping[str, Any], ids: Sequence[int]) -> list[str]:
-        """Return the texts that the endpoint gives to the tokens of a prompt; that of the first is empty."""
-        try:
-            if self.api == "echo":
-                return ["", *map(str, choice["logprobs"]["tokens"][1 : len(ids)])]
-            known = zip(choice["prompt_logprobs"][1:], ids[1:])
-            return ["", *(str(entry[str(token)]["decoded_token"]) for entry, token in known)]
-        except (LookupError, TypeError):
-            return []
-
-    def _completed(self, ids: Sequence[int]) -> dict[str, Any]:
+    def _prompt(self, ids: Sequence[int]) -> tuple[list[float], list[str]]:
+        """Return the log-prob of each token but the first, and the texts that the endpoint has for them."""
         asked = {"prompt_logprobs": 1} if self.api == "prompt_logprobs" else {"echo": True, "logprobs": 1}
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, **asked}
-        found = self._post("/v1/completions", body) or {}
-        try:
-            return dict(found["choices"][0])
-        except (LookupError, TypeError, ValueError):
-            raise EngineError(f"expected a completion from the teacher at {self.url}, found none") from None
+        (choice,) = self._ask("/v1/completions", body, shape=_Completion, tokens=len(ids)).choices
+        if self.api == "echo":
+            echo = choice.logprobs or _Echo(token_logprobs=[])
+            values, texts = echo.token_logprobs[1 : len(ids)], echo.tokens[1 : len(ids)]
+        else:
+            entries = zip((choice.prompt_logprobs or [])[1:], ids[1:])
+            known = [entry[str(token)] for entry, token in entries if entry and str(token) in entry]
+            values, texts = [one.logprob for one in known], [one.decoded_token or "" for one in known]
+        logprobs = [value for value in values if value is not None]
+        if len(logprobs) != len(ids) - 1:
+            raise EngineError(
+                f"the teacher at {self.url} answered without the log-probs of the prompt's tokens (expected "
+                f"{len(ids) - 1}, found {len(logprobs)}){_APIS}"
+            )
+        return logprobs, texts
 
-    def _post(self, path: str, body: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any] | None:
-        """Send until an answer is not a temporary failure; None if it is ``optional`` and there is no such path."""
+    def _ask(self, path: str, body: Mapping[str, Any], *, optional: bool = False, **asked: Any) -> Any:
+        """Return the answer; None if it is ``optional`` and there is no such path."""
         if self._closed:
             raise EngineError(f"this client of the teacher at {self.url} was closed; make another one")
-
-        def attempt() -> httpx2.Response:
-            sent = request(self._client, "POST", f"{self.url}{path}", seconds=self.timeout, json=dict(body))
-            return sent.raise_for_status()
-
-        retrying = Retrying(
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_exponential(multiplier=0.2, max=5),
-            retry=retry_if_exception(passes),
-            reraise=True,
-        )
         try:
-            found = retrying(attempt).json()
-        except httpx2.HTTPStatusError as error:
-            status, text = error.response.status_code, " ".join(error.response.text.split())[:300]
-            if optional and status in (404, 405, 501):
+            return self._server.ask(path, body, **asked)
+        except RequestError as error:
+            if optional and error.status in (404, 405, 501):
                 return None
-            text = text.replace(self._key, "***") if self._key else text
-            hint = f"; set the environment variable {TEACHER_KEY}" if status in (401, 403) else ""
-            raise EngineError(f"the teacher at {self.url} answered {path} with status {status}: {text}{hint}") from None
-        except httpx2.HTTPError as error:
-            raise EngineError(
-                f"the teacher at {self.url} was lost: {path}: {type(error).__name__} {error}; start it and resume"
-            ) from None
-        except (ValueError, RecursionError):
-            found = None
-        return found if isinstance(found, dict) else {}
+            hint = "; start it and resume" if error.is_lost else "" if error.status is not None else _APIS
+            if error.status in (401, 403):
+                hint = f"; set the environment variable {TEACHER_KEY}"
+            raise EngineError(f"{error}{hint}") from None
 
     def close(self) -> None:
         """Close the connections; later requests raise EngineError."""
         self._closed = True
-        self._client.close()
+        self._server.close()

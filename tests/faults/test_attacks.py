@@ -30,11 +30,12 @@ import safetensors.torch
 import torch
 import yaml
 
-from agilerl.addresses import check_cluster, request
+from agilerl.addresses import check_cluster
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runs.directory import _sha256
+from agilerl.servers import request
 from tests.cli.outcome import ANNOUNCED
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest
@@ -672,7 +673,7 @@ def test_an_address_cannot_answer_without_end(name: str, listener: Listener) -> 
         (found,) = grader(["q"], ["a"])
     assert isinstance(found, RewardError)
     assert len(str(found)) < 1000
-    assert ("more than 64 MiB" in str(found)) == (name in ("too long", "packed"))
+    assert ("more than 4,194,304 bytes" in str(found)) == (name in ("too long", "packed"))
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -182,15 +182,15 @@ def test_another_tokenizer_is_refused(teacher: Teacher, api: TeacherAPI) -> None
     [
         ((200, json.dumps({"choices": [{"text": "x"}]})), "prompt_logprobs"),
         ((200, json.dumps({"choices": [{"prompt_logprobs": [None, {"1": {"logprob": -1}}]}]})), "prompt_logprobs"),
-        ((200, json.dumps({"choices": []})), "found none"),
-        ((200, "no json"), "found none"),
+        ((200, json.dumps({"choices": []})), "teacher_api: echo"),
+        ((200, "no json"), "teacher_api: echo"),
         ((401, f"wrong key {KEY}"), "TEACHER_API_KEY"),
         ((400, "too long"), "status 400"),
     ],
 )
 def test_answers_that_cannot_be_used(answer: tuple[int, str], words: str) -> None:
     with endpoint(lambda body, number: answer) as (found, _), pytest.raises(EngineError, match=words) as raised:
-        found._logprobs([1, 2, 3])
+        found._prompt([1, 2, 3])
     assert KEY not in str(raised.value)
 
 
@@ -199,18 +199,18 @@ def test_numbers_that_are_no_log_probs() -> None:
     with endpoint(teacher) as (found, _):
         for value in (math.nan, math.inf, 5.0, "x", None):
             teacher.logprobs = lambda ids, value=value: [value] * (len(ids) - 1)  # type: ignore[misc]
-            with pytest.raises(EngineError, match="without the log-probs"):
-                found._logprobs([1, 2, 3])
+            with pytest.raises(EngineError, match=r"log-probs of|prompt_logprobs\.1\.2\.logprob: "):
+                found._prompt([1, 2, 3])
 
 
 def test_overload_is_tried_again_and_a_lost_server_named() -> None:
     teacher = Teacher()
     with endpoint(lambda body, n: (503, "busy") if n == 0 else teacher(body, n)) as (found, server):
-        found._logprobs([1, 2, 3])
+        found._prompt([1, 2, 3])
         assert len(server.requests) == 2
     gone = TeacherEndpoint("http://127.0.0.1:9", "big", timeout=1)
-    with pytest.raises(EngineError, match="was lost"):
-        gone._logprobs([1, 2, 3])
+    with pytest.raises(EngineError, match=r"did not answer .* resume"):
+        gone._prompt([1, 2, 3])
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ GOOD: Replies = {
     "/v1/unload_lora_adapter": (200, {}),
     "/v1/completions": (
         200,
-        {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, None]}, "finish_reason": "length"}]},
+        {"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1]}, "finish_reason": "length"}]},
     ),
 }
 
@@ -93,12 +93,17 @@ def test_a_server_that_answers_is_used() -> None:
         server.start(2, 4, None)
         assert server.context_length == 64
         server.load(ADAPTER)
-        (answer, of_base) = server.complete([Row([5], {"seed": 1}, ADAPTER), ROW])
-    assert (answer.token_ids, answer.logprobs[0], answer.finish_reason) == ([7, 8], -0.5, "length")
-    assert answer.logprobs[1] != answer.logprobs[1]
+        (answer, of_base) = server.complete([Row([5], {"seed": 1, "max_tokens": 2}, ADAPTER), ROW])
+    assert answer == Answer([7, 8], [-0.5, -1.0], "length")
     assert of_base.token_ids == [7, 8]
     bodies = {body["model"]: body for path, body in seen if path == "/v1/completions"}
-    assert bodies["agilerl-x-1"] == {"seed": 1, "model": "agilerl-x-1", "prompt": [5], "return_token_ids": True}
+    assert bodies["agilerl-x-1"] == {
+        "seed": 1,
+        "max_tokens": 2,
+        "model": "agilerl-x-1",
+        "prompt": [5],
+        "return_token_ids": True,
+    }
     assert bodies["tiny"]["seed"] == 7
     assert seen[0] == ("/v1/load_lora_adapter", {"lora_name": "agilerl-x-1", "lora_path": "/nowhere"})
     assert seen[-1] == ("/v1/unload_lora_adapter", {"lora_name": "agilerl-x-1"})  # closing leaves nothing behind
@@ -154,7 +159,7 @@ def test_nobody_there_is_a_sentence_with_the_command() -> None:
         ),
         ({"/health": (503, {})}, EngineError, "status 503"),
         ({"/version": (200, {"version": "0.9.1"})}, ConfigError, r"runs vLLM 0\.9\.1; expected 0\.32\.x"),
-        ({"/version": (200, "no json")}, ConfigError, "vLLM of no version"),
+        ({"/version": (200, "no json")}, EngineError, "invalid JSON.*expected a vLLM 0"),
         ({"/version": (401, {})}, EngineError, "VLLM_API_KEY"),
         ({"/v1/models": (200, {"data": [{"id": "other"}]})}, ConfigError, r"serves 'other', .* '.*tiny'"),
         ({"/v1/models": (200, {"data": []})}, ConfigError, "serves nothing"),
@@ -204,11 +209,15 @@ def test_another_tokenizer_is_a_sentence() -> None:
             "no such folder.*lora_staging_dir",
         ),
         ({"/v1/completions": (500, "broken")}, lambda server: server.complete([ROW]), "with status 500: broken"),
-        ({"/v1/completions": (200, {"choices": []})}, lambda server: server.complete([ROW]), "without tokens"),
+        (
+            {"/v1/completions": (200, {"choices": []})},
+            lambda server: server.complete([ROW]),
+            "than what was asked for: choices",
+        ),
         (
             {"/v1/completions": (200, {"choices": [{"text": "hi", "finish_reason": "stop"}]})},
             lambda server: server.complete([ROW]),
-            "without tokens and log-probs",
+            "choices.0.token_ids: field required",
         ),
     ],
 )

@@ -15,12 +15,12 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from agilerl.addresses import request
 from agilerl.arguments import Count, Name, Positive, checked, nearest, shown
 from agilerl.envs.sources import read_file
 from agilerl.envs.tools.tool import Tool
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.rewards.sandbox import run_python
+from agilerl.servers import Reply, parsed, request
 
 MOST_CHARACTERS = 500
 MOST_BITS = 4096
@@ -208,6 +208,14 @@ OPENING = threading.Lock()
 """Two threads that search for the first time share one client; each with its own would have num_workers connections."""
 
 
+class _Result(Reply):
+    content: str | None = None
+
+
+class _Results(Reply):
+    results: list[_Result]
+
+
 class SearchTool:
     """A search engine that answers ``GET search_url?q=...&format=json`` with ``{"results": [{"content": ...}]}``.
 
@@ -296,18 +304,16 @@ class SearchTool:
             asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
             with OPENING:
                 client = self._client
-            answer = request(client, "GET", asked, seconds=4 * self.timeout)
-            answer.raise_for_status()
-            found: Any = answer.json()
+            answer = request(client, "GET", asked, seconds=4 * self.timeout).raise_for_status()
+            found = parsed(answer.content, _Results).results
         except httpx2.HTTPStatusError as error:
             raise EnvError(f"the search server answered with status {error.response.status_code}") from error
         except httpx2.HTTPError as error:
             raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
-        except (ValueError, RecursionError) as error:
-            raise EnvError("expected JSON from the search server, found something else") from error
-        if not isinstance(found, dict) or not isinstance(found.get("results"), list):
-            raise EnvError(f'expected {{"results": [{{"content": ...}}]}} from the search server, found {shown(found)}')
-        return [str(result.get("content", "")) for result in found["results"][: self.topk] if isinstance(result, dict)]
+        except ValueError as error:
+            expected = 'expected {"results": [{"content": ...}]} from the search server'
+            raise EnvError(f"{expected}, found something else: {error}") from error
+        return [result.content or "" for result in found[: self.topk]]
 
 
 def _checked_url(url: str) -> str:

@@ -115,11 +115,11 @@ def test_the_address_may_come_from_the_environment(server: Server, monkeypatch: 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html>", "expected JSON"),
+        (b"<html>", "invalid JSON"),
         (b"[1]", "expected {"),
         (b'{"results": 3}', "expected {"),
-        (b"[" * 100_000, "expected JSON"),
-        (b"\xff\xfe", "expected JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b"\xff\xfe", "invalid JSON"),
     ],
 )
 def test_answers_that_are_no_results(server: Server, body: bytes, said: str) -> None:
