@@ -8,8 +8,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
+from threading import Lock
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -81,6 +83,63 @@ def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
     for name, restore in setters.items():
         if after.get(name) != before[name]:
             restore()
+
+
+# -- what graders print -----------------------------------------------------------------------------------------------
+
+
+PRINTED = 2**20
+"""Characters that the graders of a process may print: one line for each completion of a long run fills a disk."""
+_GRADING = ContextVar("grading", default=False)
+_LOCK = Lock()
+
+
+class _Printed:
+    """A standard stream that shows graders' first ``PRINTED`` characters only; what others write passes."""
+
+    left = PRINTED
+    users = 0
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if not _GRADING.get():
+            return int(self._stream.write(text))
+        with _LOCK:
+            room, _Printed.left = max(0, _Printed.left), _Printed.left - len(text)
+        if room:
+            note = f"\n[graders have printed {PRINTED:,} characters; what else they print is not shown]\n"
+            self._stream.write(text[:room] + (note if len(text) >= room else ""))
+        return len(text)
+
+
+@contextmanager
+def printing_bounded() -> Iterator[None]:
+    """Run a grader: of what it and others print to standard output and error, this process shows ``PRINTED``."""
+    with _LOCK:
+        _Printed.users += 1
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None and not isinstance(stream, _Printed):
+                setattr(sys, name, _Printed(stream))
+    before = _GRADING.set(True)
+    try:
+        yield
+    finally:
+        _GRADING.reset(before)
+        with _LOCK:
+            _Printed.users -= 1
+            for name in ("stdout", "stderr"):
+                stream = getattr(sys, name)
+                if not _Printed.users and isinstance(stream, _Printed):
+                    setattr(sys, name, stream._stream)
+
+
+# -- files of code ----------------------------------------------------------------------------------------------------
 
 
 def run_file(path: Path) -> ModuleType:

@@ -6,13 +6,14 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, SupportsFloat, runtime_checkable
 
 from agilerl.arguments import checked, described
-from agilerl.custom_code import left, torch_restored
+from agilerl.custom_code import left, printing_bounded, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
 
@@ -269,7 +270,7 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
 def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Make the calls and await awaitable results; an exception becomes the result of its call."""
     results: list[Any] = []
-    with torch_restored():
+    with torch_restored(), printing_bounded():
         for call in calls:
             try:
                 results.append(call())
@@ -281,7 +282,7 @@ def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             return results
         # In a new thread: the caller may be inside a running event loop (a notebook), which cannot be re-entered.
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(asyncio.run, _gather(results)).result()
+            return pool.submit(copy_context().run, asyncio.run, _gather(results)).result()
 
 
 async def _gather(results: Sequence[Any]) -> list[Any]:

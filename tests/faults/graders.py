@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 
@@ -18,3 +19,20 @@ def killed(completion: str) -> float:
 def sleepy(completion: str) -> float:
     time.sleep(60)
     return 1.0
+
+
+def talkative(completion: str) -> float:
+    """Print 64 KiB."""
+    print("word " * 2**13, end="\n" * 2**13 + "." * 2**14)
+    return 0.0
+
+
+async def talkative_later(completion: str) -> float:
+    """Print 64 KiB when it is awaited."""
+    return talkative(completion)
+
+
+def loud(completion: str) -> float:
+    """Print 64 KiB to standard error."""
+    sys.stderr.write("word " * 2**13 + "." * 2**14 + "\n" * 2**13)
+    return 0.0

@@ -117,18 +117,19 @@ def known(*values: Any) -> str:
     return json.dumps({"choices": [{"prompt_logprobs": [None, *({str(t): v} for t, v in zip((2, 3), values))]}]})
 
 
-@pytest.mark.parametrize(
-    ("reply", "said"),
-    [
-        (known({"logprob": -1}, {"logprob": "-2"}), "logprob: input should be a valid number"),
-        (known({"logprob": -1}, {"logprob": True}), "logprob: input should be a valid number"),
-        (known({"logprob": -1}, -2), "found -2"),
-        (known({"logprob": -1}), "expected 2, found 1"),
-        (json.dumps({"choices": {"0": {}}}), "choices: "),
-        ("{}," * 2**21, "more than 4,197,376 bytes"),
-    ],
-)
-def test_a_teacher_answers_what_it_was_asked_or_a_sentence_says_why_not(reply: str, said: str) -> None:
+TEACHERS: dict[str, tuple[str, str]] = {
+    "a text as a log-prob": (known({"logprob": -1}, {"logprob": "-2"}), "logprob: input should be a valid number"),
+    "true as a log-prob": (known({"logprob": -1}, {"logprob": True}), "logprob: input should be a valid number"),
+    "a number alone": (known({"logprob": -1}, -2), "found -2"),
+    "one too few": (known({"logprob": -1}), "expected 2, found 1"),
+    "a mapping of choices": (json.dumps({"choices": {"0": {}}}), "choices: "),
+    "6 MiB": ("{}," * 2**21, "more than 4,197,376 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_teacher_answers_what_it_was_asked_or_a_sentence_says_why_not(name: str) -> None:
+    reply, said = TEACHERS[name]
     with serve(lambda body, number: (200, reply)) as server:
         teacher = TeacherEndpoint(server.url, "big", timeout=10)
         try:

@@ -1,5 +1,7 @@
 """Graders and environments that fail: for one agent it is that agent's trouble, for most of them the run's."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rollouts.engine import Failure, check_error_rate, lost_places, sampling_outcome
 from tests.faults.graders import sleepy
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
+from tests.training.small_runs import ROOT, environment
 
 BATCH = PROMPTS * GROUP
 
@@ -241,3 +244,32 @@ def test_places_of_an_exam_that_count_for_nobody() -> None:
         lost_places([{0: "a", 1: "b", 2: "c"}], 4, episodes=True)
     with pytest.raises(RewardError, match=r"3 of 4 .*exam.*: a"):
         lost_places([{0: "a"}, {1: "b"}, {2: "c"}], 4, episodes=False)
+
+
+PRINTS = """
+import sys
+from agilerl.rewards import IsolatedGrader, ThreadedGrader, grade
+from tests.faults.graders import loud, talkative, talkative_later
+
+graders = {{"call": talkative, "await": talkative_later, "error": loud, "threads": ThreadedGrader(talkative)}}
+grader = graders.get("{0}") or IsolatedGrader(talkative)
+for _ in range(5):
+    grade(grader, ["x"] * 20, [{{}}] * 20)
+    print("progress")
+print(type(sys.stdout).__name__)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["call", "await", "error", "threads", "isolated"])
+def test_what_graders_print_is_bounded(way: str) -> None:
+    """They print 6 MiB; the rest of the program prints as before."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS.format(way)], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    written = done.stdout + done.stderr
+    assert 2**20 <= len(written) < 2**20 + 1000
+    assert written.count("graders have printed 1,048,576 characters; what else") == 1
+    assert done.stdout.count("progress") == 5
+    assert done.stdout.endswith("progress\nTextIOWrapper\n")
