@@ -307,7 +307,9 @@ def _notes(run: RunRecord, metrics: list[dict[str, Any]], incomplete: int) -> It
         yield "This run has not finished: there is no summary yet, and the report shows what is available so far."
     elif not run.is_finished:
         yield f"This run did not finish; its status is “{run.summary.get('status')}”."
-    if not metrics:
+    if not metrics and any(agent.exams for agent in run.agents.values()):
+        yield "metrics.jsonl is missing or empty, although there were exams: it was deleted, and there are no curves."
+    elif not metrics:
         yield "There are no metrics yet."
     if not run.agents:
         yield "There are no agents yet."

@@ -248,9 +248,16 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
 
     A file that cannot be read is skipped, with a sentence in the run's notes.
     """
-    from agilerl.runs.completions import completion_steps, read_completions  # imports pyarrow, so only if needed
+    from agilerl.runs.completions import completion_steps, lost_completions, read_completions  # imports pyarrow
 
     folder = RunLayout(run.path).completions
+    lines = [line for agent in run.agents.values() for line in agent.train]
+    training = run.info["config"].get("training") or {}
+    newest = max((line["step"] for line in lines), default=0)  # of a run in progress, its file may yet be written
+    if training.get("log_completions", 1) and (
+        lost := lost_completions(folder, lines, before=newest + run.is_finished)
+    ):
+        run.notes.append(lost)
     groups: list[dict[str, Any]] = []
     steps = _evenly(completion_steps(folder), _MOST_STEPS)
     for step in steps:

@@ -1,6 +1,6 @@
 """Sampled completions of a run: one Parquet file per step, never overwritten."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +14,8 @@ from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
 
+_SAMPLED = "completions/mean_length"
+"""A metric of every step with completions."""
 _TEXTS = ["prompt", "completion", "answer"]
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 
@@ -72,6 +74,19 @@ def completion_steps(folder: Path) -> list[int]:
     """Return the steps that have a completions file, in order."""
     names = (path.stem.removeprefix("step_") for path in folder.glob("step_*.parquet"))
     return sorted(int(name) for name in names if name.isdigit())
+
+
+def lost_completions(folder: Path, lines: Iterable[Mapping[str, Any]], *, before: int) -> str:
+    """Describe which completions of steps before ``before`` the train lines know and the folder lacks; "" if none."""
+    sampled = {line.get("step") for line in lines if line.get("kind") == "train" and _SAMPLED in line}
+    known = {step for step in sampled if isinstance(step, int) and step < before}
+    lost = sorted(known.difference(completion_steps(folder)))
+    if not lost:
+        return ""
+    return (
+        f"{folder} lacks the completions of {len(lost):,} of {len(known):,} steps, the first of them "
+        f"{_file(folder, lost[0]).name}: they were deleted, and are not sampled again."
+    )
 
 
 def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:

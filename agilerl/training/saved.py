@@ -24,8 +24,9 @@ from agilerl.models.slots import LinearShape
 from agilerl.population import Population
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, CheckpointStore, agent_files
+from agilerl.runs.completions import lost_completions
 from agilerl.runs.directory import RunDirectory, find_adapter
-from agilerl.runs.journal import damaged_lines, missing_records
+from agilerl.runs.journal import damaged_lines, missing_records, read_lines
 from agilerl.runs.strict_json import Count, SavedValues, read_json
 from agilerl.runtime import Runtime
 from agilerl.training.resolved import recorded
@@ -322,7 +323,12 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
         config = recorded(run.info)
         if not allow_changes:
             check_unchanged(config, run.info.get("files", {}), run.root)
-        return SavedRun(run, config, _newest_usable(run, report, allow_changes=allow_changes))
+        checkpoint = _newest_usable(run, report, allow_changes=allow_changes)
+        if checkpoint is not None and config.training.log_completions:
+            done = int(checkpoint.name)
+            if lost := lost_completions(run.completions, read_lines(run.metrics), before=done + 1):
+                report(lost)
+        return SavedRun(run, config, checkpoint)
     except BaseException:
         run.close()
         raise

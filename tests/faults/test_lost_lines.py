@@ -137,3 +137,39 @@ def test_with_every_checkpoint_damaged_the_command_says_that_it_starts_again(
     for name in ("000001.corrupt", "000002.corrupt"):
         shutil.rmtree(root / "checkpoints" / name)
     assert differences(evidence(root), evidence(reference)) in ([], ["journal.jsonl"])
+
+
+# -- what no checkpoint needs -----------------------------------------------------------------------------------------
+
+
+def notes(root: Path) -> str:
+    """Return what the report of a run says is missing."""
+    from agilerl.report.load import load_run
+    from agilerl.report.page import sample_groups
+
+    run = load_run(root)
+    sample_groups(run)
+    return "\n".join(run.notes)
+
+
+def test_deleted_completions_are_named_on_resuming_and_in_the_report(
+    unfinished: Unfinished, reference: Path, tmp_path: Path
+) -> None:
+    assert "lacks" not in notes(unfinished.root) + notes(reference)
+    root = unfinished.copy(tmp_path / "run")
+    (root / "completions" / "step_000001.parquet").unlink()
+    lacks = "lacks the completions of 1 of 2 steps, the first of them step_000001.parquet: they were deleted"
+    assert lacks in notes(root)
+    said: list[str] = []
+    open_run(root, report=said.append).run.close()
+    assert len(said) == 1
+    assert lacks in said[0]
+    shutil.rmtree(root / "completions")
+    assert "lacks the completions of 2 of 2 steps" in notes(root)
+
+
+def test_deleted_metrics_are_named_in_the_report(reference: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(reference, tmp_path / "run"))
+    (root / "metrics.jsonl").unlink()
+    assert "metrics.jsonl is missing or empty, although there were exams" in notes(root)
+    assert "no metrics yet" not in notes(root)
