@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from threading import Lock
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from agilerl.arguments import shown
 from agilerl.errors import ConfigError
@@ -94,49 +95,44 @@ _GRADING = ContextVar("grading", default=False)
 _LOCK = Lock()
 
 
-class _Printed:
-    """A standard stream that shows graders' first ``PRINTED`` characters only; what others write passes."""
+class _Prints:
+    """How much this process still shows, and the streams that count it while graders run."""
 
     left = PRINTED
-    users = 0
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        if not _GRADING.get():
-            return int(self._stream.write(text))
-        with _LOCK:
-            room, _Printed.left = max(0, _Printed.left), _Printed.left - len(text)
-        if room:
-            note = f"\n[graders have printed {PRINTED:,} characters; what else they print is not shown]\n"
-            self._stream.write(text[:room] + (note if len(text) >= room else ""))
-        return len(text)
+    graders = 0
+    streams: ClassVar[list[Any]] = []
 
 
 @contextmanager
 def printing_bounded() -> Iterator[None]:
     """Run a grader: of what it and others print to standard output and error, this process shows ``PRINTED``."""
     with _LOCK:
-        _Printed.users += 1
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None and not isinstance(stream, _Printed):
-                setattr(sys, name, _Printed(stream))
+        _Prints.graders += 1
+        for stream in (sys.stdout, sys.stderr):
+            if "write" not in getattr(stream, "__dict__", {"write": None}):
+                vars(stream)["write"] = partial(_write, stream.write)
+                _Prints.streams.append(stream)
     before = _GRADING.set(True)
     try:
         yield
     finally:
         _GRADING.reset(before)
         with _LOCK:
-            _Printed.users -= 1
-            for name in ("stdout", "stderr"):
-                stream = getattr(sys, name)
-                if not _Printed.users and isinstance(stream, _Printed):
-                    setattr(sys, name, stream._stream)
+            _Prints.graders -= 1
+            while _Prints.streams and not _Prints.graders:
+                vars(_Prints.streams.pop()).pop("write", None)
+
+
+def _write(write: Callable[[str], int], text: str) -> int:
+    """Write a text, unless a grader writes more than is shown; other threads write as before."""
+    if not _GRADING.get():
+        return write(text)
+    with _LOCK:
+        room, _Prints.left = max(0, _Prints.left), _Prints.left - len(text)
+    if room:
+        note = f"\n[graders have printed {PRINTED:,} characters; what else they print is not shown]\n"
+        write(text[:room] + (note if len(text) >= room else ""))
+    return len(text)
 
 
 # -- files of code ----------------------------------------------------------------------------------------------------

@@ -38,7 +38,15 @@ def _as_asked(tokens: list[int], info: ValidationInfo) -> list[int]:
     return tokens
 
 
-Tokens = Annotated[list[int], FailFast(), AfterValidator(_as_asked)]
+class FirstMistake(FailFast):
+    """Keeps only the first mistake of a list or mapping: a million of them take a thousand times their text."""
+
+    __hash__ = object.__hash__  # so that it may be part of a union
+
+
+Item = TypeVar("Item")
+Many = Annotated[list[Item], FirstMistake()]
+Tokens = Annotated[Many[int], AfterValidator(_as_asked)]
 """Ids of tokens; as many as were asked for, and from the vocabulary, if ``ask`` is told how many and which."""
 Logprob = Annotated[FiniteFloat, Field(le=1e-3)]
 """A log-probability; rounding may leave it slightly above 0."""
@@ -139,8 +147,7 @@ class Server:
     ) -> bytes:
         """Return the bytes of an answer, after retries; with ``seconds``, of an answer in this time or never."""
         method, arguments = ("GET", {}) if body is None else ("POST", {"json": dict(body)})
-        if seconds is not None:
-            arguments["timeout"] = seconds
+        limits = {} if seconds is None else {"timeout": seconds}
 
         def attempt() -> httpx2.Response:
             return request(
@@ -150,6 +157,7 @@ class Server:
                 seconds=seconds or self.seconds,
                 most=_ANSWER_BYTES + tokens * _TOKEN_BYTES,
                 **arguments,
+                **limits,
             ).raise_for_status()
 
         retrying = Retrying(

@@ -99,6 +99,7 @@ def test_a_small_run_from_data(tmp_path: Path, name: str, env_type: str, rows: i
         assert not {"reward", "reward_std", "frac_reward_zero_std", "kl"} & set(line)
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     assert not list((tmp_path / "run" / "completions").glob("*.parquet"))
+    assert "lacks the completions" not in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_preferences_are_right_against_the_demonstrators_mistakes() -> None:

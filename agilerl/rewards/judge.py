@@ -19,7 +19,7 @@ from agilerl.arguments import Count, Location, Name, NotNegative, Positive, chec
 from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.waiting import Answer, WaitingGrader
-from agilerl.servers import Reply, RequestError, Retries, Server
+from agilerl.servers import Many, Reply, RequestError, Retries, Server
 from agilerl.templates import BoundedEnvironment, rendered
 
 TEMPLATE = """\
@@ -57,7 +57,7 @@ class _Choice(Reply):
 
 
 class _Chat(Reply):
-    choices: Annotated[list[_Choice], Field(min_length=1)]
+    choices: Annotated[Many[_Choice], Field(min_length=1, max_length=1000)]
 
 
 class JudgeGrader(WaitingGrader):

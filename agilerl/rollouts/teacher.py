@@ -18,7 +18,7 @@ from agilerl.errors import ConfigError, EngineError
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
 from agilerl.rollouts.vllm.server import SAMPLE, Tokenized
-from agilerl.servers import Logprob, Reply, RequestError, Server
+from agilerl.servers import FirstMistake, Logprob, Many, Reply, RequestError, Server
 
 TeacherAPI = Literal["prompt_logprobs", "echo"]
 """How an endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
@@ -35,17 +35,17 @@ class _Known(Reply):
 
 
 class _Echo(Reply):
-    token_logprobs: list[Logprob | None]
-    tokens: Sequence[str] = ()
+    token_logprobs: Many[Logprob | None]
+    tokens: Many[str] = Field(default_factory=list)
 
 
 class _Choice(Reply):
-    prompt_logprobs: list[dict[str, _Known] | None] | None = None
+    prompt_logprobs: Many[Annotated[dict[str, _Known], FirstMistake()] | None] | None = None
     logprobs: _Echo | None = None
 
 
 class _Completion(Reply):
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+    choices: tuple[_Choice]
 
 
 class TeacherEndpoint:

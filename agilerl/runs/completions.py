@@ -14,8 +14,8 @@ from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
 
-_SAMPLED = "completions/mean_length"
-"""A metric of every step with completions."""
+_SAMPLED = "reward"
+"""A metric of the steps that sample completions; steps that learn from data have lengths too."""
 _TEXTS = ["prompt", "completion", "answer"]
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 

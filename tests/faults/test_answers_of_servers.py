@@ -123,6 +123,7 @@ TEACHERS: dict[str, tuple[str, str]] = {
     "a number alone": (known({"logprob": -1}, -2), "found -2"),
     "one too few": (known({"logprob": -1}), "expected 2, found 1"),
     "a mapping of choices": (json.dumps({"choices": {"0": {}}}), "choices: "),
+    "a million mistakes": (f'{{"choices": [{{"prompt_logprobs": [{"0," * 2**20}0]}}]}}', "prompt_logprobs.0: input"),
     "6 MiB": ("{}," * 2**21, "more than 4,197,376 bytes"),
 }
 
@@ -130,6 +131,7 @@ TEACHERS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", TEACHERS)
 def test_a_teacher_answers_what_it_was_asked_or_a_sentence_says_why_not(name: str) -> None:
     reply, said = TEACHERS[name]
+    began = time.process_time()
     with serve(lambda body, number: (200, reply)) as server:
         teacher = TeacherEndpoint(server.url, "big", timeout=10)
         try:
@@ -138,6 +140,7 @@ def test_a_teacher_answers_what_it_was_asked_or_a_sentence_says_why_not(name: st
         finally:
             teacher.close()
     assert len(str(error.value)) < LONGEST
+    assert time.process_time() - began < 3
 
 
 JUDGES: dict[str, str] = {
@@ -148,6 +151,7 @@ JUDGES: dict[str, str] = {
     + ', "x": ['
     + "{}," * 2**20
     + "{}]}",
+    "a million mistakes": json.dumps({"choices": [0] * 2**20}),
     "a score behind many brackets": chat('{"score": ' + "[" * 200_000 + "}"),
     "many brackets that are closed": chat('{"score": ' + "[" * 200_000 + "]" * 200_000 + "}"),
 }

@@ -10,17 +10,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
 import numpy as np
+from pydantic import Field
 
 from agilerl.arguments import Count, Name, Positive, checked, nearest, shown
 from agilerl.envs.sources import read_file
 from agilerl.envs.tools.tool import Tool
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.rewards.sandbox import run_python
-from agilerl.servers import Reply, parsed, request
+from agilerl.servers import Many, Reply, parsed, request
 
 MOST_CHARACTERS = 500
 MOST_BITS = 4096
@@ -213,7 +214,7 @@ class _Result(Reply):
 
 
 class _Results(Reply):
-    results: list[_Result]
+    results: Annotated[Many[_Result], Field(max_length=10_000)]
 
 
 class SearchTool:

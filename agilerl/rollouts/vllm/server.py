@@ -13,13 +13,13 @@ from typing import Annotated, Any, Self
 
 import httpx2
 import torch
-from pydantic import FailFast, Field, model_validator
+from pydantic import Field, model_validator
 
 from agilerl.config.vllm import API_KEY, LORA_RANKS, SUPPORTED, VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
-from agilerl.servers import Logprob, Reply, RequestError, Server, Tokens
+from agilerl.servers import Logprob, Many, Reply, RequestError, Server, Tokens
 
 COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "
@@ -51,7 +51,7 @@ class _Model(Reply):
 
 
 class _Models(Reply):
-    data: Annotated[list[_Model], Field(max_length=1000)]
+    data: Annotated[Many[_Model], Field(max_length=1000)]
 
 
 class Tokenized(Reply):
@@ -61,7 +61,7 @@ class Tokenized(Reply):
 
 
 class _Logprobs(Reply):
-    token_logprobs: Annotated[list[Logprob], FailFast()]
+    token_logprobs: Many[Logprob]
 
 
 class _Choice(Reply):
