@@ -18,6 +18,7 @@ from rich.text import Text
 from agilerl.cli.output import json_line
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
+from agilerl.envs.shortcuts import shortcuts
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
@@ -74,6 +75,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
+        "shortcuts": list(shortcuts(config.environment)),
         "objectives": list(population.objectives),
         "exam_grader": exam_grader(session.task),
         "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
@@ -130,6 +132,8 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )
     table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
+    for sentence in plan["shortcuts"]:
+        table.add_row("", sentence)
     if plan["exam_grader"] != session.task.grader:
         evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
         fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""

@@ -111,14 +111,16 @@ class Scorers:
     def score(self, answer: str, row: Mapping[str, Any], level: int) -> float:
         """Return the score of an answer at a level, from 0 to 1.
 
-        An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0.
+        An answer that the scorer cannot read (it raises), that would run as a program inside it, or that it pays for
+        nothing (``pays_for_nothing``) is wrong: 0.0.
 
         Raises:
             RewardError: the scorer cannot read even the problem's correct answer, or the worker cannot start.
         """
         if answer != row["answer"]:
-            verdict = readable(str(row["metadata"]["source_dataset"]), answer)
-            if verdict is None:
+            source = str(row["metadata"]["source_dataset"])
+            verdict = readable(source, answer)
+            if verdict is None or pays_for_nothing(source, answer, row):
                 return 0.0
             answer = answer if verdict else UNREADABLE
         try:
@@ -178,6 +180,35 @@ class Scorers:
                 return  # this dataset has no answer to test the scorer with
             said = f"the scorer of {self.name} fails on the problem's correct answer {answer!r}: {again!r}"
             raise RewardError(f"{said}; on the completion's it failed with {error!r}") from again
+
+
+# -- wrong answers that reasoning_gym scores as right ------------------------------------------------------------------
+
+NOT_A_NUMBER = re.compile(r"(?is)(?=.*(?:nan|inf))(?:[-+*\d.\s()ij]|nan|infinity|inf)+")
+"""Arithmetic with nan or infinity, which comparisons such as ``min(1.0, nan)`` take for the best score."""
+
+
+def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
+    """Return whether ``answer`` is wrong, although the scorer of reasoning_gym's ``task`` might give it a full score.
+
+    ``coin_flip`` gives it to any beginning of the right number, ``0`` for 0.375; ``game_of_life_halting`` to any text;
+    ``puzzle24`` to any numbers that make 24, whichever the question has.
+    """
+    if task == "coin_flip":
+        over, _, under = answer.replace(",", "").partition("/")
+        try:
+            return not abs(float(over) / float(under or 1) - float(row["answer"])) <= COIN_FLIP_TOLERANCE
+        except (ValueError, ZeroDivisionError):
+            return True
+    if task == "game_of_life_halting":
+        return answer.lower() != str(row["answer"]).lower()
+    if task == "puzzle24":
+        return sorted(map(int, re.findall(r"\d{1,9}", answer))) != sorted(row["metadata"]["numbers"])
+    return NOT_A_NUMBER.fullmatch(answer) is not None
+
+
+COIN_FLIP_TOLERANCE = 1e-4
+"""Largest error of a right probability, as in reasoning_gym."""
 
 
 def _encoded(value: Any) -> Any:

@@ -189,7 +189,8 @@ def test_accuracy_is_mathematics_with_a_limit():
     answers = [
         (r"so it is $\frac{1}{2}$", "0.5", 1.0),
         (r"\boxed{(1, 2)}", "(1,2)", 1.0),
-        ("<answer>14/2</answer>", "7", 1.0),
+        ("<answer>14/2 = 7</answer>", "7", 1.0),
+        ("<answer>14/2</answer>", "7", 0.0),
         ("The answer is 7.", "7", 1.0),
         ("The answer is 8.", "7", 0.0),
         ("$1 + x^2$", "x^2+1", 1.0),
@@ -208,7 +209,7 @@ def test_accuracy_of_a_text_that_keeps_algebra_busy_for_ever_is_none():
     with Accuracy(timeout=1.0) as grader:
         call_grader(grader, ["7"], [ROW])
         start = time.monotonic()
-        grades = grade(grader, ["7", "44**19**35"], [ROW] * 2)
+        grades = grade(grader, ["7", "$44^{19^{35}}$"], [ROW, {**ROW, "answer": "2^x"}])
         assert time.monotonic() - start < 1.0 + 1.0
     assert grades.rewards == [1.0, None]
     assert grades.errors == {"accuracy": 1}
