@@ -5,7 +5,7 @@
 ``chance`` is what the right answer of the next question earns. An answer pays if its mean reward exceeds chance by more
 than 1 / sqrt(questions), two standard errors of a question with two answers: 0.1 for 100. Each task has the same
 questions every time. Answers that take the scorer's process more than a second are given up. Prints a line of JSON for
-each task; ``--write`` makes the table that plans name, ``agilerl/envs/shortcuts.py``, and the one of the results.
+each task; ``--write`` puts it into the results, and makes the table that plans name, ``agilerl/envs/shortcuts.py``.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS, MODULE = ROOT / "benchmarking/results/degenerate_answers.json", ROOT / "agilerl/envs/shortcuts.py"
 sys.path.insert(0, str(ROOT))
 
 from agilerl.envs.procedural import ReasoningGymTask  # noqa: E402
@@ -61,14 +62,18 @@ def tries(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str
     numbers = re.findall(r"-?\d+(?:\.\d+)?", question)
     formulas = re.findall(r"[\d.()]+(?:\s*[-+*/^]\s*[\d.()]+)+", question)
     found = {f"`{text if len(text) < 30 else text[:20] + '...'}`": text for text in CONSTANTS}
-    found |= {"the question": question, "the question and =": f"{question} =", "its numbers": " ".join(numbers)}
-    found |= {"its last line": question.strip().splitlines()[-1]}
+    found |= {
+        "the question": question,
+        "the question and =": f"{question} =",
+        "the question's numbers": " ".join(numbers),
+    }
+    found |= {"the question's last line": question.strip().splitlines()[-1]}
     for name, parts in {"number": numbers, "formula": formulas}.items():
         if parts:
-            found |= {f"its first {name}": parts[0], f"its last {name}": parts[-1]}
+            found |= {f"the question's first {name}": parts[0], f"the question's last {name}": parts[-1]}
     common = [text for text, _ in Counter(r["answer"] for r in rows if r["answer"] is not None).most_common(5)]
     if common:
-        found |= {f"`{common[0] if len(common[0]) < 30 else 'the commonest answer'}`": common[0]}
+        found |= {f"`{common[0]}`" if len(common[0]) < 30 else "the commonest answer": common[0]}
         found |= {"the commonest two": " or ".join(common[:2]), "the commonest five": " ".join(common)}
     if right is not None:
         nonsense = (f'zzz "{right}" qqq zzz {right}x', f"{' '.join(map(str, range(30)))} {right} or maybe not {right}.")
@@ -119,24 +124,22 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=[name for name in known_tasks() if name != "composite"])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    table, named = {}, {}
+    table = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in options.tasks:
         means = measured(name, options.questions)
-        pays = paying(means, options.questions, knowing=False)
-        sloppy = paying(means, options.questions, knowing=True).get("exact")
-        if pays:
-            named[name] = pays
         table[name] = {
-            "pays": pays,
-            "answer amid nonsense": sloppy,
-            "means": {k: m for k, m in means.items() if m[1] > 0.05},
+            "pays": paying(means, options.questions, knowing=False),
+            "pays with the answer": paying(means, options.questions, knowing=True),
+            "means": {kind: mean for kind, mean in sorted(means.items()) if mean[1] > 0.05},
         }
-        print(json.dumps({name: [pays, sloppy]}), flush=True)
+        print(json.dumps({name: table[name]["pays"]}), flush=True)
     if options.write:
-        (ROOT / "benchmarking/results/degenerate_answers.json").write_text(json.dumps(table, indent=1) + "\n")
-        path = ROOT / "agilerl/envs/shortcuts.py"
-        head = path.read_text().partition("SHORTCUTS: ")[0]
-        path.write_text(f"{head}SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {named!r}\n")
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
+        RESULTS.write_text(f"{{\n{rows}\n}}\n")
+        named = {name: {kind: tuple(v) for kind, v in row["pays"].items()} for name, row in sorted(table.items())}
+        head = MODULE.read_text().partition("SHORTCUTS: ")[0]
+        found = {name: pays for name, pays in named.items() if pays}
+        MODULE.write_text(f"{head}SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {found!r}\n")
 
 
 if __name__ == "__main__":

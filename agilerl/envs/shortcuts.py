@@ -19,4 +19,33 @@ def shortcuts(config: EnvironmentConfig) -> Iterator[str]:
 
 # The best-paying answer by task and reward, with its mean reward and that of chance, the right answer of another
 # question; written by ``benchmarking/degenerate.py --write``.
-SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {}
+SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {
+    "game_of_life": {"exact": ("the commonest answer", 0.13, 0.02)},
+    "gcd": {"exact": ("`2`", 0.29, 0.17)},
+    "knight_swap": {"exact": ("`No`", 0.22, 0.02), "score": ("`No`", 0.22, 0.02)},
+    "letter_counting": {"exact": ("`1`", 0.4, 0.17), "score": ("`1`", 0.4, 0.17)},
+    "maze": {"exact": ("`5`", 0.38, 0.27), "score": ("`5`", 0.38, 0.27)},
+    "number_format": {
+        "exact": ("the question's last number", 0.13, 0.0),
+        "score": ("the question's last number", 0.13, 0.0),
+    },
+    "number_sequence": {
+        "exact": ("the question's last number", 0.35, 0.1),
+        "score": ("the question's last number", 0.35, 0.11),
+    },
+    "polynomial_equations": {"exact": ("`0`", 0.23, 0.06), "score": ("`0`", 0.34, 0.1)},
+    "prime_factorization": {
+        "exact": ("the question's first number", 0.15, 0.0),
+        "score": ("the question's first number", 0.57, 0.01),
+    },
+    "propositional_logic": {"score": ("`1e400`", 0.11, 0.0)},
+    "rotten_oranges": {"exact": ("`-1`", 0.32, 0.16), "score": ("`-1`", 0.32, 0.16)},
+    "self_reference": {"exact": ("`2`", 0.37, 0.25), "score": ("`2`", 0.37, 0.25)},
+    "shortest_path": {"exact": ("`infeasible`", 0.36, 0.13), "score": ("`infeasible`", 0.36, 0.13)},
+    "string_manipulation": {
+        "exact": ("the question's last line", 0.24, 0.0),
+        "score": ("the question's last line", 0.31, 0.01),
+    },
+    "syllogism": {"exact": ("`Yes`", 0.65, 0.48), "score": ("`Yes`", 0.65, 0.48)},
+    "word_sorting": {"score": ("the question's last line", 0.13, 0.0)},
+}

@@ -7,12 +7,12 @@ import pytest
 from reasoning_gym import create_dataset
 
 from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.shortcuts import SHORTCUTS
 from agilerl.envs.upstream import WORD_READERS, build_dataset, known_tasks, quiet
+from benchmarking.degenerate import measured, paying
 
 NO_OWN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Their rows have answer None: any answer that fits the problem is right."""
-JUNK_MAY_BE_RIGHT = {"game_of_life_halting"}
-"""Its scorer takes every answer that does not say True for False."""
 SLOW = {"futoshiki", "knight_swap", "sokoban", "zebra_puzzles"}
 """0.1 to 0.35 s a problem (measured): one training row each."""
 
@@ -59,7 +59,42 @@ def test_every_dataset(name, capfd):
             assert task.reward(f"So <answer>{row['answer']}</answer>.", row) == 1.0
         shown = repr(row)
         for junk in ("", "zz 1", "{}", "[1]", "[[", "\x00", "((((((((", "1/0", "-", "é × 2"):
-            assert task.reward(junk, row) == 0.0 or name in JUNK_MAY_BE_RIGHT
+            assert task.reward(junk, row) == 0.0
         assert repr(row) == shown
     assert random.getstate() == before
     assert capfd.readouterr().out == ""
+
+
+INTEGRALS = {"intermediate_integration", "simple_integration"}
+"""Seconds for each wrong answer; measured by hand."""
+
+
+@pytest.mark.parametrize("questions", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.processes
+def test_what_pays_for_nothing_is_named(questions):
+    """Plans name it; with few questions fewer shortcuts stand out."""
+    tasks = set(known_tasks()) - INTEGRALS - {"composite"} - (SLOW if questions < 100 else set())
+    one = ReasoningGymTask("coin_flip", exam_prompts=1, test_prompts=0)
+    one.reward("0.5", one.row("train", 0))  # starts the scorers' process, which all tasks share while this one lives
+    found = {name: paying(measured(name, questions), questions, knowing=False) for name in sorted(tasks)}
+    found = {name: pays for name, pays in found.items() if pays}
+    if questions == 100:
+        assert found == {name: pays for name, pays in SHORTCUTS.items() if name in tasks}
+    assert found.keys() <= SHORTCUTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("coin_flip", ["0", "0.", "0.6", "nan", "1e400", "1/0", "-0"], lambda row: row["answer"][:9]),
+        ("complex_arithmetic", ["nan", "NaN", "nan + nani", "nanj", "1 + nani", "(nan)"], None),
+        ("game_of_life_halting", ["0", "x", "True or False", "Yes"], lambda row: row["answer"].lower()),
+        ("puzzle24", ["3*8*1*1", "24", "4 + 4 + 8 + 8"], None),
+    ],
+)
+@pytest.mark.processes
+def test_scorers_that_paid_for_nothing_do_not(name, wrong, right):
+    task = ReasoningGymTask(name, seed=5, exam_prompts=1, test_prompts=0, reward="score")
+    for row in (task.row("train", place) for place in range(10)):
+        assert {text: task.reward(text, row) for text in wrong} == dict.fromkeys(wrong, 0.0)
+        assert task.reward(row["answer"] if right is None else right(row), row) == 1.0
