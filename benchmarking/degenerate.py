@@ -52,7 +52,7 @@ CONSTANTS = (
     *("2*7 + 3 + 7", "4*6*1*1", "UDLR" * 100, "A or B or C or D", "((((", "1 + 1"),
 )
 """Texts that do not depend on the question."""
-WITH_THE_ANSWER = ("answer amid nonsense", "answer after numbers")
+WITH_THE_ANSWER = ("the right answer amid nonsense", "the right answer after numbers")
 """Tries that contain the right answer, so they are no shortcut for a model that does not know it."""
 
 
@@ -102,18 +102,22 @@ def measured(name: str, questions: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def paying(means: Mapping[str, tuple[float, float]], questions: int, *, knowing: bool) -> dict[str, Any]:
+def paying(means: Mapping[str, tuple[float, float]], questions: int) -> dict[str, tuple[str, float, float]]:
     """Return for both rewards the try that pays most, its mean and that of chance, if one pays; see the module.
 
-    With ``knowing`` of those that contain the right answer, else of the others.
+    Tries that contain the right answer are named if no other pays, and for the exact reward only: part of a score is
+    meant for them.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for place, reward in enumerate(("exact", "score")):
         chance = means.get("chance", (0.0, 0.0))[place]
-        rest = {kind: mean[place] for kind, mean in means.items() if (kind in WITH_THE_ANSWER) == knowing}
-        best = max((kind for kind in rest if kind != "chance"), key=rest.__getitem__, default="")
-        if best and rest[best] > chance + questions**-0.5:
-            found[reward] = (best, round(rest[best], 2), round(chance, 2))
+        for known in (False, True) if reward == "exact" else (False,):
+            rest = {
+                kind: m[place] for kind, m in means.items() if kind != "chance" and (kind in WITH_THE_ANSWER) == known
+            }
+            best = max(rest, key=rest.__getitem__, default="")
+            if best and rest[best] > chance + questions**-0.5 and reward not in found:
+                found[reward] = (best, round(rest[best], 2), round(chance, 2))
     return found
 
 
@@ -128,8 +132,7 @@ def main() -> None:
     for name in options.tasks:
         means = measured(name, options.questions)
         table[name] = {
-            "pays": paying(means, options.questions, knowing=False),
-            "pays with the answer": paying(means, options.questions, knowing=True),
+            "pays": paying(means, options.questions),
             "means": {kind: mean for kind, mean in sorted(means.items()) if mean[1] > 0.05},
         }
         print(json.dumps({name: table[name]["pays"]}), flush=True)

@@ -22,7 +22,9 @@ def shortcuts(config: EnvironmentConfig) -> Iterator[str]:
 SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {
     "game_of_life": {"exact": ("the commonest answer", 0.13, 0.02)},
     "gcd": {"exact": ("`2`", 0.29, 0.17)},
+    "gsm_symbolic": {"exact": ("the right answer amid nonsense", 1.0, 0.0)},
     "knight_swap": {"exact": ("`No`", 0.22, 0.02), "score": ("`No`", 0.22, 0.02)},
+    "knights_knaves": {"exact": ("the right answer after numbers", 1.0, 0.0)},
     "letter_counting": {"exact": ("`1`", 0.4, 0.17), "score": ("`1`", 0.4, 0.17)},
     "maze": {"exact": ("`5`", 0.38, 0.27), "score": ("`5`", 0.38, 0.27)},
     "number_format": {
@@ -42,6 +44,7 @@ SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {
     "rotten_oranges": {"exact": ("`-1`", 0.32, 0.16), "score": ("`-1`", 0.32, 0.16)},
     "self_reference": {"exact": ("`2`", 0.37, 0.25), "score": ("`2`", 0.37, 0.25)},
     "shortest_path": {"exact": ("`infeasible`", 0.36, 0.13), "score": ("`infeasible`", 0.36, 0.13)},
+    "sokoban": {"exact": ("the right answer amid nonsense", 0.53, 0.01)},
     "string_manipulation": {
         "exact": ("the question's last line", 0.24, 0.0),
         "score": ("the question's last line", 0.31, 0.01),

@@ -31,9 +31,10 @@ _LONGEST = 60.0
 class Accuracy(IsolatedGrader):
     """1.0 if the answer equals the column ``answer`` as mathematics (``1/2``, ``0.5``, ``\\frac12``), else 0.0.
 
-    See ``math_accuracy``; None if ``answer`` is not mathematics. It runs in a separate process, because a text as short
-    as ``44**19**35`` keeps an algebra system busy forever: a timeout gives no score and counts as a failure. A text
-    might also trick an algebra system into running it as code, so this process has no privileges and no files.
+    A number has to be written, not left to compute (``67 + 89``); ``math_accuracy`` has the rule. None if ``answer`` is
+    not mathematics. It runs in a separate process, because a text as short as ``44**19**35`` keeps an algebra system
+    busy forever: a timeout gives no score and counts as a failure. A text might also trick an algebra system into
+    running it as code, so this process has no privileges and no files.
     """
 
     @checked

@@ -6,8 +6,9 @@ import warnings
 import pytest
 from reasoning_gym import create_dataset
 
+from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.shortcuts import SHORTCUTS
+from agilerl.envs.shortcuts import SHORTCUTS, shortcuts
 from agilerl.envs.upstream import WORD_READERS, build_dataset, known_tasks, quiet
 from benchmarking.degenerate import measured, paying
 
@@ -76,7 +77,7 @@ def test_what_pays_for_nothing_is_named(questions):
     tasks = set(known_tasks()) - INTEGRALS - {"composite"} - (SLOW if questions < 100 else set())
     one = ReasoningGymTask("coin_flip", exam_prompts=1, test_prompts=0)
     one.reward("0.5", one.row("train", 0))  # starts the scorers' process, which all tasks share while this one lives
-    found = {name: paying(measured(name, questions), questions, knowing=False) for name in sorted(tasks)}
+    found = {name: paying(measured(name, questions), questions) for name in sorted(tasks)}
     found = {name: pays for name, pays in found.items() if pays}
     if questions == 100:
         assert found == {name: pays for name, pays in SHORTCUTS.items() if name in tasks}
@@ -98,3 +99,16 @@ def test_scorers_that_paid_for_nothing_do_not(name, wrong, right):
     for row in (task.row("train", place) for place in range(10)):
         assert {text: task.reward(text, row) for text in wrong} == dict.fromkeys(wrong, 0.0)
         assert task.reward(row["answer"] if right is None else right(row), row) == 1.0
+
+
+def test_plans_name_what_pays():
+    def named(task, **keys):
+        return list(shortcuts(EnvironmentConfig(task=f"reasoning_gym:{task}", **keys)))
+
+    sentence = "`Yes` earns 0.65 on syllogism (chance 0.48; measured with default parameters)"
+    assert named("syllogism") == [sentence]
+    assert named("composite", params={"datasets": [{"name": "syllogism"}, {"name": "lcm"}, {"name": "syllogism"}]}) == [
+        sentence
+    ]
+    assert named("word_sorting") == named("lcm") == named("syllogism", graders=[{"name": "accuracy"}]) == []
+    assert "earns 0.13" in named("word_sorting", reward="score")[0]
