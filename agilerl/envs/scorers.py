@@ -111,8 +111,8 @@ class Scorers:
     def score(self, answer: str, row: Mapping[str, Any], level: int) -> float:
         """Return the score of an answer at a level, from 0 to 1.
 
-        An answer that the scorer cannot read (it raises), that would run as a program inside it, or that it pays for
-        nothing (``pays_for_nothing``) is wrong: 0.0.
+        An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0. One
+        that it takes for right and that is not (``pays_for_nothing``) is worth what no answer is.
 
         Raises:
             RewardError: the scorer cannot read even the problem's correct answer, or the worker cannot start.
@@ -120,9 +120,9 @@ class Scorers:
         if answer != row["answer"]:
             source = str(row["metadata"]["source_dataset"])
             verdict = readable(source, answer)
-            if verdict is None or pays_for_nothing(source, answer, row):
+            if verdict is None:
                 return 0.0
-            answer = answer if verdict else UNREADABLE
+            answer = "" if pays_for_nothing(source, answer, row) else answer if verdict else UNREADABLE
         try:
             return self._ask(answer, row, level)
         except Exception as error:  # a third-party scorer may raise anything

@@ -32,6 +32,7 @@ def math_accuracy(completion: str, answer: str) -> float | None:
     if given == answer.strip():
         return 1.0
     gold = _read(answer, is_bare=_OPERATES.search(answer) is not None or not _WORD.search(answer))
+    gold = gold or parse(f"${answer}$", parsing_timeout=None)
     if not gold:
         return None
     found = _read(given, is_bare=not _WORD.search(given))
@@ -46,14 +47,16 @@ def _read(text: str, *, is_bare: bool) -> Any:
     In an expression that is not marked as LaTeX, 2x + 3, it would see the number 2; so a bare one is marked.
     """
     marked = f"${text.strip()}$"
-    if is_bare and not _MARKED.search(text) and _MORE_THAN_NUMBERS.search(text):
+    if is_bare and len(text) <= _LONGEST and not _MARKED.search(text) and _MORE_THAN_NUMBERS.search(text):
         read = parse(marked, parsing_timeout=None)
         if len(read) > 1:
             return read
-    return parse(text, parsing_timeout=None) or parse(marked, parsing_timeout=None)
+    return parse(text, parsing_timeout=None)
 
 
-_MARKED = re.compile(r"\$|\\\(|\\\[|\\boxed")
+_LONGEST = 300
+"""Characters of a bare expression; a thousand brackets take seconds to read as LaTeX."""
+_MARKED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _MORE_THAN_NUMBERS = re.compile(r"[^\d\s.]")
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{2,}")
 _OPERATES = re.compile(r"[-+*^=\\]")

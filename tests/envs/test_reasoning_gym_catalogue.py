@@ -97,7 +97,8 @@ def test_what_pays_for_nothing_is_named(questions):
 def test_scorers_that_paid_for_nothing_do_not(name, wrong, right):
     task = ReasoningGymTask(name, seed=5, exam_prompts=1, test_prompts=0, reward="score")
     for row in (task.row("train", place) for place in range(10)):
-        assert {text: task.reward(text, row) for text in wrong} == dict.fromkeys(wrong, 0.0)
+        assert {text: task.reward(text, row) for text in wrong} == dict.fromkeys(wrong, task.reward("", row))
+        assert task.reward("", row) < 0.02
         assert task.reward(row["answer"] if right is None else right(row), row) == 1.0
 
 
