@@ -142,7 +142,7 @@ def warn_of_another_base(folder: Path, base: BaseModel, loaded: Mapping[str, Any
                 found = strict_json.read_json(home / "agent.json", PlainState)
                 name, saved = found["base"], found.get("loaded")
             break
-    for difference in differences(base.name if name == base.source else name, saved, base, loaded):
+    for difference in differences(base.name if name == base.original else name, saved, base, loaded):
         warnings.warn(f"{folder}: {difference}", stacklevel=3)
 
 
@@ -160,7 +160,7 @@ def write_state(
     ``actor`` "" puts the policy into the folder itself.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    layers, source = runtime.store.layers, runtime.base.source
+    layers, source = runtime.store.layers, runtime.base.original
     adapters.write_adapter(folder / actor, layers, state.adapter, lora_config, source)
     if state.reference is not None:
         config = _of_rank(len(state.reference[0][0]), lora_config)
@@ -233,7 +233,7 @@ def save_llm_checkpoint(
 
     def write(folder: Path) -> None:
         write_state(state, folder, runtime, agent.lora_config)
-        adapters.write_adapter(folder, runtime.store.layers, state.adapter, agent.lora_config, runtime.base.source)
+        adapters.write_adapter(folder, runtime.store.layers, state.adapter, agent.lora_config, runtime.base.original)
         if runtime.tokenizer is not None:
             write_tokenizer(runtime.tokenizer, folder)
 

@@ -184,7 +184,7 @@ class ActorView:
                 f"the folder {shown(str(folder))} cannot be made: {error.strerror or error}"
             ) from error
         factors = store.adapter(agent.slot)
-        adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.source)
+        adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.original)
 
     def eval(self) -> "ActorView":
         """Do nothing: a frozen base without dropout computes the same in both modes."""

@@ -139,7 +139,7 @@ def init(
     ),
     *,
     model: Annotated[
-        str | None, typer.Option("--model", help="A folder, a name on the Hugging Face hub, or embedded.")
+        str | None, typer.Option("--model", help="A folder, a .gguf file, a name on the Hugging Face hub, or embedded.")
     ] = None,
     data: Annotated[
         str | None,

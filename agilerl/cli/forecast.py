@@ -16,7 +16,7 @@ from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import EVO_STEPS, RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.adapters import lora_layers
-from agilerl.models.base import EMBEDDED, from_model, load_tokenizer, resolve_model
+from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
 from agilerl.planning.machines import Machine
@@ -45,7 +45,7 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
     config, name = resolved.config, resolved.config.network.pretrained_model_name_or_path
     path = resolve_model(name)
     try:
-        offline = name != EMBEDDED and path == name and is_out_of_reach()
+        offline = is_of_hub(name) and is_out_of_reach()
         check_config(path, local_files_only=offline)
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
         with torch.device("meta"):
@@ -175,7 +175,7 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     name = config.network.pretrained_model_name_or_path
     assumed = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {{}}; give --prompt-tokens"
     try:
-        if resolve_model(name) == name and is_out_of_reach():
+        if is_of_hub(name) and is_out_of_reach():
             return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not available")
         tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
         made = task(config, allow_code=allow_code)

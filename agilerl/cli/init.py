@@ -118,8 +118,8 @@ def _answer(
 
 
 def _check_model(model: str) -> None:
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        raise ConfigError(f"expected a model's folder, found none at {shown(model)}")
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+        raise ConfigError(f"expected a model's folder or .gguf file, found none at {shown(model)}")
 
 
 def _check_source(source: str, place: Path) -> None:

@@ -96,6 +96,10 @@ def base_place(name: str) -> str:
     folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():
         return str(folder.absolute())
+    if folder.is_file():
+        from agilerl.models.gguf import base_folder
+
+        return str(base_folder(folder, "float32"))
     if not is_hub_name(name) or name.startswith("-"):
         raise ConfigError(f"expected a base in a folder of this machine or by its name on the hub, found {shown(name)}")
     return name

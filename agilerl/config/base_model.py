@@ -166,7 +166,7 @@ class NetworkConfig(Section):
     """The base model."""
 
     pretrained_model_name_or_path: str = "embedded"
-    """Local folder, hub name, or ``embedded``: the tiny model inside the package."""
+    """Local folder, ``.gguf`` file, hub name, or ``embedded``: the tiny model inside the package."""
     pad_token: str | None = None
     """Token of the tokenizer that fills rows up; None: its pad token or, if it has none, its end token."""
     pad_token_id: Annotated[int | None, Field(ge=0)] = None

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.batch import Prompts
-from agilerl.errors import AgileRLError, ConfigError, EngineError
+from agilerl.errors import ConfigError, EngineError
 from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
+from agilerl.models.gguf import base_folder
 from agilerl.models.layers import (
     EXPERTS,
     apply_liger_kernels,
@@ -31,6 +31,7 @@ from agilerl.models.layers import (
     offloaded,
     register_experts,
 )
+from agilerl.models.loading import check_complete, loading
 from agilerl.models.model_config import (
     auto_class,
     check_attention,
@@ -74,7 +75,9 @@ class BaseModel:
     name: str
     """The name that the user gave: a folder, a hub name or ``embedded``."""
     source: str = ""
-    """Where transformers finds it, as written into exported adapters; empty means ``name``."""
+    """Where transformers finds it; empty means ``name``."""
+    original: str = ""
+    """What exported adapters name: the file that ``source`` was made from; empty means ``source``."""
     store: AdapterStore | None = None
     """The bank whose layers are attached; None if none is attached yet."""
     options: SharedOptions = field(default_factory=SharedOptions)
@@ -84,6 +87,7 @@ class BaseModel:
 
     def __post_init__(self) -> None:
         self.source = self.source or self.name
+        self.original = self.original or self.source
         prepare(self.model)
         self.model.requires_grad_(False)
         self.model.eval()  # dropout in the base would make the trained policy differ from the one that sampled
@@ -438,6 +442,7 @@ def _multiplies_in_fp32() -> bool:
 
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest relative difference between two ways to compute the same hidden states."""
+_ELSEWHERE = "a .gguf file, a name on the Hugging Face hub that is reachable, or 'embedded'"
 _OVERFLOW = "its numbers overflow in this data type; use a wider one (training.dtype, or dtype=)"
 
 
@@ -468,11 +473,14 @@ def load_base(
     check_attention("attn_implementation", attention)
     # On a CPU "auto" means fp32: half precision is slow there, and rounds away what the tiny adapters learn.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
-    with _loading("the model", name, "a local folder with config.json and *.safetensors"):
+    expected = f"a local folder with config.json and *.safetensors, {_ELSEWHERE}"
+    with loading("the model", name, expected, of_hub=is_of_hub(name)):
         config = model_config(path, overrides)
         quantisation_in(config)  # transformers would ask for the method's package first
         own = str(config.dtype or "float32").removeprefix("torch.")
         quantised = loading_arguments(options.quantization_config, device, own if chosen == "auto" else chosen)
+        if Path(name).expanduser().is_file():
+            path = str(base_folder(Path(name).expanduser(), own if chosen == "auto" else chosen))
         on_host = torch.device(device).type == "cpu" and not quantised and chosen != "auto"
         check_size(config, name, getattr(torch, chosen).itemsize if on_host else 0.125)
         model, found = auto_class(config).from_pretrained(
@@ -486,9 +494,9 @@ def load_base(
             **quantised,
         )
         model = model if quantised else model.to(device)
-    _check_complete(name, found)
+    check_complete(name, found)
     base = from_model(model, name)
-    base.source = path
+    base.source, base.original = path, name if Path(name).expanduser().is_file() else path
     choose_attention(model, attention, base.device)
     base.check_head()
     return base
@@ -527,64 +535,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _check_complete(name: str, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError for weights that transformers has left at random values; tied weights are not missing."""
-    missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
-    if missing:
-        raise ConfigError(
-            f"the weights of {name!r} are incomplete: {_some(missing)} missing from its *.safetensors; use a complete "
-            "copy, or the config.json that belongs to these weights"
-        )
-    if mismatched:
-        key, there, expected = mismatched[0]
-        raise ConfigError(
-            f"the weights of {name!r} do not fit its config.json: {key} has shape {list(there)}, expected "
-            f"{list(expected)}; use the two files of the same model"
-        )
-
-
-@contextmanager
-def _without_retries(of_hub: bool) -> Iterator[None]:
-    """Take a model of the hub from its cache alone, if the hub does not answer: its client would retry for a minute."""
-    from huggingface_hub import constants
-
-    kept = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = kept or (of_hub and is_out_of_reach())
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = kept
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 1} more are" if len(keys) > 1 else " is"
-    return f"{keys[0]}{more}"
-
-
-@contextmanager
-def _loading(what: str, name: str, expected: str) -> Iterator[None]:
-    """Silence transformers' reports and progress bars, and turn any error it raises into a ConfigError."""
-    from transformers.utils import logging
-
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with _without_retries(resolve_model(name) == name):
-            yield
-    except AgileRLError:
-        raise
-    except Exception as error:  # any of several libraries that read files: no list of their errors is complete
-        raise ConfigError(
-            f"cannot load {what} {name!r}: {reason(error)}; expected {expected}, a name on the Hugging Face hub "
-            "that is reachable, or 'embedded'"
-        ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()
-
-
 def check_network(model: Any) -> None:
     """Raise ConfigError unless an object is a causal language model of Hugging Face."""
     if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
@@ -606,25 +556,40 @@ def from_model(model: Any, name: str | None = None) -> BaseModel:
     return BaseModel(model, body, name or str(getattr(model, "name_or_path", "") or ""))
 
 
+def is_of_hub(name: str) -> bool:
+    """Return whether a base is named as on the hub, and not embedded or at a path."""
+    return name != EMBEDDED and not _is_path(name)
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or Path(name).expanduser().exists() or name.count("/") > 1
+
+
 def resolve_model(name: str) -> str:
-    """Return the shipped folder for ``embedded``; check that a name that looks like a folder is a model's folder."""
+    """Return where transformers finds the configuration and tokenizer of a base: a folder, or its name on the hub.
+
+    A GGUF file leads to its folder in the cache, which has no weights (:func:`load_base` has them written). Raises
+    ConfigError for a name that looks like a path and is not a model's.
+    """
     if name == EMBEDDED:
         from agilerl.models.tiny import tiny_model_path
 
         return str(tiny_model_path())
+    if not _is_path(name):
+        return name
     path = Path(name).expanduser()
-    looks_local = name.startswith((".", "/", "~")) or path.exists() or name.count("/") > 1
-    if looks_local:
-        if not path.is_dir():
-            raise ConfigError(
-                f"no model folder at {name!r}; expected a folder with config.json and *.safetensors "
-                "(network.pretrained_model_name_or_path), a hub name, or 'embedded'"
-            )
-        config = path / "config.json"
-        if not config.exists() or config.is_dir():
-            raise ConfigError(f"the folder {name!r} has no config.json, so it is not a Hugging Face model")
-        check_model_folder(path)
-    return str(path) if looks_local else name
+    if path.is_file():
+        path = base_folder(path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"no model at {name!r}; expected a folder with config.json and *.safetensors or a .gguf file "
+            "(network.pretrained_model_name_or_path), a hub name, or 'embedded'"
+        )
+    config = path / "config.json"
+    if not config.exists() or config.is_dir():
+        raise ConfigError(f"the folder {name!r} has no config.json, so it is not a Hugging Face model")
+    check_model_folder(path)
+    return str(path)
 
 
 def load_tokenizer(
@@ -642,7 +607,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = resolve_model(name)
-    with _loading("a tokenizer from", name, "a local folder with tokenizer.json and tokenizer_config.json"):
+    expected = f"a local folder with tokenizer.json and tokenizer_config.json, {_ELSEWHERE}"
+    with loading("a tokenizer from", name, expected, of_hub=is_of_hub(name)):
         check_config(path)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         check_tokenizer_parts(tokenizer, name)

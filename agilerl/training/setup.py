@@ -31,7 +31,7 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
-from agilerl.models.base import EMBEDDED, check_device, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
+from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
 from agilerl.population import Population
@@ -437,7 +437,7 @@ def _spare_retries(name: str) -> None:
     """
     from huggingface_hub import constants
 
-    if name != EMBEDDED and not Path(name).expanduser().exists() and is_out_of_reach():
+    if is_of_hub(name) and is_out_of_reach():
         constants.HF_HUB_OFFLINE = True
 
 

@@ -1,0 +1,275 @@
+"""A ``.gguf`` file as a base: its header checked, then written once as an ordinary folder in the cache."""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import shutil
+import struct
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from agilerl.arguments import shown
+from agilerl.bounds import check_file, memory_bytes
+from agilerl.errors import ConfigError, WriteError
+from agilerl.models.loading import check_complete, loading
+from agilerl.models.model_config import auto_class, check_config, check_size
+
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of the metadata types of a fixed size; 8 is a string, 9 an array."""
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_ENTRIES, _ELEMENTS, _TOKEN_BYTES = 65_536, 4_194_304, 4096
+"""Most tensors and most metadata; most array elements in all, of which readers make objects; most bytes of a token, for
+which merges are derived by trying every way to cut it in two."""
+_F32, _MOST_DIMENSIONS = 0, 4
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a file promises, and its length in bytes allows."""
+
+    numbers: int
+    """Numbers of all tensors together."""
+    dtype: str
+    """``float32`` if every tensor is, else ``bfloat16``: what blocks of a few bits were most likely made from."""
+
+
+def base_folder(file: Path, dtype: str | None = None) -> Path:
+    """Return the folder in the cache that a file has been written to, writing it the first time.
+
+    Without a ``dtype`` the folder has the configuration and the tokenizer alone. The cache is ``gguf/`` in the hub
+    client's home (``HF_HOME``); its entries are named by the sha256 of the file. Raises ConfigError for a file that is
+    damaged, too large for the memory, or of an architecture that transformers does not know; WriteError if the disk
+    refuses.
+    """
+    from filelock import FileLock
+    from huggingface_hub import constants
+
+    try:
+        found = file.stat()
+        digest = _digest(str(file.resolve()), found.st_size, found.st_mtime_ns)
+    except OSError as error:
+        raise ConfigError(f"{shown(str(file))} cannot be read: {error.strerror or error}") from error
+    target = Path(constants.HF_HOME) / "gguf" / f"{digest[:32]}-{dtype or 'tokenizer'}"
+    if target.is_dir():
+        return target
+    shape = None if dtype is None else base_folder(file)
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{target}.lock"):  # one of several processes writes it, and the others wait
+            if target.is_dir():
+                return target
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                if shape is None:
+                    temporary.mkdir()
+                else:
+                    shutil.copytree(shape, temporary)
+                write_base(file, temporary, dtype)
+                for path in temporary.iterdir():
+                    with open(path, "rb+") as written:
+                        os.fsync(written.fileno())
+                temporary.rename(target)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise WriteError(
+            f"{target} could not be written: {error.strerror or error}; check the space and permissions of its "
+            "folder, or set HF_HOME to another one"
+        ) from error
+    return target
+
+
+@lru_cache(maxsize=8)
+def _digest(path: str, size: int, changed: int) -> str:
+    """Return the sha256 of a file; its size and time of change are part of the key of the cache alone."""
+    check_file(Path(path))
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_base(file: Path, folder: Path, dtype: str | None) -> None:
+    """Write a file's configuration and tokenizer into a folder without them; with a ``dtype`` its weights as well.
+
+    Raises ConfigError for a file that cannot be read or is too large, and WriteError without the space.
+    """
+    import torch
+
+    name, header = str(file), read_header(file)
+    size = header.numbers * getattr(torch, dtype).itemsize if dtype is not None else 0
+    limit, free = memory_bytes(), shutil.disk_usage(folder).free
+    if limit is not None and size > limit:
+        raise ConfigError(
+            f"the tensors of {name!r} take {size:,} bytes as {dtype}, more than this machine's memory ({limit:,}); use "
+            "a smaller model"
+        )
+    if size > free:
+        raise WriteError(f"{name!r} takes {size:,} bytes as {dtype}, and {folder.parent} has {free:,}; make room there")
+    alone = folder / "model.gguf"  # other files beside the original would be read as if they belonged to it
+    try:
+        alone.symlink_to(file.resolve())
+    except OSError:  # Windows without the privilege
+        shutil.copyfile(file, alone)
+    try:
+        with (
+            loading("the file", name, "a GGUF file of a causal language model that transformers can read"),
+            redirect_stdout(StringIO()),  # what DeepSpeed logs when it is imported
+            redirect_stderr(StringIO()),  # a progress bar that transformers' own settings do not reach
+        ):
+            if not (folder / "config.json").exists():
+                _write_shape(folder, alone.name, header.dtype)
+            if dtype is not None:
+                _write_weights(name, folder, alone.name, getattr(torch, dtype))
+    finally:
+        alone.unlink()
+
+
+def _write_shape(folder: Path, file: str, dtype: str) -> None:
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+    values = {**PretrainedConfig.get_config_dict(folder, gguf_file=file)[0], "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")  # from here on as any model's folder
+    check_config(str(folder))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, config=config, gguf_file=file, trust_remote_code=False)
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def _write_weights(name: str, folder: Path, file: str, dtype: Any) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    check_size(config, name, dtype.itemsize)
+    blocks = getattr(transformers, "GgufConfig", None)
+    model, found = auto_class(config).from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        gguf_file=file,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # reported below, by name
+        output_loading_info=True,
+        **({} if blocks is None else {"quantization_config": blocks(dequantize=True)}),  # else they may stay packed
+    )
+    check_complete(name, found)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):  # the weights are whole now, and would not be saved otherwise
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+
+
+# -- the header: every size in it is compared with the bytes that are there, before anything is allocated --------------
+
+
+def read_header(file: Path) -> Header:
+    """Return what a file's header promises; raises ConfigError for one that its bytes do not keep."""
+    from gguf import GGML_QUANT_SIZES
+
+    check_file(file)
+    with open(file, "rb") as opened:
+        if opened.read(len(_MAGIC)) != _MAGIC:
+            raise ConfigError(
+                f"expected a folder of a model or a GGUF file at {shown(str(file))}, found a file that does not begin "
+                "with GGUF"
+            )
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data, str(file)).header({int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
+
+
+class _Reader:
+    """Walks through a header; every step asks whether the file has the bytes."""
+
+    def __init__(self, data: mmap.mmap, name: str) -> None:
+        self._data, self._name, self._at, self._elements = data, name, len(_MAGIC), 0
+
+    def header(self, sizes: dict[int, tuple[int, int]]) -> Header:
+        version, tensors, pairs = self._number("I"), self._number("Q"), self._number("Q")
+        self._expect(version in _VERSIONS, "version 2 or 3, little-endian", version)
+        for what, count in (("tensors", tensors), ("metadata entries", pairs)):
+            self._expect(count <= _ENTRIES, f"at most {_ENTRIES:,} {what}", count)
+        known: dict[str, int | None] = {}
+        for _ in range(pairs):
+            key = self._text()
+            self._expect(key not in known, "each metadata key once", key)
+            known[key] = self._value(self._number("I"))
+        alignment = known.get("general.alignment", _ALIGNMENT) or 0
+        self._expect(alignment > 0 and alignment & (alignment - 1) == 0, "general.alignment as a power of 2", alignment)
+        table = [self._tensor(sizes) for _ in range(tensors)]
+        room = len(self._data) - -(-self._at // alignment) * alignment
+        names = {name for name, *_ in table}
+        self._expect(len(names) == tensors > 0, "tensors, each under its own name", f"{len(names)} names of {tensors}")
+        for name, _, _, offset, length in table:
+            self._expect(
+                offset + length <= room, f"{length:,} bytes of {name} at {offset:,}", f"{max(room, 0):,} bytes of data"
+            )
+        held = sum(length for *_, length in table)  # else tensors that share bytes could be far larger than the file
+        self._expect(held <= room, f"tensors of {held:,} bytes", f"{room:,} bytes of data")
+        kinds = {kind for _, kind, *_ in table}
+        return Header(sum(count for _, _, count, *_ in table), "float32" if kinds == {_F32} else "bfloat16")
+
+    def _tensor(self, sizes: dict[int, tuple[int, int]]) -> tuple[str, int, int, int, int]:
+        """Return name, type, count of numbers, offset and length in bytes of a tensor."""
+        name, rank = self._text(), self._number("I")
+        self._expect(1 <= rank <= _MOST_DIMENSIONS, f"1 to {_MOST_DIMENSIONS} dimensions of {name}", rank)
+        shape = [self._number("Q") for _ in range(rank)]
+        kind, offset = self._number("I"), self._number("Q")
+        self._expect(kind in sizes, f"a known type of {name}", kind)
+        block, width = sizes[kind]
+        self._expect(min(shape) > 0 and shape[0] % block == 0, f"rows of {name} of whole blocks of {block}", shape)
+        count = math.prod(shape)
+        return name, kind, count, offset, count // block * width
+
+    def _value(self, kind: int) -> int | None:
+        """Skip a value, and return it if it is a number of the kind that an alignment has."""
+        if kind == _UINT32:
+            return self._number("I")
+        if kind == _ARRAY:
+            kind, count = self._number("I"), self._number("Q")
+            self._elements += count
+            self._expect(self._elements <= _ELEMENTS, f"at most {_ELEMENTS:,} elements in arrays", self._elements)
+            if kind == _STRING:
+                for _ in range(count):
+                    length = self._number("Q")
+                    self._expect(length <= _TOKEN_BYTES, f"tokens of at most {_TOKEN_BYTES:,} bytes", length)
+                    self._skip(length)
+                return None
+        else:
+            count = 1
+        if kind == _STRING:
+            self._skip(self._number("Q"))
+        else:
+            self._expect(kind in _WIDTHS, "a known type of metadata", kind)
+            self._skip(count * _WIDTHS[kind])
+        return None
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        start = self._at
+        self._skip(length)
+        return self._data[start : self._at].decode(errors="replace")
+
+    def _number(self, kind: str) -> int:
+        start = self._at
+        self._skip(struct.calcsize(kind))
+        return int(struct.unpack_from(f"<{kind}", self._data, start)[0])
+
+    def _skip(self, count: int) -> None:
+        left = len(self._data) - self._at
+        self._expect(count <= left, f"{count:,} more bytes at {self._at:,}", f"{left:,}, where the file ends")
+        self._at += count
+
+    def _expect(self, holds: bool, expected: str, found: Any) -> None:
+        if not holds:
+            raise ConfigError(
+                f"{shown(self._name)} is not a sound GGUF file: expected {expected}, found {shown(found)}; get it again"
+            )
