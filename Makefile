@@ -43,7 +43,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-nightly test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real test test-nightly test-real test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train $(ARGS)
 
+real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smollm2
+	$(BIN)/agilerl fetch smollm2 build/smollm2
+
 test: lint types unit ## Run every check
 
 lint: $(READY) ## Style and format
@@ -82,6 +85,9 @@ unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament
 
 test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test
 	$(BIN)/pytest $(DIVIDED) -m nightly $(ARGS)
+
+test-real: real ## The tests on SmolLM2-135M-Instruct, one process; not a part of test
+	$(BIN)/pytest -m real $(ARGS)
 
 test-vllm: $(VLLM_READY) ## The tests of the vLLM engine and of serving, with vLLM; not a part of test
 	$(VLLM_VENV)/bin/pytest -m vllm tests/with_vllm $(ARGS)

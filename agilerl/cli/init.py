@@ -118,7 +118,8 @@ def _answer(
 
 
 def _check_model(model: str) -> None:
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().exists():
+    path = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) and not (path.is_dir() or path.is_file()):
         raise ConfigError(f"expected a model's folder or .gguf file, found none at {shown(model)}")
 
 

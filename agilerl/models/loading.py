@@ -48,8 +48,8 @@ def check_complete(name: str, found: Mapping[str, Any]) -> None:
     missing, mismatched = sorted(found["missing_keys"]), sorted(found["mismatched_keys"])
     if missing:
         raise ConfigError(
-            f"the weights of {name!r} are incomplete: {_some(missing)} missing; use a complete copy, or the "
-            "config.json that belongs to these weights"
+            f"the weights of {name!r} are incomplete: {_some(missing)} missing from its files; use a complete "
+            "copy, or the config.json that belongs to these weights"
         )
     if mismatched:
         key, there, expected = mismatched[0]
