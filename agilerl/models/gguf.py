@@ -142,6 +142,10 @@ def _write_shape(folder: Path, file: str, dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, config=config, gguf_file=file, trust_remote_code=False)
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+    # transformers adds the special tokens of a class that it takes for the file's, such as GPT-2's <|endoftext|>.
+    kept = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    kept["added_tokens"] = [token for token in kept["added_tokens"] if token["id"] < config.vocab_size]
+    (folder / "tokenizer.json").write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
 
 
 def _write_weights(name: str, folder: Path, file: str, dtype: Any) -> None:
