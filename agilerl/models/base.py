@@ -582,7 +582,7 @@ def resolve_model(name: str) -> str:
         path = base_folder(path)
     if not path.is_dir():
         raise ConfigError(
-            f"no model at {name!r}; expected a folder with config.json and *.safetensors or a .gguf file "
+            f"no model folder at {name!r}; expected a folder with config.json and *.safetensors or a .gguf file "
             "(network.pretrained_model_name_or_path), a hub name, or 'embedded'"
         )
     config = path / "config.json"

@@ -255,7 +255,7 @@ def test_what_is_not_a_file_of_this_kind_is_a_sentence(what: str, tmp_path: Path
         "text": lambda: path.write_text("GG"),
         "a pipe": lambda: os.mkfifo(path),
     }[what]()
-    with pytest.raises(ConfigError, match=r"does not begin with GGUF|has no config\.json|no model at"):
+    with pytest.raises(ConfigError, match=r"does not begin with GGUF|has no config\.json|no model folder at"):
         load_base(str(path))
 
 

