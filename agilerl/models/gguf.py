@@ -24,7 +24,7 @@ _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of the metadata types of a fixed size; 8 is a string, 9 an array."""
 _UINT32, _STRING, _ARRAY = 4, 8, 9
-_ENTRIES, _ELEMENTS, _TOKEN_BYTES = 65_536, 4_194_304, 4096
+_ENTRIES, _ELEMENTS, _TOKEN_BYTES = 65_536, 2_097_152, 4096
 """Most tensors and most metadata; most array elements in all, of which readers make objects; most bytes of a token, for
 which merges are derived by trying every way to cut it in two."""
 _F32, _MOST_DIMENSIONS = 0, 4

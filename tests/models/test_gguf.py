@@ -160,7 +160,7 @@ LIES: dict[str, tuple[Callable[[bytearray], object], str]] = {
     "a key of 2^50 bytes": (lambda d: put(d, 24, "Q", 2**50), r"1,125,899,906,842,624 more bytes at 32"),
     "a text of 2^50 bytes": (lambda d: put(d, behind(d, b"general.name", 4), "Q", 2**50), "899,906,842,624 more bytes"),
     "an unknown kind of value": (lambda d: put(d, behind(d, b"general.name"), "I", 99), "type of metadata, found 99"),
-    "2^62 tokens": (lambda d: put(d, behind(d, b"ggml.tokens", 8), "Q", 2**62), "at most 4,194,304 elements"),
+    "2^62 tokens": (lambda d: put(d, behind(d, b"ggml.tokens", 8), "Q", 2**62), "at most 2,097,152 elements"),
     "an array of arrays": (lambda d: put(d, behind(d, b"ggml.token_type", 4), "I", 9), "type of metadata, found 9"),
     "a token of 2^40 bytes": (lambda d: put(d, behind(d, b"ggml.tokens", 16), "Q", 2**40), "tokens of at most 4,096"),
     "a key twice": (lambda d: d.__setitem__(d.index(b"bos_token_id"), ord("e")), "each metadata key once"),
