@@ -9,8 +9,16 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import httpx2
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, FiniteFloat, ValidationError
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    ValidationInfo,
+)
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from agilerl.arguments import shown
