@@ -428,7 +428,7 @@ def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Non
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     found = [load_run(path) for path in runs]
-    settings = [dict(_flat(run.info["config"])) for run in found]
+    settings = [dict(_flat(run.info["config"])) | _fingerprints(run.info) for run in found]
     names = list(dict.fromkeys(name for one in settings for name in one))
     for one in settings:
         if one.get("algorithm.seed") == one.get("training.seed"):
@@ -440,6 +440,7 @@ def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Non
     for run in found:
         with as_written(run.path):
             results.append(_result(run))
+    changed = [name.removeprefix("sha256 of ") for name in differ if name.startswith("sha256 of ")]
     if as_json:
         document = {"runs": [str(path) for path in runs], "settings": differ, "results": results}
         print(json.dumps(document, indent=1))
@@ -447,7 +448,19 @@ def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> Non
     from agilerl.cli.commands import run_report
 
     _show_comparison([run.name for run in found], differ, results)
+    if changed:
+        new_console().print(
+            f"The runs read different {', '.join(map(shown, changed))}: what they were graded by or asked differs, so "
+            "their scores cannot be compared.",
+            soft_wrap=True,
+        )
     run_report(runs, out)
+
+
+def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
+    """Return the beginning of the sha256 of each file of code or rows that a run read."""
+    files = info.get("files") or {}
+    return {f"sha256 of {Path(name).name}": sha[:12] for kind in files.values() for name, sha in kind.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -587,3 +587,20 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
     assert agilerl("compare", str(run)).code == 2
+
+
+def test_compare_says_that_the_reward_changed(
+    tmp_path: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ("training.pop_size=1", "training.max_steps=32", "environment.eval_prompts=4", "environment.test_prompts=4")
+    assert agilerl("init", "--quiet").code == 0
+    reward = tmp_path / "my_reward.py"
+    for name in ("a", "b", "c"):
+        assert agilerl("train", "my.yaml", "--allow-code", *short, "--quiet", "--out", name).code == 0
+        if name == "b":
+            reward.write_text(reward.read_text() + "\n# another one\n")
+    assert "cannot be compared" not in agilerl("compare", "a", "b").output
+    output = agilerl("compare", "b", "c").output
+    assert "The runs read different 'my_reward.py'" in output
+    assert "sha256 of my_reward.py" in output
