@@ -214,11 +214,11 @@ def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
     from agilerl.cli.progress import genes_text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("agent", "parent", "iterations", "last exam"):
+    for name in ("agent", "parent", "iter.", "exam"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("genes")
-    table.add_column("left after gen.", justify="right")
-    table.add_column("why")
+    table.add_column("left", justify="right", no_wrap=True)
+    table.add_column("why", min_width=30)  # in 80 columns, too
     for life in found:
         exam = life["exams"][-1] if life["exams"] else None
         table.add_row(
@@ -232,7 +232,7 @@ def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
         )
     output = console()
     output.print(table)
-    output.print("* the winning lineage. All that is known of an agent: --agent N")
+    output.print("* winning lineage; left: after this generation. One agent's life: --agent N")
 
 
 def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:

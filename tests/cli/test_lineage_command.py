@@ -36,6 +36,14 @@ def test_every_agent_has_a_row_that_says_why_it_left(run: Path, lines: list[dict
         assert (deaths[agent]["reason"] in row) if agent in deaths else row.rstrip().endswith("-")
 
 
+def test_reasons_are_readable_in_80_columns(run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = agilerl("lineage", str(run)).output.splitlines()
+    agents = [number for number, row in enumerate(rows) if row[:5].strip(" *").isdigit()]
+    assert max(later - sooner for sooner, later in zip(agents, [*agents[1:], len(rows) - 1])) <= 4
+    assert max(map(len, rows)) <= 80
+
+
 def test_a_life_is_told_in_order(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
     death = next(line for line in lines if line["event"] == "death" and line["reason"] == "fitness is not finite")
     index = death["agent"]
