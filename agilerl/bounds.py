@@ -51,6 +51,27 @@ def check_file(path: Path, most: int | None = None, *, error: type[AgileRLError]
         raise error(f"{path} has {found.st_size:,} bytes, expected at most {most:,}")
 
 
+def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type[AgileRLError] = ConfigError) -> None:
+    """Raise ``error`` if a link in a folder leads out of it: whoever wrote the folder could have your files read.
+
+    ``below`` names its folders that are searched as well, None all of them. A snapshot in the cache of the hub may lead
+    to the blobs of its repository: ``snapshots/REVISION/config.json`` to ``blobs/HASH``.
+    """
+    root = os.path.realpath(folder)
+    snapshots, searched = Path(root).parent, None if below is None else set(below)
+    allowed = [root, *([snapshots.parent / "blobs"] if snapshots.name == "snapshots" else [])]
+
+    def unreadable(failure: OSError) -> None:
+        raise error(f"{failure.filename} cannot be read: {failure.strerror or failure}") from failure
+
+    for place, folders, files in os.walk(root, onerror=unreadable):
+        for path in (os.path.join(place, name) for name in (*folders, *files)):
+            if os.path.islink(path) and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in allowed):
+                raise error(f"{path} is a link that leads out of {root}; put there what it leads to, if you trust it")
+        if searched is not None and place == root:
+            folders[:] = searched.intersection(folders)
+
+
 def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
     """Return a compiled regular expression; raises ConfigError for one that is invalid or too large to compile."""
     if len(pattern) > _PATTERN or _repeats(pattern) > _REPEATS:

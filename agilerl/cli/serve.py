@@ -19,6 +19,7 @@ from agilerl.cli.output import say, tell_line
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import CheckpointError, ConfigError
+from agilerl.models.model_config import check_model_folder
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import EMBEDDED, is_hub_name
 from agilerl.runs import RunLayout, newest_agents, read_run
@@ -95,6 +96,7 @@ def base_place(name: str) -> str:
     """Return what vLLM loads: a folder, or a name on the hub; nothing that it would read as an option or an address."""
     folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():
+        check_model_folder(folder)
         return str(folder.absolute())
     if folder.is_file():
         from agilerl.models.gguf import base_folder
@@ -123,8 +125,6 @@ def _of_run(config: RunConfig, run: Path | None) -> list[str]:
 def _template(run: Path | None) -> Path | None:
     """Return the chat template that a run has written beside its elite."""
     file = None if run is None else RunLayout(run).elite / "chat_template.jinja"
-    if file is not None and file.is_symlink():
-        raise CheckpointError(f"expected a plain file at {file}, found a link; put the template itself there")
     return file if file is not None and file.is_file() else None
 
 

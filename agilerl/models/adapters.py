@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agilerl.arguments import shown
-from agilerl.bounds import check_file, full_matches, memory_bytes
+from agilerl.bounds import check_file, check_links, full_matches, memory_bytes
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
@@ -246,6 +246,7 @@ def read_config(folder: Path) -> Any:
     another method, a variant of LoRA, or a rank or scale that is not a number.
     """
     made = imported_peft().LoraConfig
+    check_links(folder, error=CheckpointError)
     try:
         check_file(folder / CONFIG_FILE, _CONFIG_BYTES, error=CheckpointError)
         fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))

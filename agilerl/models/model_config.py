@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 from agilerl.arguments import nearest, shown
-from agilerl.bounds import check_file, memory_bytes
+from agilerl.bounds import check_file, check_links, memory_bytes
 from agilerl.config.base_model import AttentionKind
 from agilerl.errors import ConfigError
 
@@ -27,12 +27,13 @@ def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise ConfigError for a model folder with anything but regular files, or with a file that is far too large.
+    """Raise ConfigError for a model folder with links that leave it, special files, or a file that is far too large.
 
     transformers would wait for ever on a named pipe. An index of weights may only name safetensors below the folder:
     transformers would open any path that it names, and read other formats with pickle.
     """
-    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+    check_links(folder, _READ_BELOW)
+    for path in (*folder.iterdir(), *(path for name in _READ_BELOW for path in folder.glob(f"{name}/*"))):
         if not path.is_dir():
             most = _CONFIG_BYTES if path.name in _CONFIGS else _TEXT_BYTES
             check_file(path, most if path.suffix in _READ and path.suffix != ".safetensors" else None)
@@ -45,6 +46,7 @@ def check_model_folder(folder: Path) -> None:
             place = PurePosixPath(name)
             if place.is_absolute() or ".." in place.parts or "\\" in name or place.suffix != ".safetensors":
                 raise ConfigError(f"{path} names {shown(name)}; expected *.safetensors in the folder of the model")
+            check_links(folder, place.parts[:1])
             check_file(folder / name)
 
 
@@ -114,6 +116,7 @@ def _is_weights(name: Any) -> bool:
 
 
 _INDEX = "safetensors.index.json"
+_READ_BELOW = ("additional_chat_templates",)
 _READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".tiktoken")
 _TEXT_BYTES = 500_000_000
 _CONFIGS, _CONFIG_BYTES = ("config.json", "generation_config.json"), 5_000_000

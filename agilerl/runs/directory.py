@@ -21,6 +21,7 @@ from typing import Any, Self
 import filelock
 
 from agilerl.arguments import Location, Seed, checked, shown
+from agilerl.bounds import check_links
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
@@ -254,6 +255,7 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
         raise CheckpointError(
             f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {found}"
         )
+    check_links(folder, error=CheckpointError)
     above = list(folder.absolute().parents)[:_ABOVE]
     return folder, next((place for place in above if (place / "run.json").is_file()), None)
 
@@ -273,8 +275,8 @@ def _reached(path: Location) -> Path:
 def read_run(path: Location) -> dict[str, Any]:
     """Return the checked content of ``run.json`` of any run, even one in use or finished; takes no lock.
 
-    Raises CheckpointError if ``path`` is missing, not a run directory, or written by a newer version, or if its
-    configuration does not match the hash beside it.
+    Raises CheckpointError if ``path`` is missing, not a run directory, or written by a newer version, if its
+    configuration does not match the hash beside it, or if a link in it leads out of it.
     """
     root = _reached(path)
     if not root.is_dir():
@@ -285,6 +287,8 @@ def read_run(path: Location) -> dict[str, Any]:
         raise CheckpointError(
             f"{root} is not a run directory: it has no run.json. Give the folder that a run was written to."
         )
+    # Every reader of a run begins here. Checkpoints are read by their manifest, which allows no links.
+    check_links(root, ("completions", "elite"), error=CheckpointError)
     info = strict_json.read_json(file)
     version = info.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:

@@ -365,6 +365,48 @@ def born(count: int) -> Callable[[Path], None]:
     return change
 
 
+def linked(name: str, of_run: bool = False) -> Attack:
+    """A file of a model, or of a run, that is a link to one of the user's with the same content."""
+
+    def make(scene: Scene) -> list[str]:
+        path = (scene.copied_run() if of_run else scene.model()) / name
+        target = scene.folder / "private"
+        path.rename(target)
+        path.symlink_to(target)
+        return ["report", "run"] if of_run else scene.manifest(**MODEL)
+
+    return make
+
+
+def cached(target: str) -> Attack:
+    """A model as the hub's client stores it, with a link from its blobs to ``target``."""
+
+    def make(scene: Scene) -> list[str]:
+        repository = scene.folder / "models--me--model"
+        blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123"
+        shutil.copytree(tiny_model_path(), scene.folder / "private")
+        snapshot.mkdir(parents=True)
+        if target == "folder":
+            blobs.symlink_to(scene.folder / "private")
+        else:
+            shutil.copytree(tiny_model_path(), blobs)
+        if target == "file":
+            (blobs / "tokenizer.json").unlink()
+            (blobs / "tokenizer.json").symlink_to(scene.folder / "private" / "tokenizer.json")
+        for file in (file for file in blobs.iterdir() if file.is_file()):
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        return scene.manifest(network={"pretrained_model_name_or_path": str(snapshot.relative_to(scene.folder))})
+
+    return make
+
+
+def linked_completions(root: Path) -> None:
+    first = min((root / "completions").glob("*.parquet"))
+    (root / "completions").rename(root.parent / "private")
+    (root / "completions").mkdir()
+    (root / "completions" / first.name).symlink_to(f"../../private/{first.name}")
+
+
 HUNDRED = "range(100000)"
 BACKTRACKING = r"(\w+\.?)+\d\d\d"
 
@@ -409,6 +451,17 @@ REFUSED: dict[str, Attack] = {
     "model: a pipe as the template": model_file("chat_template.jinja", os.mkfifo),
     "model: a pipe as the weights": model_file("model.safetensors", os.mkfifo),
     "model: a device as the weights": model_file("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    **{
+        f"model: a link as {name}": linked(name)
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    },
+    "model: a link as the weights": linked("model.safetensors"),
+    "model: blobs that are a link": cached("folder"),
+    "model: a blob that is a link": cached("file"),
+    "weights: an index that names a link": index_of(
+        "parts/1.safetensors",
+        lambda path: (whole_weights(path.parents[2] / "private"), path.symlink_to("../../private"))[1],
+    ),
     "model: a sparse tokenizer": model_file("tokenizer.json", sparse(20 * 2**30)),
     "model: sparse weights": model_file("model.safetensors", sparse(2**40)),
     "tokenizer: backtracking": tokenizer(pre_tokenizer=split("(a+)+c")),
@@ -490,6 +543,25 @@ REFUSED: dict[str, Attack] = {
     "run: a sparse lineage": in_run(replaced("lineage.jsonl", sparse(2**40)), "report"),
     "run: a pipe as lineage": in_run(replaced("lineage.jsonl", os.mkfifo), "report"),
     "run: a line of 100 MB": in_run(replaced("metrics.jsonl", sparse(100 * 2**20)), "report"),
+    **{f"run: a link as {name}": linked(name, of_run=True) for name in ("run.json", "metrics.jsonl", "lineage.jsonl")},
+    **{
+        f"run: links as completions, in {command}": in_run(linked_completions, command)
+        for command in ("report", "lineage", "resume", "schedule", "chat")
+    },
+    "run: links as completions, in compare": lambda scene: (
+        scene.run.copy(scene.folder / "mine"),
+        in_run(linked_completions)(scene),
+        ["compare", "mine", "run"],
+    )[2],
+    "run: a link in its elite": lambda scene: finished(
+        scene,
+        lambda root: (
+            (root / "elite" / "adapter_config.json").rename(scene.folder / "private"),
+            (root / "elite" / "adapter_config.json").symlink_to(scene.folder / "private"),
+        )[1],
+        "chat",
+        "run",
+    ),
     # Keys.
     "key: to the server of a manifest": lambda scene: scene.manifest(algorithm=vllm(scene)),
     "key: to the server of a run": resumed_with_vllm,
@@ -502,6 +574,7 @@ REFUSED: dict[str, Attack] = {
 
 
 SAYS = {
+    **dict.fromkeys((name for name in REFUSED if "link" in name), "is a link that leads out of"),
     "reward model: a wide one": "parameters according to its config.json",
     "config: weights of another kind": "quantised by gptq",
     "overrides: a method": "has no setting 'to_dict'",
@@ -525,6 +598,7 @@ def test_an_attack_ends_in_a_sentence(
 
 
 HARMLESS: dict[str, Attack] = {
+    "model: the links of the hub's cache": cached("nothing"),
     "tokenizer: padding to a billion": tokenizer(
         padding={
             "strategy": {"Fixed": 10**9},

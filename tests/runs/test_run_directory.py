@@ -158,7 +158,7 @@ def test_a_run_is_overwritten_only_if_asked(tmp_path):
     ("change", "words"),
     [
         (lambda root: (root / "thesis.tex").write_text("..."), "not part of a run"),
-        (lambda root: (root / "elite").symlink_to(root.parent), "is a link or device"),
+        (lambda root: (root / "elite").symlink_to(root.parent), "is a link"),
         (lambda root: (root / "run.json").write_text('{"config": {}}'), "expected schema_version"),
         (lambda root: (root / "run.json").unlink(), "is not empty"),
     ],
