@@ -1,13 +1,13 @@
 """Addresses that files name: which of them get a key, and whether the hub answers."""
 
 import os
-import re
 import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from agilerl.errors import ConfigError
+from agilerl.redaction import without_keys
 
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 """Environment variable with the addresses that keys may be sent to, separated by whitespace or commas."""
@@ -88,7 +88,7 @@ def _covers(allowed: Address | None, target: Address) -> bool:
 
 
 def _shown(address: str) -> str:
-    address = re.sub(r"(?<=://)[^/]*@", "***@", address)  # a password may precede the host
+    address = without_keys(address)
     return address if len(address) <= 100 and address.isprintable() else f"{address[:97]!r}..."
 
 

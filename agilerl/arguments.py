@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.redaction import without_keys
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,12 +34,13 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception as error:  # for instance of a half-initialised object
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    text = without_keys(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def reason(error: BaseException) -> str:
     """Return the beginning of an error's message as one line, its kind in front where that says more."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in without_keys(str(error)).splitlines() if line.strip()]
     # A line that ends in a colon only announces the next ones.
     count = next((i for i, line in enumerate(lines, 1) if line[-1] not in ":,"), len(lines))
     text = " ".join(lines[:count]).rstrip(".")[:_LONGEST_REASON]

@@ -1,7 +1,7 @@
 """Keys and passwords are never written to disk: how they are recognised in settings and command lines."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 REDACTED = "***"
@@ -11,7 +11,8 @@ _PLURALS = frozenset({"keys", "secrets", "passwords", "credentials"})  # not "to
 _NAME = r"""["']?[A-Za-z][\w.-]*["']?"""
 _VALUE = r""""[^"]*"|'[^']*'|[^\s,;&}\]"']+"""
 _ASSIGNED = re.compile(rf"({_NAME})(\s*[=:]\s*)({_VALUE})")
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_URL = re.compile(r"""(?<=://)([^\s"'/?#]*@)?([^\s"'?#]*)([?#][^\s"']*)?""")
+"""Of an address: the user with a password, what says where it is, and query and fragment."""
 _OPTION = re.compile(r"--?([A-Za-z][\w.-]*)")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
@@ -33,7 +34,7 @@ def redacted(command: Sequence[str]) -> list[str]:
         if follows and option is None:
             shown.append(REDACTED)
         else:
-            shown.append(_IN_URL.sub(REDACTED, _without_assigned(argument)))
+            shown.append(_without_assigned(without_keys(argument)))
         follows = option is not None and names_a_secret(option[1])
     return shown
 
@@ -52,14 +53,38 @@ def _without_assigned(text: str) -> str:
     return "".join([*pieces, text[end:]])
 
 
-def secrets_in(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the path of each string in nested settings whose name is that of a secret."""
+def without_keys(value: Any) -> Any:
+    """Return a text with ``***`` for what may be a secret in the addresses in it; the same for all texts in a value."""
+    if isinstance(value, str):
+        return _IN_URL.sub(_hidden, value) if "://" in value else value
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            inner = f"{path}.{key}" if path else str(key)
-            if isinstance(item, str) and item and names_a_secret(str(key)):
-                yield inner
-            yield from secrets_in(item, inner)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from secrets_in(item, f"{path}.{number}" if path else str(number))
+        return {key: without_keys(item) for key, item in value.items()}
+    return [without_keys(item) for item in value] if isinstance(value, list) else value
+
+
+def _hidden(found: re.Match[str]) -> str:
+    user, place, rest = found.groups(default="")
+    return f"{user and REDACTED + '@'}{place}{rest and rest[0] + REDACTED}"
+
+
+def secrets_in(value: Any) -> Iterator[str]:
+    """Yield the path of each string in nested settings whose name is that of a secret."""
+    for path, text in _texts(value):
+        if text and names_a_secret(path.rpartition(".")[2]):
+            yield path
+
+
+def keys_in_addresses(value: Any) -> Iterator[str]:
+    """Yield the path of each address in nested settings that has room for a key: a user, a query or a fragment."""
+    for path, text in _texts(value):
+        if len(text.split()) == 1 and without_keys(text) != text:
+            yield path
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the strings of nested settings, each with its path."""
+    if isinstance(value, str):
+        yield path, value
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+    for key, item in enumerate(value) if isinstance(value, list | tuple) else items:
+        yield from _texts(item, f"{path}.{key}".lstrip("."))

@@ -1,9 +1,24 @@
 """The settings of a run and of its parts: typed, checked, and without torch."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from agilerl.redaction import keys_in_addresses
 
 
 class Section(BaseModel):
     """A part of the manifest: unknown keys, infinity and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_keys(cls, values: Any) -> Any:
+        """Refuse addresses with a key: settings are written to run.json, the report and the trackers."""
+        for path in keys_in_addresses(values):
+            raise ValueError(
+                f"{path}: an address with a user, a query or a fragment may hold a key, and settings are written down; "
+                "leave that part out, and put a key into an environment variable"
+            )
+        return values

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from agilerl.arguments import shown
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.validation import check_booleans, sentence
 
@@ -49,7 +50,7 @@ def server_url(text: str | None) -> str | None:
     """Return an address without its ``/v1``; raises ValueError for what is none, or for one with a password."""
     if text is None:
         return None
-    wrong = ValueError(f"expected the address of a server, for instance http://localhost:8000, found {text!r}")
+    wrong = ValueError(f"expected the address of a server, for instance http://localhost:8000, found {shown(text)}")
     try:
         parts = urlsplit(text)
         port = parts.port  # raises for an invalid port

@@ -12,6 +12,7 @@ from agilerl.arguments import Location, shown
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
 from agilerl.hpo.strategies import UNITS
+from agilerl.redaction import without_keys
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.strict_json import read_json
@@ -146,7 +147,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
 
     ``price`` of an hour goes before that of the run's settings.
     """
-    info = read_run(path)
+    info = without_keys(read_run(path))  # a run of another version may name addresses with keys
     layout = RunLayout(path)
     summary = read_json(layout.summary) if layout.summary.exists() else {}
     metrics = list(read_lines(layout.metrics))

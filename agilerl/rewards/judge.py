@@ -233,8 +233,11 @@ class JudgeGrader(WaitingGrader):
 
 def _checked_url(base_url: str) -> str:
     url = httpx2.URL(base_url)
-    if any(map(str.isspace, base_url)) or url.scheme not in ("http", "https") or not url.host or url.userinfo:
-        raise ConfigError(f"JudgeGrader: expected base_url as http(s)://host/path, without a password, on {url.host}")
+    blank, more = any(map(str.isspace, base_url)), url.userinfo or url.query or url.fragment
+    if blank or url.scheme not in ("http", "https") or not url.host or more:
+        raise ConfigError(
+            f"JudgeGrader: expected base_url as http(s)://host/path, without a password or a query, on {url.host}"
+        )
     return base_url.rstrip("/")
 
 

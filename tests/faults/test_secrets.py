@@ -10,8 +10,11 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
+from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
 from agilerl.redaction import names_a_secret, redacted
+from agilerl.report import build_report
+from agilerl.rewards.judge import JudgeGrader
 from agilerl.runs import RunDirectory
 from agilerl.runs.completions import completion_steps, read_completions
 from agilerl.training.setup import check
@@ -77,6 +80,24 @@ def assert_nowhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
+        *(
+            f"{setting.replace('ADDRESS', address)}"
+            for address in (
+                f"http://h/v1?api_key={KEY}",
+                f"http://h/v1?k={KEY}",
+                f"http://h/v1#{KEY}",
+                f"ws://{KEY}@h/v1",
+            )
+            for setting in (
+                "environment.graders=[{name: judge, params: {model: m, base_url: 'ADDRESS'}}]",
+                "environment.graders=[{name: 'code.py:Local', params: {of: [{endpoint: 'ADDRESS'}]}}]",
+                "algorithm.vllm_config.base_url='ADDRESS'",
+                "environment.env_id='openenv:ADDRESS'",
+                "sharing.teacher_url='ADDRESS'",
+                "training.max_steps='ADDRESS'",
+                "environment.nonsense='ADDRESS'",
+            )
+        ),
         f"environment.graders=[{{name: judge, params: {{model: m, api_key: {KEY}}}}}]",
         f"environment.graders=[{{name: judge, params: {{model: m, request: {{extra: [{{hfToken: {KEY}}}]}}}}}}]",
         f"environment.graders=[{{name: judge, params: {{model: m, api_key_env: {KEY}}}}}]",
@@ -149,7 +170,7 @@ def test_a_judge_without_its_key_names_the_variable(tmp_path: Path, monkeypatch:
         ),
         (["g=[{params: {api_key_env: MY_KEY}}]"], None),
         (['g={"hfToken": "x", "n": 1}'], ['g={"hfToken": ***, "n": 1}']),
-        (["url=https://me:pass@host/v1?access_token=x&n=1"], ["url=https://***@host/v1?access_token=***&n=1"]),
+        (["url=https://me:pass@host/v1?access_token=x&n=1"], ["url=https://***@host/v1?***"]),
         (["--wandb-api-key", "x", "--seed", "3"], ["--wandb-api-key", "***", "--seed", "3"]),
         (["--password=x", "--secret", "--quiet"], ["--password=***", "--secret", "--quiet"]),
         (
@@ -167,6 +188,25 @@ def test_what_looks_like_a_key_is_not_in_the_command_line_of_run_json(
     monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
     with RunDirectory.create(tmp_path / "b", {}, 0) as run:
         assert json.loads(run.run_json.read_text())["command"] == ["script.py", *(written or arguments)]
+
+
+def test_a_key_in_an_address_of_an_earlier_run_is_not_in_its_report(tmp_path: Path) -> None:
+    grader = {"name": "judge", "params": {"base_url": f"http://me:{KEY}@h/v1?api_key={KEY}#{KEY}"}}
+    config = {"environment": {"graders": [grader]}, "algorithm": {"name": "GRPO"}, "training": {}}
+    RunDirectory.create(tmp_path / "run", config, 0, command=["train"]).close()
+    assert KEY in (tmp_path / "run" / "run.json").read_text()
+    build_report([tmp_path / "run"], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert KEY not in text
+    assert "http://***@h/v1?***" in text
+
+
+@pytest.mark.parametrize("part", [f"me:{KEY}@h/v1", f"h/v1?api_key={KEY}", f"h/v1#{KEY}"])
+def test_python_is_told_of_a_key_in_an_address(part: str) -> None:
+    for made in (lambda: JudgeGrader("m", base_url=f"http://{part}"), lambda: VLLMConfig(base_url=f"http://{part}")):
+        with pytest.raises(ConfigError, match="expected") as caught:
+            made()
+        assert KEY not in str(caught.value)
 
 
 def test_names_of_secrets() -> None:

@@ -321,7 +321,7 @@ def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
             f"expected the address of a search server (http:// or https://) as search_url or in the environment "
-            f"variable {URL_VARIABLE}, found {url!r}"
+            f"variable {URL_VARIABLE}, found {shown(url)}"
         )
     return url
 
