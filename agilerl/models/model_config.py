@@ -1,6 +1,7 @@
 """The configuration and tokenizer that a base model is loaded with: read, checked, and changed as the user asks."""
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -140,24 +141,44 @@ def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]
 
 
 def check_size(config: Any, name: str, width: float, kind: Any = None) -> None:
-    """Raise ConfigError if the model that a configuration describes is larger than the machine's memory.
+    """Raise ConfigError if a configuration describes a larger model than the machine's memory, or its files, can hold.
 
-    Its files may be small: transformers allocates weights at the size that the configuration states.
-    ``width`` is the least bytes of a parameter, ``kind`` the auto class that loads it (None: ``auto_class``).
+    transformers allocates weights at the size that the configuration states, also those that the files do not have.
+    ``name`` is a folder or a name on the hub, of which only the memory is a bound; ``width`` is the least bytes of a
+    parameter, ``kind`` the auto class that loads it (None: ``auto_class``).
     """
     import torch
 
-    limit = memory_bytes()
-    if limit is None:
-        return
+    limit, folder = memory_bytes(), Path(name).expanduser()
+    stored = _stored(folder) if folder.is_dir() else math.inf
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = (kind or auto_class(config)).from_config(config, trust_remote_code=False)
     count = sum(parameter.numel() for parameter in model.parameters())
-    if count * width > limit:
+    too_large = limit is not None and count * width > limit
+    if too_large or count > stored:
+        holds = "this machine's memory holds" if too_large else "its *.safetensors hold"
         raise ConfigError(
-            f"the model {name!r} has {count:,} parameters according to its config.json, more than this machine's "
-            "memory holds; use the config.json that belongs to the weights, or a smaller model"
+            f"the model {name!r} has {count:,} parameters according to its config.json, more than {holds}; use the "
+            "config.json that belongs to the weights, or a smaller model"
         )
+
+
+def _stored(folder: Path) -> float:
+    """Return the most parameters that the weights in a folder may hold, from the heads of its files."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    try:
+        for path in folder.rglob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return math.inf  # loading reports it
+    return 2 * count + _NOT_STORED if count else math.inf  # two of 4 bits are stored as one of 8
+
+
+_NOT_STORED = 2**20
+"""Parameters that files may lack, for instance a head that loading would report as missing."""
 
 
 def model_config(path: str, overrides: Mapping[str, Any]) -> Any:

@@ -425,6 +425,7 @@ REFUSED: dict[str, Attack] = {
     "config: a billion layers": model_json("config.json", num_hidden_layers=10**9),
     "config: thousands of wide layers": model_json("config.json", num_hidden_layers=1000, hidden_size=3 * 2**16),
     "config: a wide model": model_json("config.json", hidden_size=3 * 2**18, intermediate_size=2**22),
+    "config: heads of a million dimensions": model_json("config.json", head_dim=10**6),
     "config: a vocabulary of a billion": model_json("config.json", vocab_size=10**9),
     "config: a vocabulary that would be made anew": model_json("config.json", vocab_size=40_000_000, hidden_size=3072),
     "config: an end token that is text": model_json("generation_config.json", eos_token_id="abc"),
@@ -577,6 +578,7 @@ SAYS = {
     **dict.fromkeys((name for name in REFUSED if "link" in name), "is a link that leads out of"),
     "reward model: a wide one": "parameters according to its config.json",
     "config: weights of another kind": "quantised by gptq",
+    "config: heads of a million dimensions": "its *.safetensors hold",
     "overrides: a method": "has no setting 'to_dict'",
 }
 """Of attacks that would otherwise end in another sentence, with more memory or another package used by then."""
