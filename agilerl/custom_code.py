@@ -22,20 +22,22 @@ from agilerl.errors import ConfigError
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Run custom code: its changes to torch's settings are undone, and ``sys.exit()`` becomes a RuntimeError.
+    """Run custom code: its changes to torch's settings are undone, and what ends a process becomes a RuntimeError.
 
     A grader that ends the process with status 0 would otherwise look like a finished run.
     """
     with torch_restored():
         try:
             yield
-        except SystemExit as error:
+        except BaseException as error:
             raise left(error) from error
 
 
-def left(error: SystemExit) -> RuntimeError:
-    """Return the error that reports a ``sys.exit()`` in custom code."""
-    return RuntimeError(f"it tried to exit the process (SystemExit: {error.code})")
+def left(error: BaseException) -> RuntimeError:
+    """Return the error that reports a SystemExit, a GeneratorExit or the like; raises anything else, and Ctrl-C."""
+    if isinstance(error, Exception | KeyboardInterrupt):
+        raise error
+    return RuntimeError(f"it tried to exit the process ({type(error).__name__}: {getattr(error, 'code', error)})")
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def compute_loss(agent: Learner, own: LossFunction | None, inputs: LossInputs, m
     try:
         with torch_restored():
             result: Any = loss(inputs, **arguments)
-    except SystemExit as error:
+    except BaseException as error:
         raise ConfigError(f"the loss {loss_name(loss)} failed: {left(error)}; let it raise an error instead") from error
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     value, named = result if pair else (result, {})

@@ -95,7 +95,7 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
         found += _check_end(env)
         if tokenizer is not None:
             found += _check_tokenizer(env, tokenizer)
-    except SystemExit as error:
+    except BaseException as error:
         found.append(_error("leaves-the-process", _told(left(error), "the environment ended the process")))
     finally:
         found += _check_close(env)

@@ -127,7 +127,7 @@ class Task(ABC):
                     scores_or_errors.append(error)
                 except Exception as error:  # any failure concerns this completion alone
                     scores_or_errors.append(score_or_error(error, f"the reward of {self.name}"))
-                except SystemExit as error:
+                except BaseException as error:
                     scores_or_errors.append(score_or_error(left(error), f"the reward of {self.name}"))
         return grades_of(self.grader, scores_or_errors)
 

@@ -579,6 +579,6 @@ def _caught(call: Callable[[], object]) -> Exception | None:
         call()
     except Exception as error:
         return error
-    except SystemExit as error:  # an environment must not end the process
+    except BaseException as error:  # an environment must not end the process
         return left(error)
     return None

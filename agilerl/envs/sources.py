@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -293,6 +294,8 @@ class Part:
     def row(self, index: int) -> Row:
         """Return a row with all its columns."""
         found = self.table.rows[index if self.places is None else self.places[index]]
+        if not self.renamed:
+            return dict(found)
         return {self.renamed.get(column, column): value for column, value in found.items()}
 
     def at(self, index: int) -> str:
@@ -598,8 +601,8 @@ def _with_columns(part: Part, columns: Mapping[str, str]) -> Part:
         twice = sorted(theirs for theirs in new if list(columns.values()).count(theirs) > 1)
         raise EnvError(f"columns gives the column {twice[0]} of {part.name} two names; give it one")
     after = [new.get(column, column) for column in known]
-    for column in after:
-        if after.count(column) > 1:
+    for column, count in Counter(after).items():
+        if count > 1:
             both = [before for before, name in zip(known, after) if name == column]
             raise EnvError(f"{' and '.join(both)} of {part.name} would both be the column {column}; rename one of them")
-    return replace(part, renamed={raw: new.get(name, name) for raw, name in zip(part.table.columns, known)})
+    return replace(part, renamed={raw: name for raw, name in zip(part.table.columns, after) if raw != name})

@@ -112,15 +112,17 @@ def attempt_grader(
         states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
         if any(state != states[0] for state in states):  # one call for each, because a call has one state
             return _by_state(grader, completions, rows, prompts, states)
-        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+        columns = dict.fromkeys(key for row in rows for key in row)
         as_messages = [of_trl or (not isinstance(grader, BaseGrader) and _is_conversation(row)) for row in rows]
-        given: dict[str, list[Any]] = {
+        given: dict[str, Any] = {
             "prompts": [_prompt_messages(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
             "completions": [_said(text) if m else text for m, text in zip(as_messages, completions)],
         }
         if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
-            given["completions_ids"] = columns["completion_ids"]
-        arguments = select(name, grader, {**columns, **given, **_state_of(states[0])})
+            given["completions_ids"] = [row.get("completion_ids") for row in rows]
+        given |= _state_of(states[0])
+        names = _selected(name, grader, {**columns, **given})
+        arguments = {key: given[key] if key in given else [row.get(key) for row in rows] for key in names}
         (scores,) = _run([lambda: grader(**arguments)])
         if not isinstance(scores, Exception):
             return [score_or_error(score, name) for score in _check_list(scores, len(completions), name)]
@@ -245,13 +247,27 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
 
 def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a function takes of what is offered, by name; raises RewardError if it asks for something else."""
+    return {key: offered[key] for key in _selected(name, grader, offered)}
+
+
+def _selected(name: str, grader: Grader, offered: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a grader takes of what there is: rows may have thousands of columns."""
     parameters = _named_parameters(grader)
     missing = [key for key in _required(parameters) if key not in offered]
     if missing:
-        raise RewardError(f"{name} asks for {', '.join(missing)}, found only {', '.join(sorted(offered))}")
+        more = f" and {len(offered) - _NAMED} more" if len(offered) > _NAMED else ""
+        raise RewardError(
+            f"{name} asks for {', '.join(missing)}, found only {', '.join(sorted(offered)[:_NAMED])}{more}"
+        )
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(grader).parameters.values())
     # The state is no column: who takes columns by ``**`` may read all of them as lists.
-    return {key: value for key, value in offered.items() if key in parameters or (takes_all and key != "trainer_state")}
+    if takes_all:
+        return [key for key in offered if key in parameters or key != "trainer_state"]
+    return [key for key in parameters if key in offered]
+
+
+_NAMED = 20
+"""Columns that an error names."""
 
 
 def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], prompt: str) -> Callable[[], Any]:
@@ -276,7 +292,7 @@ def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
                 results.append(call())
             except Exception as error:
                 results.append(error)
-            except SystemExit as error:  # a grader must not end the process
+            except BaseException as error:  # a grader must not end the process
                 results.append(left(error))
         if not any(inspect.isawaitable(result) for result in results):
             return results
@@ -293,7 +309,7 @@ async def _gather(results: Sequence[Any]) -> list[Any]:
 async def _awaited(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except SystemExit as error:  # the event loop would raise it at once, without waiting for the other calls
+    except BaseException as error:  # the event loop would raise it at once, without waiting for the other calls
         raise left(error) from error
 
 

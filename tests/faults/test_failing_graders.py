@@ -1,5 +1,6 @@
 """Graders and environments that fail: for one agent it is that agent's trouble, for most of them the run's."""
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from agilerl.custom_code import contained
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import EnvError, RewardError, RewardTimeoutError
 from agilerl.population import Population
 from agilerl.rewards.combine import CombinedGrader
+from agilerl.rewards.grader import grade
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rollouts.engine import Failure, check_error_rate, lost_places, sampling_outcome
 from tests.faults.graders import sleepy
@@ -273,3 +276,33 @@ def test_what_graders_print_is_bounded(way: str) -> None:
     assert written.count("graders have printed 1,048,576 characters; what else") == 1
     assert done.stdout.count("progress") == 5
     assert done.stdout.endswith("progress\nTextIOWrapper\n")
+
+
+class Outcome(BaseException):
+    """What test frameworks raise."""
+
+
+@pytest.mark.parametrize("kind", [GeneratorExit, asyncio.CancelledError, Outcome, SystemExit])
+def test_what_is_no_exception_is_a_failure_of_one_completion(kind: type[BaseException]) -> None:
+    def single(completion: str) -> float:
+        if completion == "bad":
+            raise kind("of mine")
+        return 1.0
+
+    async def later(completion: str) -> float:
+        return single(completion)
+
+    for grader in (single, later, lambda completions: [single(text) for text in completions]):
+        grades = grade(grader, ["good", "bad", "good"], [{"question": "q", "answer": "a"}] * 3)
+        assert grades.rewards == [1.0, None, 1.0]
+        assert f"{kind.__name__}: of mine" in str(grades.reasons[1])
+    with pytest.raises(RuntimeError, match=kind.__name__), contained():
+        raise kind("of mine")
+
+
+def test_ctrl_c_in_a_grader_stops_the_run() -> None:
+    def interrupted(completion: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        grade(interrupted, ["a"], [{"question": "q", "answer": "a"}])

@@ -10,8 +10,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.errors import EnvError
+from agilerl.errors import EnvError, RewardError
 from agilerl.models.base import load_tokenizer
+from agilerl.rewards import call_grader
 from agilerl.training.tasks import task
 from tests.training.small_runs import lines, run_here
 
@@ -124,3 +125,36 @@ def test_a_run_on_what_is_left_gets_to_its_end(tmp_path: Path, monkeypatch: pyte
     root = run_here(tmp_path / "run", *dataset)
     assert json.loads((root / "summary.json").read_text())["status"] == "finished"
     assert all(line["kind"] != "train" or line["outcome"] == "ok" for line in lines(root / "metrics.jsonl"))
+
+
+def test_rows_of_thousands_of_columns_take_no_longer_than_their_size(tmp_path: Path) -> None:
+    """Looking each column up among all of them would take a minute."""
+    wide = dict.fromkeys((f"column {number}" for number in range(30_000)), 1)
+    write(tmp_path / "rows.jsonl", [{**good("reasoning", number), **wide} for number in range(40)])
+    config = load_manifest(manifest(tmp_path, "rows.jsonl", "reasoning"))
+    start = time.thread_time()
+    made = task(config)
+    assert time.thread_time() - start < 15
+    assert made.row("train", 0)["column 29999"] == 1
+
+
+def test_a_grader_is_given_the_columns_that_it_names() -> None:
+    class Row(dict[str, Any]):
+        """A row that notices when a column is read without need."""
+
+        def get(self, key: str, default: Any = None) -> Any:
+            assert not key.startswith("column"), key
+            return super().get(key, default)
+
+    rows = [Row(good("reasoning", 1), **{f"column{number}": 1 for number in range(30_000)})] * 2
+    asked: list[Any] = []
+
+    def batch(completions: list[str], answer: list[str]) -> list[float]:
+        asked.append(answer)
+        return [1.0] * len(completions)
+
+    assert call_grader(batch, ["a", "b"], rows) == [1.0, 1.0]
+    assert asked == [["1a", "1a"]]
+    with pytest.raises(RewardError, match=r"asks for solution, found only .* more$") as caught:
+        call_grader(lambda completions, solution: 0.0, ["a", "b"], rows)
+    assert len(str(caught.value)) < 1000

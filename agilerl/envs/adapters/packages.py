@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from agilerl.arguments import Count, Name, checked
-from agilerl.custom_code import load_code, names_code
+from agilerl.custom_code import contained, load_code, names_code
 from agilerl.envs.adapters.base import (
     AnyText,
     GymnasiumText,
@@ -209,7 +209,8 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
         if prefix in _MAKERS and rest:
             return _MAKERS[prefix][1](rest, **settings)
         make = load_code("the environment", name, allowed=True) if names_code(name) else partial(gymnasium.make, name)
-        return as_text_env(make(**settings))
+        with contained():
+            return as_text_env(make(**settings))
     except AgileRLError:
         raise
     except ModuleNotFoundError as error:
@@ -218,7 +219,7 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
                 f"{name} needs the package {_MAKERS[prefix][0]}; see docs/environments.md for how to install it"
             ) from error
         raise ConfigError(f"{name} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # a third-party constructor may raise anything; report its reason
+    except Exception as error:  # a third-party constructor may raise anything; report its reason
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
         hint = "" if names_code(name) else " A class of yours is path.py:Class."
         raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}{hint}") from error
