@@ -5,6 +5,7 @@ Ray sends its messages with pickle: anyone who can reach a Ray cluster can run c
 
 import os
 import queue
+import secrets
 import socket
 import subprocess
 import threading
@@ -18,10 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agilerl.addresses import ALLOWED
 from agilerl.arguments import reason
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.run import RunConfig
-from agilerl.config.vllm import lora_capacity
+from agilerl.config.vllm import API_KEY, lora_capacity
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, how_to_install
 from agilerl.runs.stopping import Interrupted, StopRequest
 
@@ -56,6 +58,10 @@ class _Cluster:
     group: Any
     """A placement group: one bundle per island, then one per vLLM server."""
     config: DistributedConfig
+    host: str | None
+    """Where vLLM servers listen: this machine alone, or, if None, at the address that their node has in the cluster."""
+    key: str
+    """What they ask for: whoever reaches one could have it load adapters, that is files, of his choice."""
 
     def bundle(self, number: int) -> Any:
         """Return the strategy that places an actor in a bundle."""
@@ -155,8 +161,9 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
     bundles = [island] * config.islands + [{"CPU": 1.0, "GPU": config.gpus_per_server}] * config.vllm_servers
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     _check_answers(config.address or os.environ.get("RAY_ADDRESS", ""))
+    own = config.address is None and "RAY_ADDRESS" not in os.environ
     try:
-        if config.address is None and "RAY_ADDRESS" not in os.environ:
+        if own:
             cpus = max(os.cpu_count() or 1, -(-int(sum(bundle["CPU"] for bundle in bundles) * 1000) // 1000))
             ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
         else:
@@ -177,7 +184,7 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
                 f"{there.get('GPU', 0):g} GPUs; lower distributed.islands, cpus_per_island, gpus_per_island or "
                 "vllm_servers, or add machines"
             ) from error
-        yield _Cluster(ray, group, config)
+        yield _Cluster(ray, group, config, "127.0.0.1" if own else None, secrets.token_urlsafe(32))
     finally:
         ray.shutdown()
 
@@ -216,7 +223,7 @@ def _attempt(
     ]
     this = _Round(actors, {})
     try:
-        places = _places(ray.get([actor.address.remote() for actor in actors]))
+        places = _places(ray.get([actor.address.remote() for actor in actors]), {API_KEY: cluster.key} if urls else {})
         for rank, (actor, place) in enumerate(zip(actors, places)):
             url = urls[(rank // size) % len(urls)] if urls else None
             this.streams[rank] = actor.work.options(num_returns="streaming").remote(work, place, url)
@@ -229,11 +236,11 @@ def _attempt(
     return this
 
 
-def _places(addresses: Sequence[tuple[str, int]]) -> list[dict[str, str]]:
-    """Return the variables that torchrun would set in each process; all connect to the first one's address."""
+def _places(addresses: Sequence[tuple[str, int]], more: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the variables that torchrun would set in each process, and ``more``; all connect to the first one."""
     hosts = [host for host, _ in addresses]
     (first, port), size = addresses[0], len(addresses)
-    common = {"WORLD_SIZE": size, "MASTER_ADDR": first, "MASTER_PORT": port}
+    common = {**more, "WORLD_SIZE": size, "MASTER_ADDR": first, "MASTER_PORT": port}
     # Ray shows each actor only its own GPUs, so each is local rank 0; but they share the machine's memory.
     places = [
         {**common, "RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(host)}
@@ -279,6 +286,8 @@ class Island:
     def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Ending]:
         """Work as the process described by ``place``; yields lines to print, and finally the outcome."""
         os.environ.update(place)
+        if url is not None:
+            os.environ[ALLOWED] = f"{os.environ.get(ALLOWED, '')} {url}"  # the key is that server's own
         said: queue.SimpleQueue[str | Ending] = queue.SimpleQueue()
         thread = threading.Thread(target=self._perform, args=(work, url, said), daemon=True)
         thread.start()
@@ -304,11 +313,13 @@ class Island:
 class Server:
     """``vllm serve`` as a child of an actor; it ends with the actor."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self.port = _free_port()
-        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    def __init__(self, command: Sequence[str], key: str, host: str | None = None) -> None:
+        import ray
+
+        self.host, self.port = host or ray.util.get_node_ip_address(), _free_port()
+        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", API_KEY: key}
         try:
-            self.process = subprocess.Popen([*command, "--host", "0.0.0.0", "--port", str(self.port)], env=environment)
+            self.process = subprocess.Popen([*command, "--host", self.host, "--port", str(self.port)], env=environment)
         except OSError as error:
             raise EngineError(
                 f"{command[0]!r} could not be started: {error}; install vLLM: {how_to_install('vllm')}"
@@ -316,9 +327,7 @@ class Server:
 
     def url(self, seconds: float) -> str:
         """Return the address of the server once it answers."""
-        import ray
-
-        address = f"http://{ray.util.get_node_ip_address()}:{self.port}"
+        address = f"http://{self.host}:{self.port}"
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self.process.poll() is not None:
@@ -341,7 +350,7 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
             num_gpus=config.gpus_per_server,
             scheduling_strategy=cluster.bundle(config.islands + number),
         )
-        .remote(list(command))
+        .remote(list(command), cluster.key, cluster.host)
     )
     try:
         return actor, ray.get(actor.url.remote(_SERVER_SECONDS))

@@ -12,11 +12,12 @@ from agilerl.config.manifest import load_manifest
 from agilerl.distributed.ray_launcher import launch, serving
 from agilerl.errors import ConfigError
 from agilerl.runs.stopping import stop_on_signals
+from tests.distributed.pretended_vllm import ask
 from tests.distributed.test_islands_faults import QUICK
 from tests.distributed.together import descendants, kill, wait_for
 from tests.faults.evidence import differences, evidence
 from tests.faults.pieces import begin
-from tests.training.small_runs import environment
+from tests.training.small_runs import ROOT, environment
 
 ON_RAY = ("distributed.backend=ray", "distributed.islands=2", "distributed.cpus_per_island=0.5")
 
@@ -97,3 +98,20 @@ def test_the_command_of_a_server_has_room_for_every_adapter() -> None:
     wider = serving(load_manifest(None, [*overrides, *ranks]))
     assert wider[wider.index("--max-lora-rank") + 1] == "32"
     assert serving(load_manifest(None, [])) == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.processes
+def test_a_server_listens_to_this_machine_alone_and_asks_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = DistributedConfig(vllm_servers=1, gpus_per_server=0, cpus_per_island=0.5)
+    told: list[str] = []
+    serve = [sys.executable, "-m", "tests.distributed.pretended_vllm"]
+    assert launch(config, [ask], told.append, lambda: stop_on_signals(print), serve).kind == "done"
+    (url, allowed, key), (status, *arguments), refused = told[0].split(), told[1].split(), told[2]
+    assert (allowed, status, refused) == ("True", "200", "401")
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert url.startswith("http://127.0.0.1:")
+    assert len(key) > 40
+    assert key not in arguments  # every user of the machine sees them
