@@ -69,22 +69,23 @@ def _hidden(found: re.Match[str]) -> str:
 
 def secrets_in(value: Any) -> Iterator[str]:
     """Yield the path of each string in nested settings whose name is that of a secret."""
-    for path, text in _texts(value):
+    for path, text in texts_in(value):
         if text and names_a_secret(path.rpartition(".")[2]):
             yield path
 
 
 def keys_in_addresses(value: Any) -> Iterator[str]:
     """Yield the path of each address in nested settings that has room for a key: a user, a query or a fragment."""
-    for path, text in _texts(value):
+    for path, text in texts_in(value):
         if len(text.split()) == 1 and without_keys(text) != text:
             yield path
 
 
-def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the strings of nested settings, each with its path."""
-    if isinstance(value, str):
-        yield path, value
-    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
-    for key, item in enumerate(value) if isinstance(value, list | tuple) else items:
-        yield from _texts(item, f"{path}.{key}".lstrip("."))
+def texts_in(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each of nested settings, "" for what is no text."""
+    if isinstance(value, Mapping | list | tuple):
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from texts_in(item, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, value if isinstance(value, str) else ""

@@ -1,5 +1,6 @@
 """Servers that are asked over HTTP: one client, which limits the time and bytes of an answer and checks its values."""
 
+import json
 import sys
 import threading
 import time
@@ -224,6 +225,10 @@ def request(
     """
     content = bytearray()
     headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
+    if "json" in arguments:  # a model may sample half of a character, which UTF-8 does not have
+        headers["Content-Type"] = "application/json"
+        text = json.dumps(arguments.pop("json"), ensure_ascii=False, allow_nan=False)
+        arguments["content"] = text.encode("utf-8", "replace")
     before = getattr(_DEADLINE, "of_thread", None)
     _DEADLINE.of_thread = time.monotonic() + seconds
     try:

@@ -1,5 +1,6 @@
 """The command line: ``agilerl``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
 
+import errno
 import os
 import sys
 import traceback
@@ -10,6 +11,8 @@ from typing import Any
 __all__ = ["main"]
 
 _LONGEST = 2000
+_NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate memory", "Cannot allocate memory")
+"""What the system and libraries say when memory, or room for a thread, is lacking."""
 
 
 def main() -> None:
@@ -38,10 +41,11 @@ def main() -> None:
         failure = error
     lost = lost_output(output)
     if failure is not None and lost is None:
-        if failure.filename is None:
-            raise failure  # not about the output, and not about a named file
+        if failure.filename is None and failure.errno != errno.EIO:
+            raise failure  # not about the output, a named file, or a disk that breaks while a folder is listed
         # Whatever is wrong with a path (too long, a loop of links), the user gets the reason.
-        code = _told(f"{shown(str(failure.filename))} cannot be used: {failure.strerror}", 2)
+        place = "a file or folder" if failure.filename is None else shown(str(failure.filename))
+        code = _told(f"{place} cannot be used: {failure.strerror}", 2)
     if isinstance(lost, BrokenPipeError) and code in (0, 1):  # 1: what rich and typer make of it
         code = READER_GONE
     elif lost is not None and code == 0:
@@ -75,9 +79,10 @@ def _command() -> None:
         _fail("interrupted", 130)
     except usage_error as error:
         _fail(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
-    except MemoryError:
-        _fail("there was not enough memory for what was read or asked for; use smaller files or settings", 2)
     except BaseException as error:
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
+            text = "there was not enough memory for what was read or asked for; use smaller files or settings"
+            _fail(f"{text}, and see whether a limit on memory or threads is in force (ulimit -a)", 2)
         # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.
         if type(error).__name__ != "PanicException":
             raise

@@ -102,7 +102,7 @@ def base_place(name: str) -> str:
         from agilerl.models.gguf import base_folder
 
         return str(base_folder(folder, "float32"))
-    if not is_hub_name(name) or name.startswith("-"):
+    if not is_hub_name(name):
         raise ConfigError(f"expected a base in a folder of this machine or by its name on the hub, found {shown(name)}")
     return name
 

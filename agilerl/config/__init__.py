@@ -4,7 +4,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from agilerl.redaction import keys_in_addresses
+from agilerl.arguments import shown
+from agilerl.redaction import keys_in_addresses, texts_in
 
 
 class Section(BaseModel):
@@ -14,8 +15,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_keys(cls, values: Any) -> Any:
-        """Refuse addresses with a key: settings are written to run.json, the report and the trackers."""
+    def _can_be_written(cls, values: Any) -> Any:
+        """Refuse addresses with a key, and halves of characters: settings go to files, trackers and servers."""
+        for path, text in texts_in(values):
+            if any("\ud800" <= character <= "\udfff" for character in path + text):
+                raise ValueError(f"{shown(path)}: expected text, found half of a character in it; write it whole")
         for path in keys_in_addresses(values):
             raise ValueError(
                 f"{path}: an address with a user, a query or a fragment may hold a key, and settings are written down; "

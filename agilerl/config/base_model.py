@@ -165,7 +165,7 @@ class LoraSection(Section):
 class NetworkConfig(Section):
     """The base model."""
 
-    pretrained_model_name_or_path: str = "embedded"
+    pretrained_model_name_or_path: Annotated[str, Field(pattern="^[^-]")] = "embedded"
     """Local folder, ``.gguf`` file, hub name, or ``embedded``: the tiny model inside the package."""
     pad_token: str | None = None
     """Token of the tokenizer that fills rows up; None: its pad token or, if it has none, its end token."""

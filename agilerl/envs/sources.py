@@ -163,6 +163,7 @@ def _parquet(path: Path) -> Table:
     try:
         with tempfile.TemporaryDirectory() as cache:
             read = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
+            read.data.validate(full=True)  # texts that are not UTF-8 would raise when they are read
             dataset = without_decoding(read)
     except EnvError:
         raise

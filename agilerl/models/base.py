@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -571,6 +572,10 @@ def resolve_model(name: str) -> str:
     A GGUF file leads to its folder in the cache, which has no weights (:func:`load_base` has them written). Raises
     ConfigError for a name that looks like a path and is not a model's.
     """
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "Python runs without docstrings, which transformers reads; unset PYTHONOPTIMIZE, and leave out -OO"
+        )
     if name == EMBEDDED:
         from agilerl.models.tiny import tiny_model_path
 

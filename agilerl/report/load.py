@@ -15,6 +15,7 @@ from agilerl.hpo.strategies import UNITS
 from agilerl.redaction import without_keys
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
+from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
 
 
@@ -147,6 +148,11 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
 
     ``price`` of an hour goes before that of the run's settings.
     """
+    with as_written(path):
+        return _load(path, price)
+
+
+def _load(path: Path, price: float | None) -> RunRecord:
     info = without_keys(read_run(path))  # a run of another version may name addresses with keys
     layout = RunLayout(path)
     summary = read_json(layout.summary) if layout.summary.exists() else {}

@@ -41,6 +41,7 @@ from agilerl.report.load import (
 )
 from agilerl.runs import RunLayout
 from agilerl.runs.atomic import write_text
+from agilerl.runs.directory import as_written
 
 
 @checked
@@ -72,7 +73,10 @@ def build_report(
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
     y_range = _common_range(runs)
-    views = [_view(position, run, y_range) for position, run in enumerate(runs)]
+    views = []
+    for position, run in enumerate(runs):
+        with as_written(run.path):
+            views.append(_view(position, run, y_range))
     library, script = _resource("plotly/plotly-basic.min.js"), inline_script(_resource("script.js.jinja"))
     names = _distinct_names(runs)
     for view, name in zip(views, names):

@@ -126,6 +126,14 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def listed(folder: Path) -> list[Path]:
+    """Return what is in a folder, in order; raises CheckpointError if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
+
+
 def is_leftover(path: Path) -> bool:
     """Return whether a path has the name of a temporary file or folder of this module."""
     return _TEMPORARY.fullmatch(path.name) is not None

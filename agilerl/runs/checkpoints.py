@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agilerl.arguments import checked
 from agilerl.errors import CheckpointError
-from agilerl.runs.atomic import commit_folder, remove_folder, remove_leftovers, verify_folder
+from agilerl.runs.atomic import commit_folder, listed, remove_folder, remove_leftovers, verify_folder
 
 STATE = "state.json"
 """Name of the population's own state inside a checkpoint."""
@@ -105,7 +105,7 @@ class CheckpointStore:
         """Return the numbers of the committed checkpoints, oldest first; they need not be intact."""
         if not self.root.is_dir():
             return []
-        return sorted(int(p.name) for p in self.root.iterdir() if _NUMBERED.fullmatch(p.name) and p.is_dir())
+        return sorted(int(p.name) for p in listed(self.root) if _NUMBERED.fullmatch(p.name) and p.is_dir())
 
     def commit(self, number: int, write: Callable[[Path], None], *, keep: Collection[int] = ()) -> Path:
         """Save a checkpoint from the files that ``write(folder)`` writes to a temporary folder; return its folder.
@@ -142,7 +142,7 @@ class CheckpointStore:
         """
         if not self.root.is_dir():
             return
-        folders = sorted(p for p in self.root.iterdir() if re.fullmatch("[0-9]+", p.name) and p.is_dir())
+        folders = [p for p in listed(self.root) if re.fullmatch("[0-9]+", p.name) and p.is_dir()]
         numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
         wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}
         # Through temporary names that no reader looks for, because two checkpoints may have been swapped.

@@ -25,7 +25,7 @@ from agilerl.bounds import check_links
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, is_leftover, remove_leftovers, write_json
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json
 from agilerl.runs.journal import Closing, read_lines
 
 SCHEMA_VERSION = 1
@@ -304,7 +304,7 @@ def read_run(path: Location) -> dict[str, Any]:
         run_date(info)
     except ValueError as error:
         raise CheckpointError(f"{file}: expected dates as 2026-01-31T12:00:00: {error}.") from error
-    for key in ("files", "given"):
+    for key in ("files", "given", "hardware"):
         if not isinstance(info.get(key, {}), dict):
             raise CheckpointError(f"{file}: expected {key} as dict, found {shown(info[key])}.")
     if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
@@ -366,11 +366,7 @@ def _make(folder: Path) -> None:
 
 def _check_plain(root: Path) -> None:
     """Raise CheckpointError if a part of a run is a link: writing to it or truncating it would change another file."""
-    try:
-        modes = {path: path.lstat().st_mode for path in root.iterdir()}
-    except OSError as error:
-        raise CheckpointError(f"{root} cannot be read: {error.strerror or error}.") from error
-    for path, mode in modes.items():
+    for path, mode in ((path, path.lstat().st_mode) for path in listed(root)):
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise CheckpointError(f"{path} is a link or device; a run directory may only hold plain files and folders.")
 
@@ -399,8 +395,7 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         raise CheckpointError(
             f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
         )
-    names = sorted(p.name for p in root.iterdir())
-    foreign = [name for name in names if not _is_of_interrupted_start(root / name)]
+    foreign = [path.name for path in listed(root) if not _is_of_interrupted_start(path)]
     if foreign:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
@@ -413,7 +408,7 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    foreign = sorted(path.name for path in root.iterdir() if not _is_part(path))
+    foreign = [path.name for path in listed(root) if not _is_part(path)]
     if foreign:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
@@ -435,7 +430,7 @@ def delete_run(root: Path) -> None:
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
-    parts = [path for path in root.iterdir() if _is_part(path) and path.name not in (_LOCK, "run.json")]
+    parts = [path for path in listed(root) if _is_part(path) and path.name not in (_LOCK, "run.json")]
     try:
         for path in [*parts, root / "run.json"]:
             if path.is_dir():
@@ -449,7 +444,7 @@ def delete_run(root: Path) -> None:
 def _is_of_interrupted_start(path: Path) -> bool:
     """Return True for the leftovers of a ``create`` that was killed before it wrote ``run.json``."""
     if path.name in ("completions", "checkpoints"):
-        return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+        return path.is_dir() and not path.is_symlink() and not listed(path)
     return path.name == _LOCK or re.fullmatch(r"\.run\.json\.\d+\.tmp", path.name) is not None
 
 

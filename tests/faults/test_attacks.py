@@ -407,6 +407,37 @@ def linked_completions(root: Path) -> None:
     (root / "completions" / first.name).symlink_to(f"../../private/{first.name}")
 
 
+def has_hardware(value: Any) -> Callable[[Path], None]:
+    return lambda root: change_json(root / "run.json", lambda info: {**info, "hardware": value})
+
+
+def on_an_option(root: Path) -> None:
+    """A run whose base is an option of vLLM's, which would run code."""
+
+    def change(info: dict[str, Any]) -> dict[str, Any]:
+        for name in ("config", "given"):
+            info[name]["network"]["pretrained_model_name_or_path"] = "--trust-remote-code"
+            info[f"{name}_sha256"] = _sha256(info[name])
+        return info
+
+    change_json(root / "run.json", change)
+
+
+def half_a_character(path: Path) -> None:
+    data = pa.array([b"1+1=\xed\xa0\xbd"] * 40, pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), len(data), data.buffers())
+    parquet.write_table(pa.table({"question": texts, "answer": ["2"] * 40}), path)
+
+
+HALF = "\ud83d"
+HALVES: dict[str, dict[str, Any]] = {
+    "in the name of a parameter": {"environment": {"params": {HALF: 1}}},
+    "in a name": {"network": {"pretrained_model_name_or_path": HALF}},
+    **{
+        f"in a judge's {name}": {"environment": {"graders": [{"name": "judge", "params": {"model": "m", name: value}}]}}
+        for name, value in (("system", HALF), ("template", f"{{{{ completion }}}} {HALF}"), ("request", {"x": HALF}))
+    },
+}
 HUNDRED = "range(100000)"
 BACKTRACKING = r"(\w+\.?)+\d\d\d"
 
@@ -502,6 +533,7 @@ REFUSED: dict[str, Attack] = {
     "rows: packed": rows("rows.jsonl", lambda path: path.write_bytes(gzip.compress(bytes(10**7))) and None),
     "rows: a bomb of Parquet": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=False)),
     "rows: a bomb of dictionaries": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=True)),
+    "rows: half of a character": rows("rows.parquet", half_a_character),
     "rows: a pipe as an image": rows("rows.parquet", image),
     "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
     "exam: a hundred million prompts": lambda scene: [*scene.manifest(), "environment.eval_prompts=100000000"],
@@ -510,6 +542,10 @@ REFUSED: dict[str, Attack] = {
         ["init", "my.yaml", "--data", "rows.jsonl"],
     )[1],
     # What a manifest reaches.
+    **{
+        f"text: half of a character, {name}": lambda scene, sections=sections: scene.manifest(**sections)
+        for name, sections in HALVES.items()
+    },
     "judge: replies among the rows": cached_in_rows,
     "ray: the cluster of a manifest": lambda scene: scene.manifest(
         distributed={"backend": "ray", "address": scene.url.replace("http", "ray")}
@@ -554,6 +590,17 @@ REFUSED: dict[str, Attack] = {
         in_run(linked_completions)(scene),
         ["compare", "mine", "run"],
     )[2],
+    **{
+        f"run: hardware of {value!r}": in_run(has_hardware(value), "report")
+        for value in ("x", {"cuda": "x"}, {"cuda": 5})
+    },
+    "text: half of a character, in a gene": lambda scene: [
+        *scene.manifest(),
+        'mutation={rl_hp_selection: {"reward_weights.\\ud83d": {min: 1, max: 2}}}',
+    ],
+    "run: a base that is an option, in chat": lambda scene: finished(scene, on_an_option, "chat", "run"),
+    "run: a base that is an option, merged": lambda scene: finished(scene, on_an_option, "merge", "run", "out"),
+    "run: a base that is an option, served": lambda scene: finished(scene, on_an_option, "serve", "run", "--dry-run"),
     "run: a link in its elite": lambda scene: finished(
         scene,
         lambda root: (
@@ -579,6 +626,7 @@ SAYS = {
     "reward model: a wide one": "parameters according to its config.json",
     "config: weights of another kind": "quantised by gptq",
     "config: heads of a million dimensions": "its *.safetensors hold",
+    **dict.fromkeys((name for name in REFUSED if name.startswith("text: ")), "half of a character"),
     "overrides: a method": "has no setting 'to_dict'",
 }
 """Of attacks that would otherwise end in another sentence, with more memory or another package used by then."""
