@@ -46,6 +46,14 @@ class MemoryExhaustedError(EngineError):
     """Memory is too small even for the smallest batch."""
 
 
+_NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate memory", "Cannot allocate memory")
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory, or room for a thread, is lacking."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
+
+
 def how_to_install(extra: str) -> str:
     """Return the command that installs an optional dependency group, for instance ``math``, for a message.
 

@@ -11,8 +11,6 @@ from typing import Any
 __all__ = ["main"]
 
 _LONGEST = 2000
-_NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate memory", "Cannot allocate memory")
-"""What the system and libraries say when memory, or room for a thread, is lacking."""
 
 
 def main() -> None:
@@ -63,7 +61,7 @@ def _command() -> None:
 
     from agilerl.cli.app import app
     from agilerl.cli.process_settings import debug, loading_done
-    from agilerl.errors import AgileRLError, WriteError
+    from agilerl.errors import AgileRLError, WriteError, lacks_memory
 
     debug(False)
 
@@ -80,7 +78,7 @@ def _command() -> None:
     except usage_error as error:
         _fail(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
     except BaseException as error:
-        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
+        if lacks_memory(error):
             text = "there was not enough memory for what was read or asked for; use smaller files or settings"
             _fail(f"{text}, and see whether a limit on memory or threads is in force (ulimit -a)", 2)
         # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.

@@ -6,7 +6,7 @@ from typing import Any
 
 from agilerl.addresses import is_out_of_reach
 from agilerl.arguments import reason
-from agilerl.errors import AgileRLError, ConfigError
+from agilerl.errors import AgileRLError, ConfigError, lacks_memory
 
 
 @contextmanager
@@ -23,6 +23,8 @@ def loading(what: str, name: str, expected: str, *, of_hub: bool = False) -> Ite
     except AgileRLError:
         raise
     except Exception as error:  # any of several libraries that read files: no list of their errors is complete
+        if lacks_memory(error):
+            raise
         raise ConfigError(f"cannot load {what} {name!r}: {reason(error)}; expected {expected}") from error
     finally:
         logging.set_verbosity(verbosity)

@@ -25,7 +25,7 @@ from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import AgileRLError, CheckpointError, ConfigError
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
@@ -423,6 +423,8 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
     except AgileRLError:
         raise
     except Exception as error:
+        if lacks_memory(error):
+            raise
         raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
 
 

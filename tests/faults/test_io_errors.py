@@ -1,8 +1,11 @@
 """A disk that is full, breaks, or may not be written to: the old stays intact, and one sentence says what happened."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +13,11 @@ import pytest
 
 from agilerl.errors import CheckpointError
 from agilerl.runs import Journal
+from agilerl.runs.checkpoints import CheckpointStore
 from tests import programs
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
+from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, contents
 from tests.training.small_runs import ROOT, environment
 
@@ -100,3 +105,61 @@ def test_a_run_on_a_disk_without_room_ends_in_one_sentence_and_can_go_on(
     again = agilerl("resume", "run")
     assert again.code == 0, again.errors
     assert json.loads((root / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("command", ["report", "lineage", "resume", "chat", "schedule"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_that_cannot_be_listed_is_told(
+    command: str,
+    named: bool,
+    unfinished: Unfinished,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    agilerl: Callable[..., Outcome],  # noqa: F811
+) -> None:
+    """``readdir`` fails with the name of the folder, or after the first entries without it."""
+    root = unfinished.copy(tmp_path / "run")
+
+    def broken(path: object = ".") -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), *([str(path)] if named else []))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", broken)
+        patch.setattr(os, "scandir", broken)
+        done = agilerl(command, "run")
+        with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+            CheckpointStore(root / "checkpoints").numbers()
+    assert done.code == 2
+    assert done.errors.startswith("error: ")
+    assert done.errors.count("\n") == 1
+    assert "Input/output error" in done.errors
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("PYTHONOPTIMIZE=2 exec {python} -m agilerl train --dry-run", "unset PYTHONOPTIMIZE"),
+        ("ulimit -v 300000; exec {python} -m agilerl train --dry-run", "ulimit -a"),
+    ],
+)
+@pytest.mark.processes
+def test_a_python_that_lacks_something_is_told(command: str, words: str, tmp_path: Path) -> None:
+    command = command.format(python=sys.executable)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_thread_that_cannot_be_started_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    agilerl: Callable[..., Outcome],  # noqa: F811
+) -> None:
+    def refused(*given: object, **named: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    done = agilerl("train", *SHORT, "--out", "run")
+    assert done.code == 2
+    assert "ulimit -a" in done.errors, done.errors
