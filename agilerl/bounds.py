@@ -55,14 +55,16 @@ def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type
     """Raise ``error`` if a link in a folder leads out of it: whoever wrote the folder could have your files read.
 
     ``below`` names its folders that are searched as well, None all of them. A snapshot in the cache of the hub may lead
-    to the blobs of its repository: ``snapshots/REVISION/config.json`` to ``blobs/HASH``.
+    to the blobs of its repository: ``snapshots/REVISION/config.json`` to ``blobs/HASH``. A missing folder is for
+    its reader to report.
     """
     root = os.path.realpath(folder)
     snapshots, searched = Path(root).parent, None if below is None else set(below)
-    allowed = [root, *([snapshots.parent / "blobs"] if snapshots.name == "snapshots" else [])]
+    allowed: list[str | Path] = [root, *([snapshots.parent / "blobs"] if snapshots.name == "snapshots" else [])]
 
     def unreadable(failure: OSError) -> None:
-        raise error(f"{failure.filename} cannot be read: {failure.strerror or failure}") from failure
+        if not isinstance(failure, FileNotFoundError):
+            raise error(f"{failure.filename or root} cannot be read: {failure.strerror or failure}") from failure
 
     for place, folders, files in os.walk(root, onerror=unreadable):
         for path in (os.path.join(place, name) for name in (*folders, *files)):

@@ -1,6 +1,7 @@
 """The commands after a run: what they find out, what they write, and what they refuse."""
 
 import base64
+import hashlib
 import json
 import re
 import shlex
@@ -26,7 +27,7 @@ from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import model_card
-from agilerl.runs import RunDirectory
+from agilerl.runs import RunDirectory, strict_json
 from agilerl.runs.atomic import verify_folder
 from agilerl.training.evaluation import Answer, Results
 from tests.cli.outcome import Outcome
@@ -319,6 +320,21 @@ def test_a_damaged_summary_is_a_sentence(run: Path, agilerl: Agilerl, tmp_path: 
     done = agilerl("export", str(copy), "out")
     assert done.code == 2
     assert "is damaged" in done.errors
+
+
+def test_a_base_that_is_an_option_is_in_no_command_of_the_card(run: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    """VLLM would run the code of a repository."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    info = json.loads((copy / "run.json").read_text())
+    info["config"]["network"]["pretrained_model_name_or_path"] = "--trust-remote-code"
+    info["config_sha256"] = hashlib.sha256(strict_json.dumps(info["config"]).encode()).hexdigest()
+    (copy / "run.json").write_text(json.dumps(info))
+    done = agilerl("export", str(copy), "out")
+    assert done.code == 0, done.errors
+    commands = [line for line in Path("out/README.md").read_text().splitlines() if line.startswith(("vllm", "python"))]
+    assert commands
+    assert not any("--trust-remote-code" in line for line in [*commands, *done.output.splitlines()])
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------

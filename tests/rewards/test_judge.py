@@ -212,7 +212,7 @@ def test_requests_run_side_by_side_up_to_the_limit():
         ({"low": 5, "high": 5}, "expected low < high"),
         ({"concurrency": 0}, "1 or more for concurrency"),
         ({"base_url": "ftp://x"}, r"http\(s\)://host/path"),
-        ({"base_url": "http://user:pass@host/v1"}, "without a password, on host"),
+        ({"base_url": "http://user:pass@host/v1"}, "without a password or a query, on host"),
         ({"template": "{{ prompt"}, r"the template .* Jinja"),
         ({"pattern": "("}, "not a regular expression"),
         ({"pattern": "x"}, "expected a group"),
@@ -227,3 +227,12 @@ def test_settings_that_cannot_be_meant(settings, sentence):
 def test_a_template_that_does_not_fit_the_row():
     with pytest.raises(RewardError, match="'hint' is undefined"):
         call_grader(judge("http://127.0.0.1:1", template="{{ completion }} {{ hint }}"), ["x"], ROWS[:1])
+
+
+def test_half_of_a_character_is_asked_about_as_a_question_mark():
+    """A model may sample half of a character, which JSON in UTF-8 cannot hold."""
+    with serve(by_length) as server, judge(server.url, system="\ud83d") as grader:
+        assert call_grader(grader, ["one \ud83d"], ROWS[:1]) == [0.2]
+    system, question = server.requests[0]["messages"]
+    assert system["content"] == "?"
+    assert "one ?" in question["content"]
