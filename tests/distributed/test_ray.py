@@ -105,7 +105,7 @@ def test_the_command_of_a_server_has_room_for_every_adapter() -> None:
 def test_a_server_listens_to_this_machine_alone_and_asks_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = DistributedConfig(vllm_servers=1, gpus_per_server=0, cpus_per_island=0.5)
+    config = DistributedConfig(islands=1, vllm_servers=1, gpus_per_server=0, cpus_per_island=0.5)
     told: list[str] = []
     serve = [sys.executable, "-m", "tests.distributed.pretended_vllm"]
     assert launch(config, [ask], told.append, lambda: stop_on_signals(print), serve).kind == "done"
