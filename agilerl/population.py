@@ -434,7 +434,7 @@ class Population:
                 f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
-        found = self._examine(split, [(a.slot, a) for a in chosen], all_agents=agents is None)
+        found = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
         results = {agent.index: fitness for agent, fitness in zip(chosen, found)}
         if split == "exam":
             for agent in chosen:

@@ -274,7 +274,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
         requests = [
             GenerationRequest(
-                self.slot,
+                self.selected_slot,
                 prompt,
                 samples,
                 self.sampling(len(prompt), greedy=not training),
@@ -308,7 +308,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """
         limit = max_new_tokens or getattr(self.config, "max_output_tokens", None)
         return self.runtime.answers(
-            self.slot, prompts, self.context_length, max_new_tokens=limit, temperature=temperature, seed=seed
+            self.selected_slot, prompts, self.context_length, max_new_tokens=limit, temperature=temperature, seed=seed
         )
 
     @checked
@@ -489,10 +489,13 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @checked
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask."""
+        """Return the policy's log-probs ``[B, L]`` at the agent's temperature, without gradient, 0 off the mask.
+
+        They are the reference's while that is selected: see :meth:`use_adapter`.
+        """
         self._check_fits(batch)
         temperature = getattr(self.config, "temperature", 1.0)
-        return self.runtime.fixed_logprobs(self.slot, batch, temperature, self.micro_batch)
+        return self.runtime.fixed_logprobs(self.selected_slot, batch, temperature, self.micro_batch)
 
     @contextmanager
     def _noting(self, ids: Any) -> Iterator[None]:

@@ -120,7 +120,7 @@ class ScheduleView:
 
 
 class ActorView:
-    """``agent.actor``: the base model with the agent's adapter on, for the calls that programs make of a PEFT model."""
+    """``agent.actor``: the base model with the agent's selected adapter on, for calls that are made of a PEFT model."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -164,17 +164,13 @@ class ActorView:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Use the base model alone inside."""
-        agent = self._agent  # not this view: the next ``agent.actor`` is another one
-        kept, agent._adapter_off = agent._adapter_off, True
-        try:
+        """Read from the base model alone inside, as :meth:`DocumentedSurface.select_adapter` reads from an adapter."""
+        with self._agent._reading("base"):
             yield
-        finally:
-            agent._adapter_off = kept
 
     @checked
     def save_pretrained(self, path: Location) -> None:
-        """Write the adapter as PEFT does; raises CheckpointError if the folder cannot be made."""
+        """Write the actor's adapter as PEFT does, whichever is selected; raises CheckpointError if the folder cannot be made."""
         agent = self._agent
         store, folder = agent.runtime.store, Path(path)
         try:
@@ -195,8 +191,7 @@ class ActorView:
         return self
 
     def _routed(self) -> AbstractContextManager[None]:
-        route = None if self._agent._adapter_off else Route((self._agent.slot,), None)
-        return self._agent.runtime.store.routed(route)  # type: ignore[no-any-return]
+        return self._agent.runtime.store.routed(_route(self._agent.selected_slot))  # type: ignore[no-any-return]
 
 
 class DocumentedSurface:
@@ -205,8 +200,9 @@ class DocumentedSurface:
     runtime: Runtime
     slot: int
     reference_slot: int | None
-    _adapter_off: bool = False
-    """True inside ``actor.disable_adapter()``."""
+    critic_slot: int | None
+    _selected: str = "actor"
+    """The adapter that the agent's answers and log-probs are of; ``base`` inside ``actor.disable_adapter()``."""
 
     # -- attributes that programs read ----------------------------------------------------------------------------
 
@@ -301,22 +297,47 @@ class DocumentedSurface:
 
     @checked
     def use_adapter(self, adapter_name: str) -> None:
-        """Let direct calls of the base model use this agent's ``actor`` or ``reference`` adapter from here on."""
-        self.runtime.store.route = self._route_of(adapter_name)
+        """Read from this agent's ``actor`` or ``reference`` adapter from here on (``critic`` too, if it has one).
+
+        ``logprobs``, ``get_action``, ``generate``, ``test``, ``actor(...)``, a population's ``evaluate`` and direct
+        calls of the base model read from the selected adapter. ``learn``, a population's ``rollout`` and everything
+        that is saved are always of the actor. A reference without a slot is the base model alone.
+        """
+        if adapter_name not in self._adapters:
+            known = " or ".join(f"'{name}'" for name in self._adapters)
+            raise ConfigError(f"expected the adapter {known}, found {adapter_name!r}")
+        self._selected = adapter_name
+        self.runtime.store.route = _route(self.selected_slot)
 
     @contextmanager
     @checked
     def select_adapter(self, adapter_name: str) -> Iterator[None]:
-        """Let direct calls of the base model use an adapter while the context is open."""
-        with self.runtime.store.routed(self._route_of(adapter_name)):
+        """Read from an adapter while the context is open: see :meth:`use_adapter`."""
+        with self._reading(self._selected):
+            self.use_adapter(adapter_name)
             yield
 
-    def _route_of(self, adapter_name: str) -> Route | None:
-        slots = {"actor": self.slot, "reference": self.reference_slot}
-        if adapter_name not in slots:
-            raise ConfigError(f"expected the adapter 'actor' or 'reference', found {adapter_name!r}")
-        slot = slots[adapter_name]
-        return None if slot is None else Route((slot,), None)
+    @property
+    def selected_slot(self) -> int | None:
+        """Slot of the selected adapter; None: the base model alone."""
+        return self._adapters.get(self._selected)
+
+    @property
+    def _adapters(self) -> dict[str, int | None]:
+        """The slots that can be selected, by name."""
+        found = {"actor": self.slot, "reference": self.reference_slot}
+        return found if self.critic_slot is None else {**found, "critic": self.critic_slot}
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Select an adapter, or ``base``; then select again what was selected before."""
+        before, self._selected = self._selected, name
+        store = self.runtime.store
+        try:
+            with store.routed(None if name == "base" else store.route):
+                yield
+        finally:
+            self._selected = before
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
@@ -407,3 +428,7 @@ class DocumentedSurface:
         return (
             (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())
         )
+
+
+def _route(slot: int | None) -> Route | None:
+    return None if slot is None else Route((slot,), None)

@@ -34,7 +34,7 @@ from agilerl.functional import (
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Evolve, Gene, HyperparameterConfig, genes_in_force
 from agilerl.models.operators import resize
-from agilerl.models.slots import AdamWSettings, Route
+from agilerl.models.slots import AdamWSettings
 
 
 class PPOConfig(SurrogateConfig, RolloutLLMConfig):
@@ -285,9 +285,6 @@ class PPO(LLMAlgorithm):
         """Forget Adam's moments and step counters of actor and critic."""
         super().reinit_optimizers(optimizer)
         self.runtime.store.clear_moments(self.critic_slot)
-
-    def _route_of(self, adapter_name: str) -> Route | None:
-        return Route((self.critic_slot,), None) if adapter_name == "critic" else super()._route_of(adapter_name)
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the slots and, unless ``networks_only``, the genes' values."""

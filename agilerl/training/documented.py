@@ -273,7 +273,7 @@ def compare_responses(
     On a terminal it waits for Enter after each sample; ``q`` ends it.
     """
     drawn = temperature if do_sample else 0.0
-    slots = {"base model": None, "agent": agent.slot} if show_base_model else {"agent": agent.slot}
+    slots = {**({"base model": None} if show_base_model else {}), "agent": agent.selected_slot}
     requests = []
     for number, (prompt, _, _) in enumerate(samples):
         ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])

@@ -164,7 +164,7 @@ def evaluate(
         raise ConfigError("samples at temperature 0 are all alike; raise the temperature, or draw no samples")
     population = session.population
     agent, rows = population.agents[0], [dict(place.row) for place in population.places("test")]
-    who = [(agent.slot, agent), *([(None, None)] if with_base else [])]
+    who = [(agent.selected_slot, agent), *([(None, None)] if with_base else [])]
     with at_date(session.date):
         greedy = _asked(session, who, 1, 0.0)
         drawn = _asked(session, who, samples, temperature) if samples else [[[] for _ in rows] for _ in who]

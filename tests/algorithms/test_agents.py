@@ -1,6 +1,7 @@
 """One agent: constructor, clone, checkpoint, PEFT, mutation, the documented calls."""
 
 import inspect
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,42 @@ def test_use_adapter_reaches_direct_calls_of_the_model() -> None:
     assert torch.equal(agent.runtime.base.model(IDS).logits, base)
     with pytest.raises(ConfigError, match=r"'actor'.*'critic'"):
         agent.use_adapter("critic")
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["base", "slot"])
+@pytest.mark.parametrize("how", ["select", "use", "disable"])
+def test_what_an_agent_says_is_of_the_selected_adapter(how: str, *, moved: bool) -> None:
+    """Log-probs were the actor's, whichever adapter was selected."""
+    agent = trained(lr=0.3)
+    if moved:
+        agent.set_reference_policy(1)
+        agent.learn(batch_of(agent))
+    batch, prompt = batch_of(agent), [{"input_ids": IDS}]
+    slot = None if how == "disable" else agent.reference_slot
+    expected = agent.runtime.fixed_logprobs(slot, batch, agent.temperature, agent.micro_batch)
+    mine, answer = agent.logprobs(batch), agent.get_action(prompt, training=False).completion_ids[0]
+    assert not torch.allclose(mine, expected, atol=0.1)
+    with {"select": lambda: agent.select_adapter("reference"), "disable": agent.actor.disable_adapter}.get(
+        how, nullcontext
+    )():
+        if how == "use":
+            agent.use_adapter("reference")
+        assert torch.equal(agent.logprobs(batch), expected)
+        assert torch.equal(agent.actor(IDS).logits, agent.runtime.base.model(IDS).logits)
+        now = agent.get_action(prompt, training=False).completion_ids[0]
+        assert now.tolist() != answer.tolist()
+        if agent.reference_slot is None or how == "disable":
+            assert torch.equal(now, agent.actor.generate(IDS, max_new_tokens=9, do_sample=False))
+    agent.use_adapter("actor")
+    assert torch.equal(agent.logprobs(batch), mine)
+
+
+def test_training_is_of_the_actor_whatever_is_selected() -> None:
+    first, second = trained(lr=1e-2, beta=0.1), trained(lr=1e-2, beta=0.1)
+    batch = batch_of(first)
+    second.use_adapter("reference")
+    assert first.learn(batch) == second.learn(batch)
+    assert equal(weights(first), weights(second))
 
 
 def test_load_alone_finds_base_and_layers_by_itself(tmp_path: Path) -> None:
