@@ -170,7 +170,7 @@ class ActorView:
 
     @checked
     def save_pretrained(self, path: Location) -> None:
-        """Write the actor's adapter as PEFT does, whichever is selected; raises CheckpointError if the folder cannot be made."""
+        """Write the actor's adapter as PEFT does, whichever is selected; CheckpointError if there can be no folder."""
         agent = self._agent
         store, folder = agent.runtime.store, Path(path)
         try:
