@@ -22,7 +22,7 @@ from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
-from agilerl.hpo.strategies import LRSchedule
+from agilerl.hpo.strategies import LRSchedule, first_steps
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.streams import stream
 
@@ -197,8 +197,8 @@ def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome
     kept: list[Kept] = []
     last: Kept | None = None
     outcome = Outcome(0.0, prior)
-    unit = arm.generation
     while spent < 1 - 1e-9:
+        unit = arm.generation * (first_steps(60, arm.size) / 60 if not generation else 1)
         share = min(1.0, (1 - spent) / (len(agents) * (unit + EXAM)))
         factor = 1.0
         for _ in range(STEPS):

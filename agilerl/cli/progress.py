@@ -97,6 +97,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         "length": {
             "iterations": iterations,
             "iterations_per_generation": session.evo_steps,
+            "iterations_of_first_generation": session.generation_steps,
             "generations": -(-iterations // session.evo_steps),
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
@@ -111,7 +112,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
-        "without_effect": config.without_effect,
+        "without_effect": session.without_effect,
         "results": str(out),
     }
 
@@ -170,10 +171,13 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     limits = [
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     ]
+    shared = length["iterations_of_first_generation"]
+    first = f" (the first after {shared})" * (shared != length["iterations_per_generation"])
     table.add_row(
         "length",
         f"{length['iterations']} iterations{', ending after ' * bool(limits)}{' or '.join(limits)}, selection every "
-        f"{length['iterations_per_generation']}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+        f"{length['iterations_per_generation']}{first}; "
+        f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
         f"{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
     if length["price_per_hour"] is not None:
@@ -359,7 +363,7 @@ class View:
         if isinstance(event, RunStarted):
             self.out = event.out
         elif isinstance(event, PhaseStarted):
-            total = self.session.evo_steps if event.name == "train" else None
+            total = self.session.generation_steps if event.name == "train" else None
             # A new task each time: for an existing one, rich reads total=None as "unchanged".
             self.bars.remove_task(self.phase)
             self.phase = self.bars.add_task(event.name, total=total)

@@ -16,6 +16,7 @@ from agilerl.hpo.selection import (
     keep_all,
     places,
 )
+from agilerl.hpo.strategies import survivors
 
 
 class PulseSelection:
@@ -141,6 +142,9 @@ class KnockoutSelection:
     that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose indices are
     0 to population_size - 1.
 
+    Of more than four founders two stay after the first exam (``floor``, if that is more), and one if a quarter
+    of the budget is spent: to halve them would leave no time for later rounds.
+
     Later rounds: once one agent is left, ``later`` plans (None: ``PulseSelection()``, which tests it with challengers).
     With a ``floor`` above 1 the last agents stay as they are.
     Raises ConfigError for a floor above the population's size, and a confidence outside [0.5, 1].
@@ -184,7 +188,7 @@ class KnockoutSelection:
         if not finite:
             return keep_all(fitness, generation, "no agent has a finite fitness")
         halves = (generation + 1) % self.period == 0 and len(fitness) > self.floor
-        count = min(max((len(ranked) + 1) // 2, self.floor) if halves else len(ranked), len(finite))
+        count = min(max(survivors(len(ranked), standing.spent), self.floor) if halves else len(ranked), len(finite))
         verdicts: dict[int, str] = {}
         kept = self._kept(fitness, ranked, count, verdicts)
         return Plan(

@@ -213,13 +213,13 @@ def _run(
         yield HeldOutTest("base", None, progress.base)
     while _spent(session, progress) < 1 or progress.step:
         yield PhaseStarted("train")
-        while progress.step < session.evo_steps and _spent(session, progress) < 1:
+        while progress.step < session.generation_steps and _spent(session, progress) < 1:
             yield _iterate(session, progress)
             progress.step += 1
             if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
                 yield PhaseStarted("exam")
                 yield _exam(session, progress)
-            if progress.step == session.evo_steps or _spent(session, progress) >= 1:
+            if progress.step == session.generation_steps or _spent(session, progress) >= 1:
                 break  # the end of the generation saves a checkpoint
             if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
                 checkpoints.save(progress)

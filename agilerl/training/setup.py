@@ -27,9 +27,11 @@ from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
+from agilerl.hpo.strategies import Pace, first_steps
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
 from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
@@ -91,6 +93,36 @@ class Session:
         steps = self.config.training.evo_steps
         assert steps is not None, "set while the run is assembled"
         return steps
+
+    @property
+    def generation_steps(self) -> int:
+        """Iterations of the present generation: ``evo_steps``, or less of it for more than ``FIELD`` founders."""
+        indices = [agent.index for agent in self.population.everyone]
+        founders = max(indices) < self.config.training.pop_size
+        halves = self.config.selection_strategy.strategy == "knockout"
+        return first_steps(self.evo_steps, len(indices)) if halves and founders else self.evo_steps
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Sentences about what was asked for and will not happen."""
+        found = self.config.without_effect
+        strategy, t = self.resolved.selection, self.config.training
+        if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
+            return found  # how much a second does is not known before
+        later = strategy.later
+        if not isinstance(later, PulseSelection) or not later.factors or not later.until:
+            return found
+        iterations, exam = lone_agent(self.config, self.population)
+        pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
+        first = pace.first_pulse(t.pop_size, strategy.period, later.every)
+        if first >= later.until:
+            alone = min(pace.knockout(t.pop_size, strategy.period)[1], 1)
+            found.append(
+                f"selection_strategy.pulses: with {t.pop_size} agents the knockout takes up to {alone:.0%} of the "
+                f"budget and the first challenger is due at up to {first:.0%}, but none comes after pulses.until="
+                f"{later.until:g}; raise the budget or until, or lower training.evo_steps or training.pop_size"
+            )
+        return found
 
     @property
     def selection(self) -> SelectionStrategy:
@@ -346,8 +378,17 @@ def _evo_steps(config: RunConfig, population: Population) -> int:
     """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
 
     At least so many that an exam costs about a tenth of them: small budgets have fewer generations, because after one
-    iteration exams tell nothing and cost much. A completion counts as ``max_output_tokens``, or 64 tokens if that is
-    not set. Real ones are at most as long, so a budget in tokens gives more generations, not fewer.
+    iteration exams tell nothing and cost much.
+    """
+    iterations, exam = lone_agent(config, population)
+    return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
+
+
+def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
+    """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
+
+    A completion counts as ``max_output_tokens``, or 64 tokens if that is not set. Real ones are at most as long, so a
+    budget in tokens gives more iterations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
@@ -361,7 +402,7 @@ def _evo_steps(config: RunConfig, population: Population) -> int:
     # The KL takes two forward passes over prompts and completions.
     examined = completion + (2 * (prompt + completion) if "kl" in population.objectives else 0)
     exam = len(lengths.prompts) * population.eval_samples * examined / (rows * row)
-    return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
+    return iterations, exam
 
 
 def try_prompts(population: Population) -> None:

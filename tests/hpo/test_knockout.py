@@ -22,15 +22,26 @@ BROKEN = Fitness(math.nan, n=40)
 
 
 def test_the_worse_half_leaves_at_every_exam_until_one_is_left() -> None:
-    fitness = {i: solved(right) for i, right in enumerate((20, 30, 10, 25, 5, 15, 12, 8))}
-    strategy, sizes = KnockoutSelection(8), []
-    for generation in range(3):
-        plan = strategy.plan(fitness, generation, 0, 8)
+    fitness = {i: solved(right) for i, right in enumerate((20, 30, 10, 25))}
+    strategy, sizes = KnockoutSelection(4), []
+    for generation in range(2):
+        plan = strategy.plan(fitness, generation, 0, 4)
         assert plan.births == ()
         fitness = {i: fitness[i] for i in plan.slots}
         sizes.append(len(fitness))
-    assert sizes == [4, 2, 1]
+    assert sizes == [2, 1]
     assert list(fitness) == [1]
+
+
+@pytest.mark.parametrize(
+    ("spent", "floor", "left"), [(0.14, 1, (0, 1)), (0.3, 1, (1,)), (0.3, 2, (0, 1)), (0.14, 3, (0, 1, 3))]
+)
+def test_of_more_than_four_founders_few_stay_after_the_first_exam(
+    spent: float, floor: int, left: tuple[int, ...]
+) -> None:
+    """Halving eight took longer than the share of the budget in which challengers may begin."""
+    fitness = {i: solved(right) for i, right in enumerate((20, 38, 10, 21, 5, 15, 12, 8))}
+    assert KnockoutSelection(8, floor=floor).plan(fitness, 0, 0, 8, Standing(spent)).slots == left
 
 
 def test_a_period_leaves_exams_between_the_rounds() -> None:

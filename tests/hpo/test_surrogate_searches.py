@@ -4,6 +4,7 @@ Numbers in the comments are mean skill x 100 of 60 seeds. All arms of a seed sha
 exams; the margins are several standard errors of a paired difference.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -53,6 +54,17 @@ def test_insurance_costs_little_where_the_prior_is_right_and_pays_where_it_is_wr
     # Over the cliff, one agent breaks before anything is known: 7 against 86.
     assert mean("default", "4 times too high", seeds, "cliff") > 75
     assert mean("formula + decay", "4 times too high", seeds, "cliff") < 30
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16, 32])
+def test_challengers_come_at_any_size_of_the_population(size: int) -> None:
+    """With eight founders the knockout lasted past the point where challengers may begin."""
+    arm = replace(ARMS["default"], size=size)
+    found = [
+        search(world, arm, seed, "10 times too low") for world in (WORLDS["easy"], WORLDS["slow"]) for seed in (1, 2)
+    ]
+    assert all(one.births for one in found)
+    assert all(one.alone_from < 0.35 for one in found if size > 1)
 
 
 def test_pulses_climb_where_all_founders_are_too_low() -> None:

@@ -80,6 +80,26 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
     assert all(word in found[0] for word in words)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "silent"),
+    [
+        (("training.pop_size=8", "training.max_steps=8192"), True),
+        (("training.pop_size=8", "training.max_steps=512", "training.evo_steps=8"), False),
+        (("training.pop_size=4", "training.max_steps=512", "training.evo_steps=8"), False),
+        (("training.pop_size=8", "training.max_steps=512", "training.evo_steps=8", "selection_strategy.floor=2"), True),
+        (("training.pop_size=1", "training.max_steps=512", "training.evo_steps=8"), False),
+    ],
+)
+def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
+    found = made(*overrides).without_effect
+    assert ["pulses.until=0.4" in sentence for sentence in found] == [True] * (not silent)
+
+
+def test_many_founders_share_the_first_generation() -> None:
+    four, eight = (made(f"training.pop_size={size}", "training.max_steps=8192") for size in (4, 8))
+    assert eight.evo_steps == four.evo_steps == four.generation_steps == 2 * eight.generation_steps > 1
+
+
 def test_a_search_without_a_learning_rate_forks_no_challengers() -> None:
     for gene, forks in (("temperature", False), ("lr", True)):
         made = resolve(load_manifest(None, ["training.pop_size=1", f"mutation.rl_hp_selection={{{gene}: {{}}}}"]))
