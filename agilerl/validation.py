@@ -2,7 +2,9 @@
 
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -153,3 +155,63 @@ def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:
     elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
         for place, (before, after) in enumerate(zip(given, made)):
             yield from ([str(place), *rest] for rest in _converted_booleans(before, after))
+
+
+# -- settings that change nothing, because of another one -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Mark a setting that has an effect only with another: ``kl_horizon: Annotated[int, Needs("kl_target")] = 10_000``.
+
+    ``setting`` is the path of the other one, from the same section or from the whole manifest. It must be one of
+    ``values``; without these it must be on: neither 0, False, None nor empty. ``why`` is what to say if it is not; it
+    may name parts of the manifest, as ``{whole.training.pop_size}``.
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    why: str = ""
+
+    def unmet(self, section: BaseModel, where: str, whole: object, beside: object = None) -> str:
+        """Return why a setting of this section has no effect; empty if it has one. ``beside`` has the same path."""
+        scope = next((one for one in (section, beside, whole) if hasattr(one, self.setting.partition(".")[0])), None)
+        value = attrgetter(self.setting)(scope)
+        listed = value if isinstance(value, list | tuple) else [value]
+        if any(one in self.values for one in listed) if self.values else value:
+            return ""
+        if self.why:
+            return self.why.format(whole=whole)
+        name = self.setting if scope is whole else f"{where}.{self.setting}"
+        found = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value or 0
+        if self.values:
+            return f"only if {name} is {' or '.join(map(str, self.values))}, and it is {found}"
+        return f"only with {name}, which is {found}"
+
+
+def idle(
+    section: BaseModel, where: str, whole: object, beside: object = None, evolving: Collection[str] = ()
+) -> dict[str, str]:
+    """Return why settings of a section, and of those in it, that differ from their defaults have no effect, by path.
+
+    ``whole`` is the manifest, ``beside`` another section of this path. What is ``evolving`` may become anything.
+    """
+    found: dict[str, str] = {}
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), f"{where}.{name}" if where else name
+        if isinstance(value, BaseModel):
+            found |= idle(value, path, whole, evolving=evolving)
+        if not value or value == field.get_default(call_default_factory=True, validated_data={}):
+            continue
+        needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]
+        if unmet := next(filter(None, (one.unmet(section, where, whole, beside) for one in needs)), ""):
+            found[path] = unmet
+    return found
+
+
+def grouped(reasons: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each reason, with the settings that it is about."""
+    return [
+        f"{', '.join(path for path, why in reasons.items() if why == reason)}: {reason}"
+        for reason in dict.fromkeys(reasons.values())
+    ]

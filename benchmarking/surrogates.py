@@ -20,9 +20,10 @@ from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.pace import first_steps
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
-from agilerl.hpo.strategies import LRSchedule, first_steps
+from agilerl.hpo.strategies import LRSchedule
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.streams import stream
 

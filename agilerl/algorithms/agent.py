@@ -736,6 +736,12 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         separate = getattr(self.config, "use_separate_reference_adapter", False)
         if state.algorithm != self.algorithm.name:
             state.reference = None  # that of the stage before
+        if overwrite_critic_adapter and self.critic_slot is not None and state.critic is None:
+            warnings.warn(
+                f"the checkpoint at {str(path)!r} is of {state.algorithm} and has no critic: this agent's critic "
+                "starts from the actor's adapter and values of 0; overwrite_critic_adapter=False keeps its critic",
+                stacklevel=3,
+            )
         adopt(
             self,
             state,

@@ -18,6 +18,7 @@ from agilerl.arguments import Count, Within, check_fields
 from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 from agilerl.rollouts import SamplingSettings
+from agilerl.validation import Needs
 
 
 class LLMConfig(AlgorithmConfig):
@@ -123,7 +124,7 @@ class ReferenceConfig(AlgorithmConfig):
     ref_sync_steps: Annotated[int | None, Field(ge=1)] = None
     """After so many updates (calls of ``learn``, one an iteration) the reference moves towards the policy (TR-DPO,
     arXiv 2404.09656); None: never."""
-    ref_sync_alpha: Annotated[float, Field(gt=0, le=1)] = 0.6
+    ref_sync_alpha: Annotated[float, Field(gt=0, le=1), Needs("ref_sync_steps")] = 0.6
     """The policy's share of the new reference, ``alpha policy + (1 - alpha) reference``; with 1 it is the policy."""
 
     @model_validator(mode="after")
@@ -151,26 +152,30 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     """Advantages are clamped to plus and minus this."""
     entropy_coef: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
     """Weight of the entropy bonus: this times the policy's entropy in nats is subtracted from each token's loss."""
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: Annotated[KLEstimator, Needs("beta")] = "k3"
     """Estimator of KL(policy || reference) (J. Schulman, "Approximating KL divergence"); k3+ has k2's gradient."""
-    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    kl_placement: Annotated[Literal["loss", "reward", "advantage"], Needs("beta")] = "loss"
     """Where ``beta`` times the KL goes."""
     use_kl_advantage_shaping: bool = False
     """Add beta (mean_t kl - kl_t) to the advantages, instead of the KL term of the loss."""
-    kl_clamp_value: Annotated[float | None, Field(gt=0)] = None
+    kl_clamp_value: Annotated[float | None, Field(gt=0), Needs("beta")] = None
     """Cap of a token's KL, in nats; None: no cap."""
     kl_target: Annotated[float | None, Field(gt=0)] = None
     """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting from
     ``beta``. None: the weight stays ``beta``."""
-    kl_horizon: Annotated[int, Field(ge=1)] = 10_000
+    kl_horizon: Annotated[int, Field(ge=1), Needs("kl_target")] = 10_000
     """Completions over which ``kl_target`` changes the weight by up to 20 %."""
     vllm_importance_sampling_correction: bool = True
     """Weight tokens by exp(old - sampled) if another engine sampled them (vLLM)."""
-    vllm_importance_sampling_cap: Annotated[float, Field(gt=0)] = 2.0
+    vllm_importance_sampling_cap: Annotated[
+        float, Field(gt=0), Needs("use_vllm"), Needs("vllm_importance_sampling_correction")
+    ] = 2.0
     """Cap of that weight."""
-    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"] = (
-        "token_truncate"
-    )
+    vllm_importance_sampling_mode: Annotated[
+        Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"],
+        Needs("use_vllm"),
+        Needs("vllm_importance_sampling_correction"),
+    ] = "token_truncate"
     """What happens to weights above the cap, and whether each token or each sequence has one."""
 
     @model_validator(mode="after")
@@ -254,7 +259,7 @@ class PolicyConfig(LLMConfig):
     """Unit over which log-ratios are pooled before clipping; None: ``token``, or what the objective prescribes."""
     filter_zero_adv: bool = False
     """Leave out rows whose absolute advantage is at most ``adv_filter_eps``, normalisers included."""
-    adv_filter_eps: Annotated[float, Field(ge=0)] = 0.0
+    adv_filter_eps: Annotated[float, Field(ge=0), Needs("filter_zero_adv")] = 0.0
     """Threshold of ``filter_zero_adv``."""
     overlong_cache_tokens: Annotated[int | None, Field(ge=1)] = None
     """Soft length punishment: within this many tokens of ``max_output_tokens`` the reward falls linearly, by 1 in all
@@ -334,7 +339,7 @@ class GroupConfig(LLMConfig):
 
     adv_norm: AdvantageNorm = "mean_std"
     """What the group's mean-centred rewards are divided by."""
-    adv_eps: Annotated[float, Field(gt=0)] = 1e-4
+    adv_eps: Annotated[float, Field(gt=0), Needs("adv_norm", ("mean_std", "batch_std"))] = 1e-4
     """Added to the standard deviation."""
     whiten_advantages: bool = False
     """Give the advantages of all action tokens mean 0 and variance 1. Those of prompts whose completions all earned the
@@ -346,7 +351,7 @@ class GroupConfig(LLMConfig):
     dynamic_sampling: bool = False
     """Replace groups whose completions all earned the same, which teach nothing, by groups of further prompts (DAPO,
     arXiv 2503.14476)."""
-    max_sampling_rounds: Annotated[int, Field(ge=2)] = 4
+    max_sampling_rounds: Annotated[int, Field(ge=2), Needs("dynamic_sampling")] = 4
     """Most rounds of ``dynamic_sampling``, the first included; groups still missing then stay out of the batch."""
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from agilerl.functional import (
     preference_scores,
 )
 from agilerl.hpo.parameters import Evolve
+from agilerl.validation import Needs
 
 LossType = Literal[
     "sigmoid",
@@ -77,9 +78,9 @@ class DPOConfig(ReferenceConfig, DataConfig):
     set, ``cpo`` and ``orpo`` take 1, as in their papers."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a label is wrong, for the losses that take it into account."""
-    discopop_tau: Annotated[float, Field(gt=0)] = 0.05
+    discopop_tau: Annotated[float, Field(gt=0), Needs("loss_type", ("discopop",))] = 0.05
     """Temperature of the modulation of the loss ``discopop``."""
-    simpo_gamma: Annotated[float, Field(ge=0)] = 0.5
+    simpo_gamma: Annotated[float, Field(ge=0), Needs("loss_type", ("simpo",))] = 0.5
     """Margin of the loss ``simpo`` (arXiv 2405.14734), whose ``beta`` is 2 to 10 in its paper: it multiplies log-probs
     per token."""
     reference_free: bool = False

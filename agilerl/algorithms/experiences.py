@@ -129,6 +129,11 @@ def to_batch(
     if turn_ids is not None:
         for row, own in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
             turns[row, : len(own)] = torch.where(mask[row, : len(own)], own.cpu(), -1)
+    if not mask.any():
+        raise ConfigError(
+            "learn(experiences=...): expected action_masks that mark the tokens to learn from, found none marked in "
+            f"{rows} rows; pass those of get_action"
+        )
     # Attention is causal, so tokens after a row's last action cannot influence anything.
     positions = torch.arange(1, length)[None]
     lengths = torch.where(mask, positions + 1, 0).amax(dim=1).clamp(min=1)

@@ -23,16 +23,16 @@ from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, fill_masked, nonzero_advantage_rows, normaliser, top_entropy_mask
 from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
-from agilerl.validation import validated
+from agilerl.validation import Needs, validated
 
 
 class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GRPO."""
 
     algorithm: ClassVar[str] = "GRPO"
-    clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
+    clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0), Needs("loss_type", ("cispo",))] = 5.0
     """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585) if ``clip_coef`` is not set."""
-    clip_min: Annotated[float | None, Field(ge=0)] = None
+    clip_min: Annotated[float | None, Field(ge=0), Needs("loss_type", ("cispo",))] = None
     """``loss_type="cispo"``: floor of the weight."""
 
     @model_validator(mode="after")

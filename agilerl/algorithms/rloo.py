@@ -9,6 +9,7 @@ from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.keywords import RLOOKeywords
 from agilerl.functional import KLEstimator, PoolingLevel
 from agilerl.hpo.parameters import Evolve
+from agilerl.validation import Needs
 
 
 class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
@@ -20,9 +21,9 @@ class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]
     beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.05
     """Weight of the KL, which is subtracted from the reward; 0 skips the reference forward."""
-    kl_estimator: KLEstimator = "k1"
+    kl_estimator: Annotated[KLEstimator, Needs("beta")] = "k1"
     """Estimator of KL(policy || reference); k1's sum over a completion is its log-ratio, as in the paper."""
-    kl_placement: Literal["loss", "reward", "advantage"] = "reward"
+    kl_placement: Annotated[Literal["loss", "reward", "advantage"], Needs("beta")] = "reward"
     """Where ``beta`` times the KL goes."""
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from agilerl.config import Section
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
+from agilerl.validation import Needs
 
 
 def _plain(value: Any) -> Any:
@@ -118,7 +119,7 @@ class SharedOptions(_Options):
     keeps the text."""
     use_vllm: bool = False
     """Sample with vLLM instead of the torch engine."""
-    vllm_config: Annotated[VLLMConfig | None, BeforeValidator(_plain)] = None
+    vllm_config: Annotated[VLLMConfig | None, BeforeValidator(_plain), Needs("use_vllm")] = None
     """A ``VLLMConfig``, or its settings."""
     use_memory_efficient_params: bool = True
     """Move the base to the host while a colocated vLLM engine samples; without effect otherwise."""

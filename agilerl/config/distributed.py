@@ -8,6 +8,7 @@ from pydantic import Field
 
 from agilerl.config import Section
 from agilerl.errors import ConfigError
+from agilerl.validation import Needs
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,21 +32,21 @@ class DistributedConfig(Section):
     sharding: Literal["auto", "none", "fsdp2", "zero3"] = "auto"
     """How the processes of an island hold the frozen base: ``none``: each all of it; ``fsdp2`` (torch) or ``zero3``
     (DeepSpeed): each a part of its layers; ``auto``: as accelerate launch is configured, else ``none``."""
-    islands: Annotated[int, Field(ge=1)] = 2
+    islands: Annotated[int, Field(ge=1), Needs("backend", ("ray",))] = 2
     """Islands that ``ray`` starts; elsewhere the launcher decides."""
-    cpus_per_island: Annotated[float, Field(gt=0)] = 1.0
+    cpus_per_island: Annotated[float, Field(gt=0), Needs("backend", ("ray",))] = 1.0
     """CPUs that ``ray`` reserves for each process."""
-    gpus_per_island: Annotated[float, Field(ge=0)] = 0.0
+    gpus_per_island: Annotated[float, Field(ge=0), Needs("backend", ("ray",))] = 0.0
     """GPUs that ``ray`` reserves for each process."""
-    address: str | None = None
+    address: Annotated[str | None, Needs("backend", ("ray",))] = None
     """Ray cluster, for instance ``auto`` or ``ray://head:10001``; None starts one on this machine."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
+    max_restarts: Annotated[int, Field(ge=0), Needs("backend", ("ray",))] = 3
     """Times that ``ray`` restarts from the last checkpoint after an island was lost."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest time that one process waits for another before it counts as lost."""
-    vllm_servers: Annotated[int, Field(ge=0)] = 0
+    vllm_servers: Annotated[int, Field(ge=0), Needs("backend", ("ray",))] = 0
     """vLLM servers that ``ray`` starts beside the islands, each with ``gpus_per_server`` GPUs."""
-    gpus_per_server: Annotated[float, Field(ge=0)] = 1.0
+    gpus_per_server: Annotated[float, Field(ge=0), Needs("vllm_servers")] = 1.0
     """GPUs that ``ray`` reserves for each vLLM server."""
 
     def base_sharding(self, environment: Mapping[str, str] = os.environ) -> Sharding:

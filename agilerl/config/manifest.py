@@ -54,8 +54,18 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
         _suit_learner(values, overrides)
     typed = _override(values, overrides)
     config = _config_of(values)
-    config._typed = typed
+    config._typed, config._replaced = typed, _replaced(overrides)
     return config
+
+
+def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return a sentence for each override that a later one of the same key, or of its section, replaces."""
+    found = []
+    for place, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
+        later = next((key for key, other in changed[place + 1 :] if keys[: len(key)] == key and other != value), None)
+        if later is not None:
+            found.append(f"{'.'.join(keys)}: replaced by {'.'.join(later)}, which is given later")
+    return tuple(found)
 
 
 def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:

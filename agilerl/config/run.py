@@ -23,7 +23,7 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
 from agilerl.other_trainers import ours
 from agilerl.sizes import MAX_ROWS
-from agilerl.validation import validated
+from agilerl.validation import Needs, grouped, idle, validated
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -32,6 +32,11 @@ Seed = Annotated[int, Field(ge=0, le=_LARGEST_SEED)]
 EVO_STEPS = 8
 """Iterations between selections if a manifest gives none; knockout and pulses go by the budget instead."""
 _FRONT = 2
+_CLONES = Needs(
+    "selection_strategy.clones",
+    why="{whole.selection_strategy.strategy} makes no mutated clones; name tournament, truncation or multi_frequency",
+)
+_ALONE = "there is only one agent, so none to learn from; raise training.pop_size"
 DEFAULT = "knockout"
 """The strategy if a manifest names none."""
 ANNEALING = LRSchedule("linear", decay=0.4)
@@ -104,9 +109,9 @@ class LRScheduleConfig(Section):
     """How it decays."""
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the budget in which the factor rises from 0 to 1."""
-    decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+    decay: Annotated[float, Field(ge=0, le=1), Needs("name", ("linear", "cosine"))] = 1.0
     """Last share of the budget, in which it falls to ``end``; 1 is all that the warm-up leaves."""
-    end: Annotated[float, Field(ge=0, le=1)] = 0.0
+    end: Annotated[float, Field(ge=0, le=1), Needs("name", ("linear", "cosine"))] = 0.0
     """Factor at the end."""
 
     @model_validator(mode="after")
@@ -232,15 +237,15 @@ class ProbabilityConfig(Section):
 
     no_mut: Annotated[float, Field(ge=0)] = 0.0
     """Leave the agent as it is."""
-    arch_mut: Annotated[float, Field(ge=0)] = 0.0
+    arch_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
     """Double or halve the adapter's rank."""
     new_layer: Annotated[float, Field(ge=0)] = 0.0
     """Must be 0: the base is frozen."""
-    params_mut: Annotated[float, Field(ge=0)] = 0.0
+    params_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
     """Add noise to the adapter."""
     act_mut: Annotated[float, Field(ge=0)] = 0.0
     """Must be 0: the base is frozen."""
-    rl_hp_mut: Annotated[float, Field(ge=0)] = 1.0
+    rl_hp_mut: Annotated[float, Field(ge=0), _CLONES] = 1.0
     """Change hyperparameters."""
 
 
@@ -274,15 +279,15 @@ class MutationConfig(Section):
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
     """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the
     whole section in other selections of several agents: the learning rate, in its declared range."""
-    mutation_sd: Annotated[float, Field(gt=0)] = 0.03
+    mutation_sd: Annotated[float, Field(gt=0), Needs("probabilities.params_mut")] = 0.03
     """Size of adapter noise, relative to the adapter."""
-    genes_per_mutation: Annotated[int, Field(ge=1)] = 1
+    genes_per_mutation: Annotated[int, Field(ge=1), _CLONES] = 1
     """Genes that move in one mutation."""
-    rank_range: tuple[int, int] = (4, 64)
+    rank_range: Annotated[tuple[int, int], Needs("probabilities.arch_mut")] = (4, 64)
     """Smallest and largest adapter rank."""
-    crossover: Annotated[float, Field(ge=0, le=1)] = 0.0
+    crossover: Annotated[float, Field(ge=0, le=1), _CLONES] = 0.0
     """Share of the clones of a selection that get a second parent: their adapter is the mean of both."""
-    mutate_elite: bool = False
+    mutate_elite: Annotated[bool, _CLONES] = False
     """Let the elite mutate too."""
     rand_seed: Seed | None = None
     """Seed of mutations; None takes ``training.seed``."""
@@ -387,6 +392,13 @@ class SelectionConfig(Section):
         return len(self.objectives or ()) > 1
 
     @property
+    def clones(self) -> bool:
+        """Whether it makes clones that mutate."""
+        if self.strategy == "halving":
+            return self.between == "truncation"
+        return self.strategy not in (*ANNEALED, "none")
+
+    @property
     def least(self) -> int | None:
         """Agents that knockout and halving leave: those of a front if there are several objectives."""
         return _FRONT if self.floor is None and self.has_costs else self.floor
@@ -439,7 +451,7 @@ TEACHER_KEY = "TEACHER_API_KEY"
 class SharingConfig(Section):
     """What agents learn from each other while they train; nothing by default."""
 
-    distillation: Annotated[float, Field(ge=0)] = 0.0
+    distillation: Annotated[float, Field(ge=0), Needs("has_teacher", why=_ALONE)] = 0.0
     """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
     teacher: Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))] | None = None
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
@@ -449,15 +461,15 @@ class SharingConfig(Section):
     tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
     teacher_model: Annotated[str | None, Field(min_length=1)] = None
     """The model's name at ``teacher_url``."""
-    teacher_api: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    teacher_api: Annotated[Literal["prompt_logprobs", "echo"], Needs("teacher_url")] = "prompt_logprobs"
     """How log-probs of given tokens are asked for: by vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
-    teacher_timeout: Annotated[float, Field(gt=0)] = 120.0
+    teacher_timeout: Annotated[float, Field(gt=0), Needs("teacher_url")] = 120.0
     """Seconds for one answer of the endpoint."""
-    experience: Annotated[int, Field(ge=0)] = 0
+    experience: Annotated[int, Field(ge=0), Needs("has_others", why=_ALONE)] = 0
     """Completions of other agents that an agent learns from besides its own, for each prompt."""
-    experience_for: Literal["flat", "all"] = "flat"
+    experience_for: Annotated[Literal["flat", "all"], Needs("experience")] = "flat"
     """Prompts that get them: those whose own completions all earned the same, or all."""
-    experience_cap: Annotated[float, Field(gt=0)] = 2.0
+    experience_cap: Annotated[float, Field(gt=0), Needs("experience")] = 2.0
     """Upper limit of the importance weight of such a completion."""
 
     @model_validator(mode="after")
@@ -499,6 +511,8 @@ class RunConfig(Section):
     """Processes; what a run computes does not depend on them."""
 
     _typed: tuple[str, ...] = PrivateAttr(())
+    _replaced: tuple[str, ...] = PrivateAttr(())
+    """Sentences about overrides that later ones replaced."""
 
     @property
     def typed_addresses(self) -> tuple[str, ...]:
@@ -616,27 +630,23 @@ class RunConfig(Section):
         return copy
 
     @property
+    def has_others(self) -> bool:
+        """Whether an agent has others to learn from."""
+        return self.training.pop_size > 1
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a policy to draw agents to."""
+        return self.has_others or not self.sharing.elite_teaches
+
+    @property
     def without_effect(self) -> list[str]:
-        """Sentences about what was asked of the search that it does not do."""
-        said, strategy, mutation = [], self.selection_strategy.strategy, self.mutation
-        weights, barren = mutation.probabilities, strategy in (*ANNEALED, "none")
-        barren |= strategy == "halving" and self.selection_strategy.between != "truncation"
-        asked = [f"probabilities.{name}" for name in ("arch_mut", "params_mut") if getattr(weights, name)]
-        asked += ["probabilities.rl_hp_mut"] if "rl_hp_mut" in weights.model_fields_set and weights.rl_hp_mut else []
-        asked += ["crossover"] if mutation.crossover else []
-        if asked and barren:
-            said.append(
-                f"mutation.{', mutation.'.join(asked)}: {strategy} makes no mutated clones; name tournament, "
-                "truncation or multi_frequency"
-            )
-        learns = self.sharing.experience or (
-            self.sharing.distillation and not (self.sharing.teacher or self.sharing.teacher_url)
-        )
-        if learns and self.training.pop_size == 1:
-            said.append("sharing: there is only one agent, so none to learn from; raise training.pop_size")
+        """Sentences about settings that change nothing, those of ``algorithm`` excepted."""
+        found = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
+        strategy = self.selection_strategy.strategy
         if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
-            said.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
-        return said
+            found.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
+        return found
 
     @property
     def lr_schedule(self) -> LRSchedule:

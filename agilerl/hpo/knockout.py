@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from agilerl.arguments import Count, Number, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, probability_better, ranking
+from agilerl.hpo.pace import survivors
 from agilerl.hpo.selection import (
     AT_THE_START,
     Birth,
@@ -16,7 +17,6 @@ from agilerl.hpo.selection import (
     keep_all,
     places,
 )
-from agilerl.hpo.strategies import survivors
 
 
 class PulseSelection:

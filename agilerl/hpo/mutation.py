@@ -225,6 +225,12 @@ class Mutations:
         if generation is None:
             generation = max((len(agent.fitness) for agent in population), default=0)
         members = [Member.of(agent) for agent in population]
+        if self._probabilities.get("hyperparameters") and not any(member.genes for member in members):
+            warnings.warn(
+                "rl_hp moves genes, and no agent of this population has any; create the agents with hp_config="
+                "HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-4)), or set rl_hp=0",
+                stacklevel=3,
+            )
         plans = self.plan(members, elite, generation, self.rand_seed or 0, nominated)
         for agent, plan in zip(population, plans, strict=True):
             agent.apply_mutation(plan)

@@ -35,7 +35,7 @@ from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
 from agilerl.models.base import EMBEDDED
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
-from agilerl.validation import validated
+from agilerl.validation import grouped, idle, validated
 
 
 def usual_rate(base_name: str, hidden_size: int, family: str) -> float:
@@ -83,6 +83,15 @@ class Resolved:
         rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
         values = self.hyperparameters.model_dump(exclude_unset=True) | rates
         return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Sentences about settings that change nothing."""
+        found = dict[str, str]()
+        if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
+            found = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
+            found |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
+        return [*self.config.without_effect, *grouped(found)]
 
     def founder_genes(self) -> dict[str, Gene]:
         """Return the ranges in which the first generation starts: a gene's own if the user gave it, else one around."""

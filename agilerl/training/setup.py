@@ -29,9 +29,9 @@ from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_mem
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.pace import Pace, first_steps
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
-from agilerl.hpo.strategies import Pace, first_steps
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
 from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
@@ -105,7 +105,7 @@ class Session:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about what was asked for and will not happen."""
-        found = self.config.without_effect
+        found = self.resolved.without_effect
         strategy, t = self.resolved.selection, self.config.training
         if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
             return found  # how much a second does is not known before

@@ -352,6 +352,7 @@ def test_get_action_and_learn_as_documented() -> None:
         (3, "experiences.*found 3"),
         (([torch.ones(2, 5, dtype=torch.int64)], [torch.ones(2, 5)], [1.0, 0.0]), "one column less"),
         (([torch.ones(2, 5, dtype=torch.int64)], [torch.ones(2, 4)], [1.0]), "expected 2 rewards"),
+        (([torch.ones(4, 5, dtype=torch.int64)], [torch.zeros(4, 4)], [1.0, 0.0] * 2), "none marked in 4 rows"),
     ],
 )
 def test_experiences_that_do_not_fit_are_refused(experiences: Any, message: str) -> None:

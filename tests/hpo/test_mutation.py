@@ -154,6 +154,13 @@ def test_documented_sequence_leaves_the_elite_untouched(seed):
     assert [agent.mut for agent in pop] == ["none" if agent is elite else "hyperparameters" for agent in pop]
 
 
+def test_the_documented_step_says_that_there_are_no_genes():
+    pop = [PlainAgent(index, [0.1], genes={}) for index in range(2)]
+    with pytest.warns(UserWarning, match="no agent of this population has any; create the agents with hp_config"):
+        mutations(rl_hp=1).mutation(pop)
+    mutations(parameters=1).mutation(pop)
+
+
 def test_documented_step_applies_what_it_plans():
     pop = population(0.1, 0.2, 0.3)
     before = [Member.of(agent) for agent in pop]

@@ -100,6 +100,45 @@ def test_many_founders_share_the_first_generation() -> None:
     assert eight.evo_steps == four.evo_steps == four.generation_steps == 2 * eight.generation_steps > 1
 
 
+IDLE: dict[str, tuple[list[str], str | None]] = {
+    "kl": (
+        ["algorithm.beta=0", "algorithm.kl_estimator=k1", "algorithm.kl_clamp_value=3"],
+        "algorithm.beta, which is 0",
+    ),
+    "kl placement": (["algorithm.name=PPO", "algorithm.beta=0", "algorithm.kl_placement=reward"], "algorithm.beta"),
+    "kl of RLOO": (["algorithm.name=RLOO", "algorithm.beta=0", "algorithm.kl_estimator=k3"], "algorithm.beta"),
+    "kl in use": (["algorithm.beta=0.1", "algorithm.kl_estimator=k1"], None),
+    "kl evolves": (
+        ["mutation.rl_hp_selection={beta: {}, lr: {}}", "algorithm.beta=0.01", "algorithm.kl_estimator=k1"],
+        None,
+    ),
+    "default": (["algorithm.beta=0", "algorithm.kl_estimator=k3"], None),
+    "horizon": (["algorithm.kl_horizon=500"], "algorithm.kl_target, which is not set"),
+    "weight": (["algorithm.clip_min=0.5", "algorithm.clip_max=3"], "algorithm.loss_type is cispo, and it is grpo"),
+    "weight of CISPO": (["algorithm.name=CISPO", "algorithm.clip_max=3"], None),
+    "eps": (["algorithm.adv_norm=mean_only", "algorithm.adv_eps=0.1"], "algorithm.adv_norm"),
+    "rounds": (["algorithm.max_sampling_rounds=5"], "algorithm.dynamic_sampling, which is false"),
+    "vllm": (["algorithm.vllm_config={gpu_memory_utilization: 0.5}"], "algorithm.use_vllm, which is false"),
+    "cap": (["algorithm.vllm_importance_sampling_cap=4"], "algorithm.use_vllm"),
+    "decay": (["training.lr_schedule={name: constant, decay: 0.5}"], "training.lr_schedule.name is linear or cosine"),
+    "ray": (["distributed.address=auto"], "distributed.backend is ray"),
+    "noise": (["mutation.mutation_sd=0.1"], "mutation.probabilities.params_mut, which is 0"),
+    "twice": (["training.seed=3", "training.seed=4"], "replaced by training.seed"),
+    "section": (["training.seed=3", "training={seed: 4}"], "replaced by training,"),
+    "twice alike": (["training.seed=4", "training.seed=4"], None),
+}
+
+
+@pytest.mark.parametrize(("overrides", "reason"), IDLE.values(), ids=IDLE)
+def test_the_plan_says_which_settings_change_nothing(overrides: list[str], reason: str | None) -> None:
+    """They were accepted in silence."""
+    found = resolve(load_manifest(None, overrides)).without_effect
+    assert len(found) == (reason is not None)
+    assert all(reason in sentence for sentence in found if reason)
+    if reason is not None:
+        assert overrides[-1].split("=")[0] in found[0] or reason.startswith("replaced")
+
+
 def test_a_search_without_a_learning_rate_forks_no_challengers() -> None:
     for gene, forks in (("temperature", False), ("lr", True)):
         made = resolve(load_manifest(None, ["training.pop_size=1", f"mutation.rl_hp_selection={{{gene}: {{}}}}"]))
