@@ -439,6 +439,9 @@ class Population:
         if split == "exam":
             for agent in chosen:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
+                rewards = [reward for reward in agent.vitals["reward"] if math.isfinite(reward)]
+                if rewards and not own_weights(agent):
+                    results[agent.index] = replace(results[agent.index], training=math.fsum(rewards) / len(rewards))
         return results
 
     @checked

@@ -1,11 +1,13 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import NormalDist
 from time import perf_counter
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from agilerl.cli.output import json_line
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.shortcuts import shortcuts
-from agilerl.hpo.fitness import Fitness, ranking
+from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
@@ -42,6 +44,10 @@ from agilerl.training.setup import Session
 SPLITS: tuple[Split, ...] = ("exam", "test")
 _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
+_CLEAR = 0.8
+"""Probability of being better from which an exam tells two agents apart."""
+_SMALL_EXAM = 50
+"""Questions below which the plan says what an exam cannot see."""
 
 
 def plan_document(session: Session, out: Path) -> dict[str, Any]:
@@ -112,6 +118,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
+        "compares": config.selection_strategy.strategy != "none",
         "without_effect": session.without_effect,
         "results": str(out),
     }
@@ -180,6 +187,14 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
         f"{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
+    asked = length["exam_prompts"]
+    if asked < _SMALL_EXAM and plan["compares"]:
+        table.add_row(
+            "",
+            f"warning: an exam of {asked} questions tells agents apart only if they differ by about "
+            f"{NormalDist().inv_cdf(_CLEAR) * math.sqrt(0.5 / asked):.2f} (in answers right or wrong, P = {_CLEAR:g}); "
+            "raise environment.eval_prompts",
+        )
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
@@ -441,9 +456,17 @@ class View:
             return f"{when}{soup}: by {panel} it was better than the best of the last exam"
         last = {a.index: self.fitness[a.index] for a in self.session.population.everyone if a.index in self.fitness}
         own = self.fitness.get(index)
-        equal = sorted(i for i, f in last.items() if own is not None and i != index and f.mean == own.mean)
-        same = f"; agent{'s' * (len(equal) > 1)} {', '.join(map(str, equal))} did as well" if equal else ""
-        return f"{when}{soup}, the best of the last exam{same}{' (at equal fitness the oldest wins)' * bool(equal)}"
+        others = {} if own is None else {i: f for i, f in last.items() if i != index and f.is_finite}
+        near = [i for i, f in others.items() if own is not None and probability_better(own, f) < _CLEAR]
+        if not near or own is None:
+            return f"{when}{soup}, the best of the last exam"
+        tied = any(others[i].mean == own.mean for i in near)
+        first = "the higher reward in training" if math.isfinite(own.training) else "age"
+        return (
+            f"{when}{soup}, the best of the last exam, whose {own.n} questions do not tell it from "
+            f"agent{'s' * (len(near) > 1)} {', '.join(map(str, sorted(near)))} (P < {_CLEAR:g})"
+            f"{f'; {first} decides between equal means' * tied}"
+        )
 
     @staticmethod
     def _learned(metrics: Sequence[Mapping[str, float]]) -> "Column":

@@ -31,6 +31,8 @@ class Fitness:
     """Score of each prompt, in panel order, the same panel for every agent; empty when only the mean is known."""
     costs: Mapping[str, "Fitness"] = field(default_factory=dict)
     """Further objectives by name, of the same prompts, each the better the lower (``kl``, ``length``)."""
+    training: Number = math.nan
+    """Mean reward of the agent's samples since the last selection, which decides between equal means; NaN: unknown."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,6 +76,7 @@ class Fitness:
         """Return all of it as plain data, numbers that are not finite included."""
         values = {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
         costs = {name: cost.state() for name, cost in self.costs.items()}
+        values |= {"training": self.training} if math.isfinite(self.training) else {}
         return {**values, "costs": costs} if costs else values
 
     @classmethod
@@ -85,7 +88,8 @@ class Fitness:
             raise ConfigError(f"Fitness: expected what state() returned, found no {missing[0]} in {shown(values)}")
         costs = taken(Mapping[str, Mapping[str, Any]], values.get("costs", {}), "Fitness", "costs")
         others = {name: cls.from_state(cost) for name, cost in costs.items()}
-        return cls(values["mean"], values["stderr"], values["n"], values["scores"], others)
+        training = values.get("training", math.nan)
+        return cls(values["mean"], values["stderr"], values["n"], values["scores"], others, training)
 
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""
@@ -140,7 +144,9 @@ def paired_difference(a: Fitness, b: Fitness) -> Fitness:
 
 @checked
 def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
-    """Return the agent indices from best to worst; ties are broken by age (lower index first).
+    """Return the agent indices from best to worst; ties are broken by ``training``, then by age (lower index first).
+
+    A batch of training has many more answers than an exam, but sampled ones to other questions: so it only breaks ties.
 
     Vectors are ranked as NSGA-II does (Deb et al. 2002): by non-dominated front, within a front by crowding distance.
     Ends of a front, which are infinitely far from others, and ties are ordered by the mean: so the first agent is the
@@ -149,12 +155,18 @@ def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
     """
     vectors = _vectors(fitness)
     if not vectors:
-        return sorted(fitness, key=lambda index: (-fitness[index].value, index))
+        return sorted(fitness, key=lambda index: (-fitness[index].value, *_seniority(fitness, index)))
     ranked: list[int] = []
     for front in non_dominated_fronts(vectors):
         distance = crowding_distance({index: vectors[index] for index in front})
-        ranked += sorted(front, key=lambda index: (-distance[index], -vectors[index][0], index))
+        ranked += sorted(front, key=lambda index: (-distance[index], -vectors[index][0], *_seniority(fitness, index)))
     return [*ranked, *sorted(set(fitness) - set(ranked))]
+
+
+def _seniority(fitness: Mapping[int, Fitness], index: int) -> tuple[float, int]:
+    """Return what decides between equal means: the reward in training if it is known, then age."""
+    training = fitness[index].training
+    return (-training if math.isfinite(training) else math.inf, index)
 
 
 @checked

@@ -179,6 +179,7 @@ class _Fitness(SavedValues):
     n: Count
     scores: list[float]
     costs: Annotated[dict[str, "_Fitness"], Field(max_length=8)] = Field(default_factory=dict)
+    training: float | None = None
 
 
 class _Median(SavedValues):

@@ -116,7 +116,13 @@ MARKS = {
         (0.7, 0.6, 0.7),
         0,
         2,
-        "; agent 2 did as well (at equal fitness the oldest wins)",
+        ", whose 9 questions do not tell it from agent 2 (P < 0.8); age decides between equal means\n",
+    ),
+    "no tie": (
+        (0.699, 0.6, 0.7),
+        2,
+        2,
+        ", the best of the last exam, whose 9 questions do not tell it from agent 0 (P < 0.8)\n",
     ),
     "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "agent 1 as it was after iteration 1: by a second panel"),
 }
@@ -277,8 +283,8 @@ def test_the_cursor_comes_back_when_a_run_breaks_off(session: Session) -> None:
     assert written(screen).rindex("\x1b[?25h") > written(screen).rindex("\x1b[?25l")
 
 
-def test_a_real_run_tells_its_story_in_order(session: Session, tmp_path: Path) -> None:
-    kinds, root = [], tmp_path / "run"
+def test_a_real_run_tells_its_story_in_order(tmp_path: Path) -> None:
+    kinds, root, session = [], tmp_path / "run", build(load_manifest(None, SMALL))
     for event in train(session, root, command=["test"]):
         kinds.append(event.name if isinstance(event, PhaseStarted) else type(event).__name__)
         check_it_is_written(event, root)

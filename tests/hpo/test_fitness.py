@@ -61,6 +61,16 @@ def test_pairing_sees_what_the_means_alone_cannot():
     assert probability_better(Fitness(a.mean, a.stderr, 64), Fitness(b.mean, b.stderr, 64)) < 0.75
 
 
+def test_equal_means_are_ranked_by_the_reward_in_training_and_only_they():
+    """A tournament of tied exams handed over its oldest agent, however much better the others had become."""
+    fitness = {
+        index: Fitness(mean, training=training)
+        for index, (mean, training) in enumerate([(0.5, 0.2), (0.5, 0.6), (0.6, 0.1), (0.5, math.nan), (math.nan, 0.9)])
+    }
+    assert ranking(fitness) == [2, 1, 0, 3, 4]
+    assert [Fitness.from_state(one.state()).training for one in fitness.values()][:3] == [0.2, 0.6, 0.1]
+
+
 def test_ties_and_missing_evidence_are_even():
     assert probability_better(scored(0.3, 0.7), scored(0.3, 0.7)) == 0.5
     assert probability_better(Fitness(0.4), Fitness(0.3)) == 0.5
