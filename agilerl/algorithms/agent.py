@@ -668,7 +668,10 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
 
     @checked
     def clone(self, index: Whole | None = None, wrap: bool = True) -> Self:
-        """Return an independent copy in another slot; with a new ``index`` its samples differ from now on."""
+        """Return an independent copy in another slot, which continues bit for bit as this agent would.
+
+        With a new ``index`` it draws other samples and another order of the rows of an update from now on.
+        """
         clone = self.from_state(self.state(), self.runtime, self.loss)
         clone.hp_config = self.hp_config
         clone._mutation_hooks = list(self._mutation_hooks)
