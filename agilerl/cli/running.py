@@ -225,16 +225,21 @@ def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> No
     from agilerl.training.resolved import document_of
 
     asked = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
-    for section, settings in expected.document().items():
-        recorded = info["config"].get(section, {})
-        for name in {**settings, **asked.get(section, {})}:
-            before, value = recorded.get(name), settings.get(name)
-            if value not in (before, asked.get(section, {}).get(name)):
-                now = shown(value) if name in expected.given().get(section, {}) else "left out"
-                raise ConfigError(
-                    f"the run in {str(root)!r} was started with {section}.{name}={shown(before)}, now it is {now}; use "
-                    "the same settings, or another directory"
-                )
+    wanted, given = expected.document(), expected.given()
+    different = [
+        (section, name)
+        for section, settings in wanted.items()
+        for name in {**settings, **asked.get(section, {})}
+        if settings.get(name) not in (info["config"].get(section, {}).get(name), asked.get(section, {}).get(name))
+    ]
+    # What was set comes before what follows from it, as the seed of the algorithm does.
+    for section, name in sorted(different, key=lambda setting: setting[1] not in given.get(setting[0], {})):
+        before = shown(info["config"].get(section, {}).get(name))
+        now = shown(wanted[section][name]) if name in given.get(section, {}) else "left out"
+        raise ConfigError(
+            f"the run in {str(root)!r} was started with {section}.{name}={before}, now it is {now}; use the same "
+            "settings, or another directory"
+        )
 
 
 def say_at_once(sentence: str) -> None:

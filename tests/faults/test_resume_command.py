@@ -137,6 +137,13 @@ def test_a_setting_that_was_given_and_no_longer_is(agilerl: Agilerl, tmp_path: P
     assert "started with algorithm.lr=0.001, now it is left out" in outcome.errors
 
 
+def test_of_what_differs_the_setting_that_was_given_is_named(kept: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+    copy(kept, "half", tmp_path)
+    outcome = agilerl("train", *TINY, "--seed", "7", "--out", "run", "--resume", "auto")
+    assert outcome.code == 2
+    assert "started with training.seed=42, now it is 7" in outcome.errors
+
+
 def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Path) -> None:
     """Also in what a process leaves that dies before ``run.json`` is there."""
     for folder in ("completions", "checkpoints"):
