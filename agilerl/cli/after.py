@@ -217,13 +217,15 @@ def run_chat(
     from agilerl.cli.running import quieten_libraries
 
     quieten_libraries()
+    from agilerl.envs.answer_format import AnswerFormat
     from agilerl.rollouts import SamplingSettings
     from agilerl.training.setup import load_agent
 
     agent = load_agent(found.config)
     loading_done()
     console.print("An empty line or /new begins a new conversation, /quit or the end of the input leaves.")
-    template = found.config.environment.conversation_template or []
+    environment = found.config.environment
+    template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
     said: dict[str, list[dict[str, str]]] = {"adapter": list(system)} | ({"base": list(system)} if beside_base else {})
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
@@ -235,7 +237,7 @@ def run_chat(
             return
         replies = {}
         for name, messages in said.items():
-            messages.append({"role": "user", "content": line})
+            messages += answers.ask([{"role": "user", "content": line}])
             forgotten = len(messages)
             sampling = SamplingSettings(max_new_tokens=most_tokens, temperature=temperature)
             slot = None if name == "base" else agent.slot

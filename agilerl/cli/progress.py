@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.cli.output import json_line
+from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.shortcuts import shortcuts
@@ -81,6 +82,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
+        "answers": str(AnswerFormat.of(config.environment)) * (config.environment.env_type == "reasoning"),
         "shortcuts": list(shortcuts(config.environment)),
         "objectives": list(population.objectives),
         "exam_grader": exam_grader(session.task),
@@ -140,6 +142,8 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
         "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
     )
     table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
+    if plan["answers"]:
+        table.add_row("answers", f"{plan['answers']} (environment.answer_format)")
     for sentence in plan["shortcuts"]:
         table.add_row("", sentence)
     if plan["exam_grader"] != session.task.grader:

@@ -130,10 +130,14 @@ def _template(run: Path | None) -> Path | None:
 
 def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
     """Yield in words what the run did with prompts and answers that a server does not do by itself."""
+    from agilerl.envs.answer_format import AnswerFormat
+
     environment, algorithm = config.environment, config.algorithm
     for message in environment.conversation_template or ():
         if message.get("role") == "system":
             yield f"the run's prompts begin with a system message, which a client has to send: {_line(message)}"
+    if instruction := AnswerFormat.of(environment).instruction:
+        yield f"the run's questions end with an instruction, which a client has to send: {shown(instruction)}"
     if not environment.apply_chat_template:
         yield "the run's prompts have no chat template: ask client.completions, not client.chat"
     if stops := algorithm.get("stop_sequences") or (algorithm.get("vllm_config") or {}).get("stop_sequences"):

@@ -169,6 +169,14 @@ class EnvironmentConfig(Section):
     questions: from all of them, and training leaves out those that were drawn."""
     loss_on: Literal["completion", "assistant"] = "completion"
     """``sft``: what is learned of a conversation, the answer or every message of the assistant."""
+    answer_format: Literal["whole", "tags", "last_number", "after", "boxed"] = "whole"
+    """``reasoning``: how an answer is asked for and found; graders read only what was found, or an empty text.
+    ``whole``: the completion is the answer. ``tags``: the question asks for ``<answer>`` and ``</answer>``, and the
+    text between the last two is the answer; ``boxed``: the same with ``\\boxed{}``; ``after``: with ``answer_phrase``,
+    up to the end of its line or sentence. ``last_number``: the last number, without being asked for. An answer may
+    begin in a prefill."""
+    answer_phrase: Annotated[str, Field(pattern=r"\S", max_length=200)] = "The answer is"
+    """What an answer follows, for ``answer_format: after``."""
     conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
     """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
 
@@ -189,6 +197,14 @@ class EnvironmentConfig(Section):
                 f"environment.fitness_grader={shown(self.fitness_grader)} is for environment.graders, found none; "
                 "leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_answers(self) -> Self:
+        if self.env_type != "reasoning":
+            self._refuse(("answer_format",), f"for env_type: reasoning, found {self.env_type}")
+        if self.answer_format != "after":
+            self._refuse(("answer_phrase",), f"for answer_format: after, found {self.answer_format}")
         return self
 
     @model_validator(mode="after")

@@ -135,6 +135,10 @@ class Task(ABC):
         """Return the grades of completions of an exam or test; by default as in training."""
         return self.grade(completions, rows)
 
+    def graded_text(self, completion: str, row: Mapping[str, Any]) -> str:
+        """Return the part of a completion that graders read."""
+        return completion
+
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the graders among those that ``grade`` (or ``grade_exam``) calls that may begin early.
 

@@ -103,7 +103,8 @@ def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str,
     """
     if not own:
         return None
-    weights = task.weights if isinstance(task, GradedTask) else {}
+    graded = _graded(task)
+    weights = graded.weights if graded else {}
     if not weights:
         raise ConfigError(
             f"reward_weights={dict(own)}: the reward of {task.name} has no parts; combine graders: "
@@ -117,15 +118,24 @@ def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str,
 
 def exam_grader(task: Task | EpisodeTask) -> str:
     """Return the name of what grades exams and tests, whatever weights agents have in training."""
-    fixed = task.fitness_grader if isinstance(task, GradedTask) else None
+    graded = _graded(task)
+    fixed = graded.fitness_grader if graded else None
     return task.grader if fixed is None else grader_name(fixed)
 
 
 def check_evolving_weights(task: Task | EpisodeTask, genes: Iterable[str]) -> None:
     """Raise ConfigError if reward weights evolve and selection uses that same reward."""
     evolving = [name for name in genes if name.startswith("reward_weights.")]
-    if evolving and not (isinstance(task, GradedTask) and task.fitness_grader is not None):
+    graded = _graded(task)
+    if evolving and not (graded and graded.fitness_grader is not None):
         raise ConfigError(
             f"{', '.join(evolving)} evolves, so the task needs a fitness grader that does not change: without one, "
             "agents win by weighting what is easy; use GradedTask(task, grader, fitness_grader=TaskGrader(task))"
         )
+
+
+def _graded(task: Task | EpisodeTask) -> GradedTask | None:
+    """Return the task with graders that a task is, or is wrapped around."""
+    while isinstance(task, TaskWrapper) and not isinstance(task, GradedTask):
+        task = task.task
+    return task if isinstance(task, GradedTask) else None

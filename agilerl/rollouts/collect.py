@@ -118,7 +118,7 @@ def collect_answers(
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
     graders = waiting_graders(task, exam=_is_exam(asks))
     with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
-        early = _Early(grading, tokenizer, asks)
+        early = _Early(grading, task, tokenizer, asks)
         groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
         report.rollout = perf_counter() - start
         flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
@@ -158,8 +158,8 @@ def _is_exam(asks: Sequence[Ask]) -> bool:
 class _Early:
     """Hands completions to the graders as they end."""
 
-    def __init__(self, grading: EarlyGrading, tokenizer: Any, asks: Sequence[Ask]) -> None:
-        self.grading, self.tokenizer, self.asks = grading, tokenizer, asks
+    def __init__(self, grading: EarlyGrading, task: Task, tokenizer: Any, asks: Sequence[Ask]) -> None:
+        self.grading, self.task, self.tokenizer, self.asks = grading, task, tokenizer, asks
         self.firsts = [0, *accumulate(ask.samples for ask in asks)]
         self._rows: dict[int, Row] = {}
         """What was handed over, by place in the batch."""
@@ -170,7 +170,8 @@ class _Early:
         place = self.firsts[request] + sample
         self._rows[place] = _graded_row(self.asks[request], completion)
         (text,) = decode_completions(self.tokenizer, [completion.token_ids])
-        self.grading.add(place, text, self._rows[place])
+        row = self._rows[place]
+        self.grading.add(place, self.task.graded_text(text, row), row)
 
     def row(self, place: int, completion: Completion) -> Row | None:
         """Return the row that was handed over with this completion: graders recognise it by object identity."""

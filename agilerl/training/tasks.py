@@ -17,6 +17,7 @@ from agilerl.config.run import RunConfig
 from agilerl.custom_code import code_name, contained, load_code, names_code
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
+from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
 from agilerl.envs.datasets import CuratedTask, DatasetTask, fill_template
@@ -76,7 +77,8 @@ def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code:
         return PreferenceTask(made, mistake=mistake, seed=config.training.seed)
     if e.env_type == "unpaired":
         return UnpairedTask(made, mistake=mistake, seed=config.training.seed)
-    return graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    made = graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    return made if e.answer_format == "whole" else AnswerFormatTask(made, e.answer_format, e.answer_phrase)
 
 
 def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:

@@ -1,0 +1,190 @@
+r"""How prompts ask for answers, and where answers are found in completions: ``<answer>`` tags, ``\boxed``, a phrase."""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from agilerl.arguments import Name, checked
+from agilerl.config.environment import EnvironmentConfig
+from agilerl.envs.core import AnyTask, Message, TaskWrapper, waiting_graders
+from agilerl.envs.prompts import text_ids
+from agilerl.errors import ConfigError
+from agilerl.rewards.grader import CLOSE, OPEN, Grades
+from agilerl.rewards.waiting import WaitingGrader
+
+Format = Literal["whole", "tags", "last_number", "after", "boxed"]
+PHRASE = "The answer is"
+
+# Every pattern is linear in the length of a text: no two of its repetitions match the same characters.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)\].])[-−])?"
+    r"(?:(?<!\w)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+)
+_SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How an answer is asked for and found."""
+
+    kind: Format = "whole"
+    phrase: str = PHRASE
+    """What an answer follows, for ``after``."""
+
+    @classmethod
+    def of(cls, config: EnvironmentConfig) -> Self:
+        """Return the format of a run."""
+        return cls(config.answer_format, config.answer_phrase)
+
+    @property
+    def instruction(self) -> str:
+        """What prompts end with; empty for ``whole`` and ``last_number``, which ask for nothing."""
+        return {
+            "tags": f"Give your final answer between {OPEN} and {CLOSE}.",
+            "after": f'End with "{self.phrase}" and your final answer.',
+            "boxed": r"Give your final answer in \boxed{}.",
+        }.get(self.kind, "")
+
+    def __str__(self) -> str:
+        graded = {
+            "whole": "the whole completion is graded",
+            "tags": f"what stands between the last {OPEN} and {CLOSE} is graded",
+            "last_number": "the last number of the completion is graded",
+            "after": f"what follows the last {self.phrase!r} in its sentence is graded",
+            "boxed": r"what the last \boxed{} holds is graded",
+        }[self.kind]
+        asked = f"questions end with {self.instruction!r}" if self.instruction else "prompts ask for no format"
+        return f"{asked}; {graded}"
+
+    def ask(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a conversation whose last user message ends with the instruction, unless a message has its mark."""
+        found, mark = [dict(message) for message in messages], {"tags": OPEN, "boxed": r"\boxed"}.get(self.kind)
+        if not self.instruction or any((mark or self.phrase) in message["content"] for message in found):
+            return found
+        place = max((k for k, message in enumerate(found) if message["role"] == "user"), default=None)
+        if place is None:
+            place = len(found) - bool(found and found[-1]["role"] == "assistant")
+            found.insert(place, {"role": "user", "content": ""})
+        found[place]["content"] = f"{found[place]['content']}\n\n{self.instruction}".lstrip("\n")
+        return found
+
+    def find(self, completion: str, prefill: str = "") -> str | None:
+        """Return the answer in a completion that continues ``prefill``; None if there is none.
+
+        An answer may begin in the prefill, but not end there. It is stripped; numbers have ASCII signs and no commas.
+        """
+        if self.kind == "whole":
+            return completion
+        text = prefill + completion
+        spans: Iterable[tuple[int, int]]
+        if self.kind == "tags":
+            spans = _tagged(text)
+        elif self.kind == "boxed":
+            spans = _boxed(text)
+        elif self.kind == "after":
+            spans = _following(text, self.phrase)
+        else:
+            spans = (match.span() for match in _NUMBER.finditer(text))
+        (start, end), *_ = [*deque(spans, maxlen=1), (0, 0)]
+        if end <= len(prefill):
+            return None
+        answer = text[start:end].strip()
+        return answer.replace(",", "").replace("−", "-") if self.kind == "last_number" else answer
+
+
+def _tagged(text: str) -> Iterable[tuple[int, int]]:
+    """Yield the span within the last opening tag that is closed; of nested ones the inner one."""
+    start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
+    if start >= 0:
+        yield start + len(OPEN), text.find(CLOSE, start)
+
+
+def _boxed(text: str) -> Iterable[tuple[int, int]]:
+    """Yield the span within the last ``\\boxed{`` whose braces balance; of nested ones the inner one."""
+    opened: list[int | None] = []
+    spans = [(0, 0)]
+    for match in _BRACES.finditer(text):
+        if match[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None:
+                spans = [max(spans[0], (start, match.start()))]
+        elif match[0].endswith("{") and match[0] != r"\{":
+            opened.append(match.end() if len(match[0]) > 1 else None)
+    return spans
+
+
+def _following(text: str, phrase: str) -> Iterable[tuple[int, int]]:
+    """Yield the span after the last occurrence of a phrase up to the end of its line or sentence."""
+    *_, last = [None, *deque(re.finditer(re.escape(phrase), text, re.IGNORECASE), maxlen=1)]
+    if last is not None:
+        start = last.end() + len(text[last.end() :]) - len(text[last.end() :].lstrip(" \t\r\n:*"))
+        end = _SENTENCE_END.search(text, start)
+        line = text[start : len(text) if end is None else end.start()]
+        yield start, start + len(line.rstrip(" \t*"))
+
+
+class AnswerFormatTask(TaskWrapper):
+    """A task whose graders read only the answer of a completion; its prompts ask for the format.
+
+    The task's own reward and custom graders get what was found as the completion, or an empty text if there is no
+    answer; samples and logs keep the whole completion. A final assistant message of a prompt is a prefill, in which an
+    answer may begin: after ``The answer is``, or after ``<answer>``.
+    """
+
+    @checked
+    def __init__(self, task: AnyTask, answer_format: Format, phrase: Name = PHRASE) -> None:
+        r"""Take a task, with its graders.
+
+        Args:
+            task: the task.
+            answer_format: ``whole``: the completion is the answer; ``tags``: the text between the last ``<answer>``
+                and ``</answer>``; ``last_number``: the last whole or decimal number (``1,000`` as 1000); ``after``: the
+                text after the last ``phrase`` up to the end of its line or sentence; ``boxed``: what the last
+                ``\boxed{}`` holds.
+            phrase: for ``after``; not blank, in upper or lower case.
+
+        Raises:
+            ConfigError: an unknown format, or a blank phrase.
+        """
+        if not phrase.strip():
+            raise ConfigError(f"AnswerFormatTask(phrase=...): expected a phrase, found {phrase!r}")
+        super().__init__(task)
+        self.grader = task.grader
+        self.format = AnswerFormat(answer_format, phrase)
+
+    def __repr__(self) -> str:
+        return f"AnswerFormatTask({self.task!r}, {self.format.kind!r}, {self.format.phrase!r})"
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """Return the task's conversation with the instruction."""
+        return self.format.ask(self.task.messages(row))
+
+    def graded_text(self, completion: str, row: Mapping[str, Any]) -> str:
+        """Return the answer in a completion; empty if there is none."""
+        last = self.task.messages(row)[-1:]
+        prefill = last[0]["content"] if last and last[0]["role"] == "assistant" else ""
+        return self.format.find(completion, prefill) or ""
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the task's reward of the answer."""
+        return self.task.reward(self.graded_text(completion, row), row)
+
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades of the answers."""
+        return self.task.grade([self.graded_text(*pair) for pair in zip(completions, rows)], rows)
+
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the task's grades of the answers in an exam."""
+        return self.task.grade_exam([self.graded_text(*pair) for pair in zip(completions, rows)], rows)
+
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the task's graders that may begin early; they get ``graded_text`` too."""
+        return waiting_graders(self.task, exam=exam)
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Let the task leave out what does not fit with the instruction."""
+        room = len(text_ids(tokenizer, f"\n\n{self.format.instruction}")) if self.format.instruction else 0
+        super().fit(tokenizer, None if max_tokens is None else max(max_tokens - room, 1))
