@@ -112,7 +112,7 @@ def run_eval(
         temperature=temperature,
         full=full,
         max_new_tokens=session.population.eval_max_new_tokens,
-        task={key: value for key, value in asked.items() if key in ("task", "params", "env_id")},
+        task={key: value for key, value in asked.items() if key in ("task", "params", "env_id", "answer_format")},
     )
     document = result.document()
     if out is not None:
@@ -237,7 +237,7 @@ def run_chat(
             return
         replies = {}
         for name, messages in said.items():
-            messages += answers.ask([{"role": "user", "content": line}])
+            messages.append(answers.ask([*system, {"role": "user", "content": line}])[-1])
             forgotten = len(messages)
             sampling = SamplingSettings(max_new_tokens=most_tokens, temperature=temperature)
             slot = None if name == "base" else agent.slot

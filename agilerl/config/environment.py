@@ -53,7 +53,7 @@ class CurriculumConfig(Section):
 
 def _printable(path: str) -> str:
     if not path.isprintable():
-        raise ValueError(f"expected the name of a file or dataset, found control characters in {shown(path)}")
+        raise ValueError(f"expected printable text, found control characters in {shown(path)}")
     return path
 
 
@@ -175,7 +175,7 @@ class EnvironmentConfig(Section):
     text between the last two is the answer; ``boxed``: the same with ``\\boxed{}``; ``after``: with ``answer_phrase``,
     up to the end of its line or sentence. ``last_number``: the last number, without being asked for. An answer may
     begin in a prefill."""
-    answer_phrase: Annotated[str, Field(pattern=r"\S", max_length=200)] = "The answer is"
+    answer_phrase: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)] = "The answer is"
     """What an answer follows, for ``answer_format: after``."""
     conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
     """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""

@@ -10,7 +10,6 @@ from agilerl.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import AnyTask, Message, TaskWrapper, waiting_graders
 from agilerl.envs.prompts import text_ids
-from agilerl.errors import ConfigError
 from agilerl.rewards.grader import CLOSE, OPEN, Grades
 from agilerl.rewards.waiting import WaitingGrader
 
@@ -56,8 +55,8 @@ class AnswerFormat:
             "after": f"what follows the last {self.phrase!r} in its sentence is graded",
             "boxed": r"what the last \boxed{} holds is graded",
         }[self.kind]
-        asked = f"questions end with {self.instruction!r}" if self.instruction else "prompts ask for no format"
-        return f"{asked}; {graded}"
+        asked = f"questions end with: {self.instruction}" if self.instruction else "prompts ask for no format"
+        return f"{graded}; {asked}"
 
     def ask(self, messages: Sequence[Message]) -> list[Message]:
         """Return a conversation whose last user message ends with the instruction, unless a message has its mark."""
@@ -149,8 +148,6 @@ class AnswerFormatTask(TaskWrapper):
         Raises:
             ConfigError: an unknown format, or a blank phrase.
         """
-        if not phrase.strip():
-            raise ConfigError(f"AnswerFormatTask(phrase=...): expected a phrase, found {phrase!r}")
         super().__init__(task)
         self.grader = task.grader
         self.format = AnswerFormat(answer_format, phrase)

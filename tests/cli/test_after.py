@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agilerl as package
 from agilerl.cli.output import readable
+from agilerl.envs.answer_format import AnswerFormat
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
@@ -348,13 +349,30 @@ def test_chat_answers_the_lines_of_a_pipe(run: Path, agilerl: Agilerl, monkeypat
     first, again, further = (json.loads(line) for line in done.output.splitlines() if line.startswith("{"))
     assert first == again
     assert further["user"] == "and now?"
+    assert first["base"] == _reply(QUESTION)
+
+
+def test_chat_asks_for_answers_as_the_run_did(
+    changed: Callable[..., Path], agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(f"{QUESTION}\n"))
+    run = changed(environment={"answer_format": "boxed"})
+    done = agilerl("chat", str(run), "--temperature", "0", "--base", "--json")
+    assert done.code == 0, done.errors
+    found = json.loads(done.output)
+    assert found["user"] == QUESTION
+    assert found["base"] == _reply(f"{QUESTION}\n\n{AnswerFormat('boxed').instruction}") != _reply(QUESTION)
+
+
+def _reply(question: str) -> str:
+    """Return what transformers lets the embedded base reply."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path())
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     end = model.generate(**ids, max_new_tokens=20, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert first["base"] == tokenizer.decode(end, skip_special_tokens=True)
+    return str(tokenizer.decode(end, skip_special_tokens=True))
 
 
 def test_chat_forgets_the_beginning_of_a_long_conversation(

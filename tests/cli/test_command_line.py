@@ -160,6 +160,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "embedded: ",
         "LoRA rank 16",
         "gcd, reward exact",
+        "the whole completion is graded; prompts ask for no format",
         "`2` earns 0.29 on gcd (chance 0.17",
         "GRPO, 3 agents",
         "agent 2",

@@ -145,10 +145,11 @@ def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: A
         | {"chat_template_kwargs": {"enable_thinking": False}},
         training={"dtype": "bfloat16"},
         environment={
+            "answer_format": "boxed",
             "conversation_template": [
                 {"role": "system", "content": "Be brief."},
                 {"role": "user", "content": "{question}"},
-            ]
+            ],
         },
         algorithm={"stop_sequences": ["</answer>"]},
     )
@@ -160,7 +161,8 @@ def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: A
     assert found["--chat-template"] == [str(run / "elite" / "chat_template.jinja")]
     assert json.loads(found["--default-chat-template-kwargs"][0]) == {"enable_thinking": False}
     assert "--trust-remote-code" not in found
-    assert ("Be brief." in done.errors, "</answer>" in done.errors) == (True, True)
+    for said in ("Be brief.", "</answer>", "Give your final answer in"):
+        assert said in done.errors
     template = run / "elite" / "chat_template.jinja"
     template.unlink()
     template.symlink_to("/etc/passwd")  # clients would be shown what it says

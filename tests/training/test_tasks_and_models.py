@@ -12,9 +12,12 @@ from peft import PeftModel
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from agilerl.cli.adapter import subject
 from agilerl.config.manifest import load_manifest
+from agilerl.envs.answer_format import AnswerFormat, AnswerFormatTask, Format
 from agilerl.errors import ConfigError
 from agilerl.training.setup import build
+from agilerl.training.tasks import task as task_of
 from tests.tiny_models import llama, random_model
 from tests.training.small_runs import lines, run_here
 
@@ -33,6 +36,54 @@ def test_a_dataset_with_parameters(tmp_path: Path) -> None:
     config = json.loads((root / "run.json").read_text())["config"]
     assert config["environment"]["params"] == {"max_value": 60}  # not those of the default's dataset
     assert json.loads((root / "summary.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize("kind", ["tags", "last_number", "after", "boxed"])
+def test_an_answer_format(kind: Format, tmp_path: Path) -> None:
+    phrase = ("environment.answer_phrase='It is'",) if kind == "after" else ()
+    root = run_here(tmp_path / "run", *TINY, f"environment.answer_format={kind}", *phrase)
+    asked = AnswerFormat(kind, "It is")
+    rows = parquet.read_table(root / "completions" / "step_000001.parquet").to_pylist()
+    for row in rows:  # whole completions are kept, and their answers graded
+        right = (asked.find(row["completion"]) or "") == row["answer"]
+        assert row["reward"] == right
+    assert any(row["reward"] for row in rows) == (kind == "last_number")
+    # What follows a run has its setting.
+    task = build(subject(root, examined=True).config).task
+    assert isinstance(task, AnswerFormatTask)
+    assert task.format == (asked if phrase else AnswerFormat(kind))
+    (message,) = task.messages(task.row("exam", 0))
+    assert message["content"].endswith(task.format.instruction)
+    task.close()
+
+
+def test_an_answer_format_of_a_dataset_with_graders(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(60))
+    )
+    manifest = tmp_path / "rows.yaml"
+    manifest.write_text(
+        "environment: {dataset: rows.jsonl, answer_format: after, graders: [{name: accuracy}, {name: task}]}"
+    )
+    made = task_of(load_manifest(manifest, [*TINY]))
+    row = made.row("exam", 0)
+    texts = [f"The answer is {row['answer']}.", row["answer"]]
+    assert made.grade(texts, [row, row]).scores == {"accuracy": [1.0, 0.0], "task": [1.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (["environment.answer_format=box"], "'boxed', found 'box'"),
+        (["environment.answer_phrase=It is"], "for answer_format: after, found whole"),
+        (["environment.answer_format=after", "environment.answer_phrase=' '"], "for phrase, found ' '"),
+        (["environment.answer_format=after", 'environment.answer_phrase="a\\e[2J"'], "control characters"),
+        (["environment.answer_format=tags", "environment.env_type=sft"], "env_type: reasoning, found sft"),
+    ],
+)
+def test_wrong_answer_formats(settings: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        task_of(load_manifest(None, settings))
 
 
 def test_a_composite(tmp_path: Path) -> None:
