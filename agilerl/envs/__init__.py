@@ -2,6 +2,7 @@
 
 import gymnasium
 
+from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Row, Task, is_held_out, score_completions
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
@@ -12,6 +13,7 @@ from agilerl.envs.sources import mix, read_dataset
 from agilerl.envs.text_env import TextEnv
 
 __all__ = [
+    "AnswerFormatTask",
     "ConditionalTarget",
     "ConstantTarget",
     "CuratedTask",
