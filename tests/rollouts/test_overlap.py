@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agilerl.data import Completion, Trajectory
+from agilerl.envs.answer_format import AnswerFormat, AnswerFormatTask
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.graded import GradedTask, TaskGrader
@@ -134,6 +135,20 @@ def test_each_completion_is_reported_once_when_it_ends(settings: dict[str, int])
     # A row ends in the pass of its last token.
     assert len(set(passes)) > 5
     assert passes[0] < count[0] - 5
+
+
+def test_graders_that_begin_early_read_answers_only_and_are_asked_once() -> None:
+    asked: list[str] = []
+
+    def count(completion: str) -> float:
+        asked.append(completion)
+        return 1.0
+
+    task = AnswerFormatTask(GradedTask(Questions(), ThreadedGrader(count, workers=1)), "after", "a")
+    found = [t for each in sampled(population_of(None, task=task)).values() for t in each]
+    answers = [AnswerFormat("after", "a").find(t.text) or "" for t in found]
+    assert any(answers)
+    assert sorted(asked) == sorted(answers)
 
 
 def test_what_had_ended_before_memory_ran_out_is_neither_decoded_nor_reported_again() -> None:
