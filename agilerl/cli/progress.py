@@ -144,6 +144,9 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
     if plan["answers"]:
         table.add_row("answers", f"{plan['answers']} (environment.answer_format)")
+        e = session.config.environment
+        if model["chat_template"] and model["name"] != "embedded" and e.answer_format == "whole" and e.graders is None:
+            table.add_row("", "a chat model seldom writes the answer alone: answer_format=after asks for it")
     for sentence in plan["shortcuts"]:
         table.add_row("", sentence)
     if plan["exam_grader"] != session.task.grader:

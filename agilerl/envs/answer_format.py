@@ -59,13 +59,17 @@ class AnswerFormat:
         return f"{graded}; {asked}"
 
     def ask(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a conversation whose last user message ends with the instruction, unless a message has its mark."""
+        """Return a conversation whose last user message ends with the instruction, unless the conversation asks itself.
+
+        It asks if a message before the prefill has the tag, the box or the phrase.
+        """
         found, mark = [dict(message) for message in messages], {"tags": OPEN, "boxed": r"\boxed"}.get(self.kind)
-        if not self.instruction or any((mark or self.phrase) in message["content"] for message in found):
+        end = len(found) - bool(found and found[-1]["role"] == "assistant")
+        if not self.instruction or any((mark or self.phrase) in message["content"] for message in found[:end]):
             return found
         place = max((k for k, message in enumerate(found) if message["role"] == "user"), default=None)
         if place is None:
-            place = len(found) - bool(found and found[-1]["role"] == "assistant")
+            place = end
             found.insert(place, {"role": "user", "content": ""})
         found[place]["content"] = f"{found[place]['content']}\n\n{self.instruction}".lstrip("\n")
         return found

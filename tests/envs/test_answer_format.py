@@ -128,6 +128,8 @@ def test_the_last_question_asks_for_the_format_unless_the_conversation_does() ->
     assert _asked("tags", ("system", "8 + 9?"), ("assistant", "Well,")) == [
         *(("system", "8 + 9?"), ("user", instruction), ("assistant", "Well,"))
     ]
+    prefill = ("assistant", "The answer is")  # of the base's formats, the instruction with it is obeyed most often
+    assert _asked("after", ("user", "8 + 9?"), prefill) == [*_asked("after"), prefill]
     for kind, mark in (("tags", "Use <answer>."), ("boxed", r"Use \boxed{}."), ("after", "Say: The answer is")):
         assert _asked(kind, ("system", mark), ("user", "8 + 9?")) == [("system", mark), ("user", "8 + 9?")]
     for kind in ("whole", "last_number"):

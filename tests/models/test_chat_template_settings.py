@@ -129,6 +129,10 @@ def test_the_plan_says_what_pads_and_that_there_is_no_template(tmp_path: Path) -
     model, text = plan()
     assert (model["chat_template"], model["pads_with_end"]) == (True, False)
     assert "no chat template" not in text
+    assert "a chat model" not in text
+    chat = f"network.pretrained_model_name_or_path={tiny_model_path()}"
+    assert "seldom writes the answer alone: answer_format=after" in plan(chat)[1]
+    assert "a chat model" not in plan(chat, "environment.answer_format=after")[1]
     bare = tmp_path / "bare"
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     tokenizer.chat_template = tokenizer.pad_token = None
