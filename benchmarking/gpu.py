@@ -63,6 +63,7 @@ MODULES = {
     "datasets": "datasets of the hub; no part needs it",
     "httpx2": "everything (the package imports it; judges, tools and servers use it)",
     "tenacity": "everything (the package imports it; judges, tools and servers use it)",
+    "gguf": "bases in GGUF files; no part needs it",
     "huggingface_hub": "names of the hub; transformers brings it",
     "markupsafe": "reports; jinja2 brings it",
     "bitsandbytes": "the row with a base in 4 bits",

@@ -271,7 +271,7 @@ def test_it_learns_to_walk(name: str) -> None:
         ({"step_timeout": 0}, "above 0, or None for step_timeout, found 0"),
         ({"enable_sliding_window": True, "strict_chat_template_boundary": False}, "use one of them"),
         ({"env_config": {"size": 1}}, r"2 .* 9 for size, found 1"),
-        ({"env_config": {"sice": 1}}, "unexpected keyword argument 'sice'"),
+        ({"env_config": {"sice": 1}}, "no argument 'sice'; did you mean 'size'"),
     ],
 )
 def test_bad_settings_are_sentences(settings: dict[str, Any], message: str) -> None:

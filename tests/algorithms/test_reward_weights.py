@@ -129,8 +129,9 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
         agent.reward_weights["even"] = math.inf
     with pytest.raises(ConfigError, match=r"reward_weights\.even .*found none"):
         make(hp_config=EVOLVING)
-    with pytest.raises(ConfigError, match=r"even = 3\.0 .*RLParameter\("):
-        make(hp_config=EVOLVING, reward_weights={"even": 3})
+    with pytest.warns(UserWarning, match=r"even=3\.0 .* starts at 1\.0"):
+        (moved,) = make(hp_config=EVOLVING, reward_weights={"even": 3})
+    assert moved.reward_weights["even"] == 1.0
     with pytest.raises(ConfigError, match="'reward_weights'"):
         SFT(reward_weights={"even": 1.0})
 

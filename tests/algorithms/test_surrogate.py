@@ -1,6 +1,7 @@
 """What all clipped policy gradients share: bounds, the places of the KL, foreign engines, references, bad settings."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,9 @@ def test_an_agent_is_not_built_from_another_algorithms_checkpoint(
     expected = f"expected the checkpoint of a {asked.__name__} agent, found {saved.__name__}'s; build it with"
     with pytest.raises(CheckpointError, match=expected):
         asked.load(tmp_path / "a", runtime=runtime)
-    asked(runtime=runtime, pad_token_id=PAD).load_checkpoint(tmp_path / "a")
+    lacks = pytest.warns(UserWarning, match="has no critic") if (saved, asked) == (GRPO, PPO) else nullcontext()
+    with lacks:
+        asked(runtime=runtime, pad_token_id=PAD).load_checkpoint(tmp_path / "a")
 
 
 # -- what contradicts itself -----------------------------------------------------------------------------------------

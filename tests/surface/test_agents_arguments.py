@@ -112,7 +112,8 @@ def agent_facts(
     store = agent.runtime.store
     facts["learned"] = [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg, store.exp_avg_sq)]
     facts["told"] = [{k: v for k, v in m.items() if "time" not in k} for m in metrics]
-    Mutations(0, 0, 0, 0, 0, 1).mutation([agent])
+    if agent.genes:
+        Mutations(0, 0, 0, 0, 0, 1).mutation([agent])
     return {**facts, "mutated": agent.mut, "rank": agent.rank, "pads": agent.pad_token_id}
 
 
@@ -413,7 +414,7 @@ def test_a_server_samples_for_who_asks_for_it() -> None:
     assert isinstance(engine, VLLMEngine)
     assert agent.use_vllm
     backend: Any = engine.backend
-    assert (backend.url, backend._client.timeout.read) == ("http://localhost:9", 7.0)
+    assert (backend.url, backend._server._client.timeout.read) == ("http://localhost:9", 7.0)
 
 
 # -- methods ----------------------------------------------------------------------------------------------------------
