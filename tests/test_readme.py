@@ -373,6 +373,7 @@ MAIN_JOB = [name for name, what in TEXTS.items() if what == "the main job"]
 SMALLER = (
     *("training.max_steps=512", "algorithm.batch_size=8", "algorithm.group_size=4"),
     *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=4", "environment.test_prompts=8"),
+    "training.seed=3",  # few ties, of which there are many with four questions
 )
 
 

@@ -200,7 +200,8 @@ def test_the_elite_is_saved_before_it_mutates(runtime: Runtime, rows: Any, tmp_p
     pop = agents(runtime)
     path, gym = tmp_path / "elite", questions(runtime, rows)
     lr: list[float] = []
-    pop[0].register_mutation_hook(lambda: lr.append(json.loads((path / "agent.json").read_text())["config"]["lr"]))
+    for agent in pop:  # whichever is the elite
+        agent.register_mutation_hook(lambda: lr.append(json.loads((path / "agent.json").read_text())["config"]["lr"]))
     options = {"max_steps": 12, "evo_steps": 1, "elite_path": path, **search(mutate_elite=True), **QUIET}
     found, _ = finetune_llm_reasoning(pop, gym, save_elite=True, **options)
     assert lr[0] == 1e-3
