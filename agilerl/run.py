@@ -93,7 +93,7 @@ def train(
         max_tokens=max_tokens,
         seed=seed,
     )
-    given, rows = in_manifest(dataset, reward)
+    given, rows = in_manifest(dataset, reward, sections.get("environment"))
     file = None if manifest is None else Path(manifest)
 
     def configured(**environment: Any) -> "RunConfig":

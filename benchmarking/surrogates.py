@@ -17,10 +17,9 @@ from scipy.special import ndtri
 
 from agilerl.hpo.evolution import Assignment, Evolution
 from agilerl.hpo.fitness import Fitness, probability_better
-from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
+from agilerl.hpo.knockout import KnockoutSelection, PulseSelection, first_steps
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.pace import first_steps
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.strategies import LRSchedule

@@ -144,6 +144,12 @@ def test_local_trainer_takes_the_same_rows_and_rewards(finished: agilerl.Run, tm
     assert not out_of_none.with_name("none.rows.jsonl").exists()
     with pytest.raises(ConfigError, match="reward: expected a function"):
         agilerl.LocalTrainer("GRPO", dataset=ROWS, reward=5)
+    for argument, key in (("dataset", "dataset"), ("reward", "graders")):
+        given = {"dataset": ROWS, "reward": "accuracy"}[argument]
+        with pytest.raises(ConfigError, match=f"{argument}= and environment\\['{key}'\\] mean the same"):
+            agilerl.LocalTrainer("GRPO", environment={key: ["x.jsonl"]}, **{argument: given})
+        with pytest.raises(ConfigError, match=f"{argument}= and environment"):
+            agilerl.train(environment={key: ["x.jsonl"]}, **{argument: given})
 
 
 def test_what_is_shown_is_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

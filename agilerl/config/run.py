@@ -224,13 +224,6 @@ class TrainingConfig(Section):
     """Where metrics are sent as well: ``wandb``, ``tensorboard``, ``trackio``, ``mlflow``, or custom code,
     ``tracker.py:MyTracker``. A list of names, or a mapping of names to settings."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _epochs_decide(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("num_epochs") is not None:
-            return {name: value for name, value in values.items() if name != "max_steps"}
-        return values
-
 
 class ProbabilityConfig(Section):
     """Relative probabilities of the kinds of mutation."""

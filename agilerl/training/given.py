@@ -1,7 +1,7 @@
 """Rows and graders that a program holds, as settings of a run that can be resumed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,11 @@ from agilerl.runs.atomic import write_text
 from agilerl.runs.directory import check_vacant
 
 
-def in_manifest(dataset: Any, reward: Any) -> tuple[dict[str, Any], Any]:
-    """Return the keys ``dataset`` and ``graders`` of the section environment, and the rows if they are in memory."""
+def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, Any], Any]:
+    """Return the keys ``dataset`` and ``graders`` of the section environment, and the rows if they are in memory.
+
+    Raises ConfigError if the program's own ``environment`` section has one of them too.
+    """
     values: dict[str, Any] = {}
     rows = None
     if reward is not None:
@@ -25,6 +28,10 @@ def in_manifest(dataset: Any, reward: Any) -> tuple[dict[str, Any], Any]:
         from agilerl.envs.sources import read_dataset
 
         rows, values["dataset"] = read_dataset(dataset), "rows.jsonl"
+    both = [name for name in values if isinstance(environment, Mapping) and name in environment]
+    if both:
+        argument = "reward" if both[0] == "graders" else both[0]
+        raise ConfigError(f"{argument}= and environment[{both[0]!r}] mean the same; leave out one of them")
     return values, rows
 
 

@@ -27,9 +27,8 @@ from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, first_steps
 from agilerl.hpo.mutation import Mutations
-from agilerl.hpo.pace import Pace, first_steps
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config

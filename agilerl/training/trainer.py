@@ -53,7 +53,7 @@ class LocalTrainer:
         base = dict(network or {}) | {name: own.pop(name) for name in _OF_NETWORK if name in own}
         if load_weights_from is not None:
             base["adapter"] = _adapter(load_weights_from)
-        given, self._rows = in_manifest(dataset, reward)
+        given, self._rows = in_manifest(dataset, reward, environment)
         named = _environment(environment) if isinstance(environment, str) else environment
         sections = {
             "algorithm": own,

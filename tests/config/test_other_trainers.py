@@ -49,7 +49,7 @@ def test_every_entry_names_keys_that_exist(trainer: str, name: str, text: str) -
 
 def test_only_one_name_means_something_else_here() -> None:
     known = {name for model in (SharedOptions, *(a.Config for a in ALGORITHMS.values())) for name in model.model_fields}
-    # Of REINFORCE here. Where it is known, nobody looks it up.
+    # Of REINFORCE here. Where it is known, it is never looked up.
     assert known & {name for names in NAMES.values() for name in names} == {"advantage_estimator"}
 
 
@@ -74,7 +74,7 @@ def test_names_of_tunix_lead_to_those_of_its_page() -> None:
     assert len(rows) > 20
     for theirs, name, algorithm in rows:
         if theirs in ALGORITHMS[algorithm].Config.model_fields or theirs in SharedOptions.model_fields:
-            assert theirs == name  # nobody looks it up
+            assert theirs == name  # it is never looked up
         else:
             with pytest.raises(ConfigError, match=rf"{theirs} is [^;]*\b{name}\b"):
                 ALGORITHMS[algorithm](**{theirs: 1})
