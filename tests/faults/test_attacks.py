@@ -328,9 +328,10 @@ def wide_reward_model(scene: Scene) -> list[str]:
 def finished(scene: Scene, change: Callable[[Path], None], *command: str) -> list[str]:
     """A command about a run that has ended, whose elite is an agent of a checkpoint."""
     root = scene.copied_run()
-    shutil.copytree(newest(root) / "agent_0" / "actor", root / "elite")
+    agent = min(newest(root).glob("agent_*"))  # which founders are left depends on the processor
+    shutil.copytree(agent / "actor", root / "elite")
     (root / "journal.jsonl").unlink()
-    elite = {"index": 0, "step": 1, "hyperparameters": {}}
+    elite = {"index": int(agent.name.removeprefix("agent_")), "step": 1, "hyperparameters": {}}
     (root / "summary.json").write_text(json.dumps({"status": "finished", "generations": 1, "elite": elite}))
     change(root)
     return [*command]

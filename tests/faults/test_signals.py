@@ -117,7 +117,7 @@ def test_an_ignored_interrupt_stays_ignored_and_threads_catch_nothing() -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert handlers == [signal.SIG_DFL]
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 TINY = ("training.pop_size=2", "training.max_steps=64", "environment.data_batch_size_per_gpu=2")

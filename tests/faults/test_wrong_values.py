@@ -24,6 +24,7 @@ from agilerl.algorithms.agent import _say_that_the_context_ends_it
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.envs import (
+    AnswerFormatTask,
     ConditionalTarget,
     ConstantTarget,
     CuratedTask,
@@ -233,6 +234,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "ranking": lambda w: (ranking, {"fitness": {0: Fitness(1.0)}}),
     "reliability": lambda w: (reliability, {"fitness": [Fitness(1.0), Fitness(0.0)]}),
     # agilerl.envs and agilerl.llm_envs
+    "AnswerFormatTask": lambda w: (AnswerFormatTask, {"task": w.task, "answer_format": "tags"}),
     "ConditionalTarget": lambda w: (ConditionalTarget, {}),
     "ConstantTarget": lambda w: (ConstantTarget, {}),
     "MultiInputConditional": lambda w: (MultiInputConditional, {}),
