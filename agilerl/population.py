@@ -490,13 +490,15 @@ class Population:
         *,
         samples: int = 1,
         temperature: float = 0.0,
+        first: int | None = None,
     ) -> Collected:
         """Return the trajectories of each one's answers to each question of a panel, and what failed.
 
         ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
-        all questions, then of the next. With ``samples`` above 1, draws are the same for all of them.
+        all questions (or the ``first`` few), then of the next. With ``samples`` above 1, draws are the same for all of
+        them.
         """
-        of_task, first, _ = self._rows_of(split)
+        of_task, start, _ = self._rows_of(split)
 
         def sampling(prompt_length: int) -> SamplingSettings:
             return replace(self._exam_sampling(prompt_length), temperature=temperature)
@@ -510,12 +512,12 @@ class Population:
                 self.context_length,
                 number,
                 of_task,
-                (first + number,),
+                (start + number,),
                 self.eval_max_new_tokens or 1,
                 state=self._state(agent),
             )
             for slot, agent in who
-            for number, place in enumerate(self.places(split))
+            for number, place in enumerate(self.places(split)[:first])
         ]
         return self.runtime.collect(self.task, self.tokenizer, asks)
 

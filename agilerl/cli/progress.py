@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from os.path import commonprefix
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import json_line
+from agilerl.cli.output import json_line, readable
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
@@ -610,10 +611,38 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
         console.print(f"\nWinning lineage  {line}")
         console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
     _print_front(summary.get("front", ()), out, console)
+    _print_answers(summary.get("answers", ()), console)
     console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
     console.print(f"Who left, why    agilerl lineage {out}", soft_wrap=True)
     tokens, generations = sum(summary["tokens"].values()), summary["generations"]
     console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")
+
+
+def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the first test questions with the greedy answers of the base and of the elite."""
+    if not answers:
+        return
+
+    def line(text: str, length: int) -> str:
+        flat = " ".join(readable(text).split())
+        return flat if len(flat) <= length else f"{flat[: length - 3]}..."
+
+    def scored(answer: Mapping[str, Any]) -> str:
+        return line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
+
+    # What all questions begin and end with says nothing.
+    questions = [one["question"] for one in answers]
+    start = len(commonprefix(questions)) if len(set(questions)) > 1 else 0
+    end = len(commonprefix([question[start:][::-1] for question in questions])) if start else 0
+    width = max(12, (console.width - 20) // 4)
+    columns = [
+        Column("question", [line(text[start : len(text) - end], width) for text in questions], "left"),
+        Column("right", [line(one["answer"] or "-", width) for one in answers], "left"),
+        *(Column(who, [scored(one[who]) for one in answers], "left") for who in ("base", "elite")),
+    ]
+    console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
+    console.print(_fitted(columns, console.width))
+    console.print()
 
 
 def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console) -> None:

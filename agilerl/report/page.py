@@ -180,6 +180,7 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "symptoms": run.symptoms,
         "verdict": verdict(run, family),
         "facts": facts(run),
+        "answers": _answers(run),
         "charts": charts,
         "labels": {key: figures.described(titles[key], figure) for key, figure in charts.items()},
         "agents": agent_pages(run, family),
@@ -392,6 +393,26 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
     points = f"{100 * abs(gain):.1f} points" if accuracy else f"{abs(gain):.3f}"
     sized = f" ± {100 * error:.1f}" if accuracy else f" ± {error:.3f}"
     return f"{who} is {better} than the base by {points}{sized if math.isfinite(error) else ''}."
+
+
+def _answers(run: RunRecord) -> list[list[str]]:
+    """Return cells for the first test questions: question, right answer, the base's answer, the elite's."""
+    listed = run.summary.get("answers")
+    entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+    def scored(answer: Any) -> str:
+        if not isinstance(answer, dict):
+            return "–"
+        score = number_or(answer.get("score"), math.nan)
+        return f"{answer.get('text', '')}{f' ({score:.3g})' if math.isfinite(score) else ''}"
+
+    return [
+        [
+            *(_cut(str(one.get(key) or "–")) for key in ("question", "answer")),
+            *(_cut(scored(one.get(who))) for who in ("base", "elite")),
+        ]
+        for one in entries[:10]
+    ]
 
 
 def facts(run: RunRecord) -> dict[str, str]:

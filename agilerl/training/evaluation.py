@@ -1,17 +1,19 @@
 """An adapter and its base on the same questions: means with intervals, pass@k, the paired difference, every answer."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import comb
 from typing import Any
 
 import numpy as np
 
+from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.arguments import NotNegative, Whole, checked
 from agilerl.data import Trajectory
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
+from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
 from agilerl.templates import at_date
 from agilerl.training.setup import Session
@@ -132,8 +134,7 @@ class Evaluation:
             result["difference"] = {**_shown(difference), "probability_better": _number(self.probability_better)}
         result["answers"] = [
             {
-                "question": str(row.get("question", f"seed {row.get('seed')}")),
-                "answer": None if row.get("answer") is None else str(row["answer"]),
+                **_question(row),
                 "adapter": _answers(self.adapter, place),
                 "base": None if base is None else _answers(base, place),
             }
@@ -174,6 +175,17 @@ def evaluate(
     )
 
 
+def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 10) -> list[dict[str, Any]]:
+    """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
+    rows = [place.row for place in population.places("test")[:count]]
+    groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
+    answers = [_plain(_answers_of(group, 1)[0]) for group in groups]
+    return [
+        {**_question(row), "base": base, "elite": after}
+        for row, base, after in zip(rows, answers[: len(rows)], answers[len(rows) :])
+    ]
+
+
 def _asked(session: Session, who: Sequence[Any], samples: int, temperature: float) -> list[list[list[Answer]]]:
     """Return the answers of each one to each question."""
     population = session.population
@@ -208,13 +220,16 @@ def _shown(fitness: Fitness) -> dict[str, Any]:
     return {**fitness.to_dict(), "ci95": [_number(end) for end in fitness.interval]}
 
 
-def _answers(results: Results, place: int) -> dict[str, Any]:
-    def plain(answer: Answer) -> dict[str, Any]:
-        return {
-            "text": answer.text,
-            "score": _number(answer.score),
-            "length": answer.length,
-            "finish_reason": answer.finish_reason,
-        }
+def _question(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "question": str(row.get("question", f"seed {row.get('seed')}")),
+        "answer": None if row.get("answer") is None else str(row["answer"]),
+    }
 
-    return {"greedy": plain(results.greedy[place]), "samples": [plain(one) for one in results.samples[place]]}
+
+def _plain(answer: Answer) -> dict[str, Any]:
+    return {**asdict(answer), "score": _number(answer.score)}
+
+
+def _answers(results: Results, place: int) -> dict[str, Any]:
+    return {"greedy": _plain(results.greedy[place]), "samples": [_plain(one) for one in results.samples[place]]}

@@ -28,6 +28,7 @@ from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.templates import asks_for_date, at_date
+from agilerl.training.evaluation import before_and_after
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -54,6 +55,8 @@ class Tested:
     index: int
     hyperparameters: dict[str, Any]
     result: Fitness
+    answers: list[dict[str, Any]]
+    """Its answers to a few of the questions, beside the base's."""
     soup: dict[str, Any] | None = None
     """What came of the soup of the candidates; None without one."""
 
@@ -544,9 +547,9 @@ def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) 
     if writer is not None:
         writer.elite(elite)
     tested = population.evaluate("test", agents=[elite])[elite.index]
-    found = Tested(elite.index, dict(elite.hyperparameters), tested, mixed)
+    answers = before_and_after(population, elite)
     elite.clean_up()
-    return found
+    return Tested(elite.index, dict(elite.hyperparameters), tested, answers, mixed)
 
 
 def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
@@ -665,6 +668,7 @@ def _finish(
         }
         if tested.soup is not None:
             summary["elite"]["soup"] = tested.soup
+        summary["answers"] = tested.answers
     summary["seconds"] = progress.seconds
     if writer is not None:
         writer.finish(summary, None if tested is None else tested.index)

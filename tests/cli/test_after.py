@@ -98,6 +98,14 @@ def test_eval_finds_the_numbers_of_the_final_test(run: Path, summary: dict[str, 
     assert found["difference"]["mean"] == pytest.approx(means[0] - means[1])
     assert found["questions"] == len(found["answers"]) == summary["test"]["elite"]["n"]
     assert all(len(one["base"]["samples"]) == 4 for one in found["answers"])
+    assert summary["answers"] == [
+        {
+            **{key: one[key] for key in ("question", "answer")},
+            **{name: one[who]["greedy"] for who, name in (("base", "base"), ("adapter", "elite"))},
+        }
+        for one in found["answers"][:10]
+    ]
+    assert summary["answers"][0]["question"] in (run / "report.html").read_text()
 
 
 def test_eval_of_the_elite_is_that_of_its_run(run: Path, agilerl: Agilerl) -> None:

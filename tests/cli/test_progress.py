@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from agilerl.cli.progress import genes_text, log, watch
+from agilerl.cli.progress import _print_answers, genes_text, log, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import read_completions
@@ -325,3 +326,18 @@ def test_genes_in_few_words() -> None:
     assert genes_text({"lr": 0.00123456, "group_size": 8, "loss_norm": "token-mean"}) == (
         "lr=0.00123, group_size=8, loss_norm=token-mean"
     )
+
+
+def test_answers_are_shown_without_what_all_questions_share() -> None:
+    def entry(question: str, base: float | None) -> dict[str, Any]:
+        answers = {"base": {"text": "12\n\x1b[2J" + "x" * 60, "score": base}, "elite": {"text": "6", "score": 1.0}}
+        return {"question": f"What is the GCD of {question}?", "answer": "6", **answers}
+
+    console = Console(file=io.StringIO(), width=80)
+    _print_answers([entry("12, 18", 0.0), entry("30, 6", None)], console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[:3] for line in lines[3:5]] == [["12,", "18", "6"], ["30,", "6", "6"]]
+    assert "... (0)" in lines[3]
+    assert "(" not in lines[4].removesuffix("6 (1)")
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
