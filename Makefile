@@ -43,7 +43,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real test test-nightly test-real test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test test-nightly test-real test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train
 
 real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smollm2
 	$(BIN)/agilerl fetch smollm2 build/smollm2
+
+train-real: real ## Train four agents on it, about 15 minutes; ARGS='...' reaches agilerl train
+	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
 test: lint types unit ## Run every check
 

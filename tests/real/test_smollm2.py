@@ -93,6 +93,23 @@ def test_it_trains_and_its_elite_loads_with_peft(run: Path, folder: Path) -> Non
     assert "license: apache-2.0" in (run / "elite/README.md").read_text()
 
 
+def test_the_tutorial_learns(place: Path, folder: Path) -> None:
+    """The manifest of ``make train-real`` with one agent, ten iterations and fewer questions."""
+    manifest = ROOT / "tutorials/manifests/real/smollm2.yaml"
+    smaller = (
+        f"network.pretrained_model_name_or_path={folder}",
+        *("training.pop_size=1", "training.max_steps=1280", "selection_strategy.name=none"),
+        *("environment.eval_prompts=8", "environment.test_prompts=60"),
+    )
+    program = agilerl(place, "train", str(manifest), *smaller, "--out", "siblings", "-q")
+    output, errors = program.communicate()
+    assert program.returncode == 0, output + errors
+    summary = json.loads((place / "siblings/summary.json").read_text())
+    assert summary["test"]["base"]["mean"] < 0.3
+    assert summary["test"]["elite"]["mean"] > summary["test"]["base"]["mean"] + 0.2
+    assert len(summary["answers"]) == 10
+
+
 def test_a_killed_run_resumes(place: Path) -> None:
     program = agilerl(place, "train", *SETTINGS, "training.max_steps=24", "--out", "killed", "-q")
     while program.poll() is None and not list((place / "killed").glob("checkpoints/*/MANIFEST.json")):
