@@ -283,6 +283,16 @@ class Population:
             for number in range(first, first + count)
         ]
 
+    def trial(self, first: int, count: int, samples: int | None = None) -> list[Ask]:
+        """Return requests for training prompts from place ``first`` on, of the agents in turn; changes nothing."""
+        asks = []
+        for number in range(first, first + count):
+            agent = self.agents[number % len(self.agents)]
+            (ask,) = self._asks(agent, number - agent.position, 1)
+            key = (agent.index, number)
+            asks.append(replace(ask, group=number, key=key, samples=samples or ask.samples, is_trial=True))
+        return asks
+
     def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
         rows = self.task.train_size if isinstance(self.task, Task) else None
         if agent is None:

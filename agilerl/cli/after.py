@@ -30,7 +30,8 @@ from agilerl.runs.strict_json import read_json
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
     from agilerl.rollouts import SamplingSettings
-    from agilerl.training.evaluation import Answer, Evaluation, Results
+    from agilerl.training.evaluation import Evaluation, Results
+    from agilerl.training.probe import Answer
 
 _CUT = 300
 _OFTEN_CUT = 0.05

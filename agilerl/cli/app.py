@@ -186,6 +186,9 @@ def train(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if nothing can be learned from the first answers.")
+    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the run in --out, if no process uses it, and start a new one.")
     ] = False,
@@ -216,6 +219,7 @@ def train(
         seed=seed,
         resume=resume,
         replay=replay,
+        force=force,
         dry_run=dry_run,
         overwrite=overwrite,
         allow_code=allow_code,
@@ -657,6 +661,54 @@ def plan(
         prompt=prompt_tokens,
         completion=completion_tokens,
         price=price,
+        allow_code=allow_code,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def probe(
+    arguments: Arguments = None,
+    *,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", metavar="NAME", help="A task of reasoning_gym; several: a row each.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every task of reasoning_gym.")] = False,
+    tries: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="'KEY.PATH=VALUE ...'", help="Settings of a row; several: a row each."),
+    ] = None,
+    questions: Annotated[int, typer.Option("--questions", min=1, max=10_000, help="Training questions of a row.")] = 16,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", min=1, max=10_000, help="Answers to each; default: algorithm.group_size."),
+    ] = None,
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask where learning would start: the base answers training questions as the agents of a run would.
+
+    A group is the answers to one question. Where all of a group earn the same there is nothing to learn from it. With
+    several tasks or settings each has a row of a table, and a task that cannot be made has its reason there.
+
+    agilerl probe --task gcd --task chain_sum
+
+    agilerl probe my.yaml --try environment.answer_format=tags --try 'environment.answer_format=after'
+    """
+    from agilerl.cli.process_settings import apply
+
+    apply()  # before the imports, which it makes faster
+    if task and every:
+        raise typer.BadParameter("expected --task or --all, found both; leave out one of them")
+    from agilerl.cli.probe import run_probe
+
+    run_probe(
+        arguments or [],
+        tasks=task or [],
+        every=every,
+        tries=tries or [],
+        questions=questions,
+        samples=samples,
         allow_code=allow_code,
         as_json=as_json,
     )

@@ -43,7 +43,7 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 if TYPE_CHECKING:
     from agilerl.distributed.topology import Topology
     from agilerl.runs.stopping import StopRequest
-    from agilerl.training.events import Event
+    from agilerl.training.events import Event, PreflightDone
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
 
@@ -108,12 +108,13 @@ def run_train(
     seed: int | None,
     resume: Literal["never", "auto"],
     replay: Path | None = None,
+    force: bool = False,
     **options: bool,
 ) -> None:
     """Check, plan, train and show; see ``agilerl train --help``."""
     config: RunConfig | ConfigError
     try:
-        config = configuration(arguments, seed, replay)
+        config = configuration([*arguments, *["training.preflight=warn"] * force], seed, replay)
         if not options.get("allow_code"):
             check_allowed(config)  # before the libraries are loaded
     except ConfigError as error:
@@ -297,9 +298,11 @@ def agreed(
 
 def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:
     """Build this process's part of the run, show the plan, and ``follow`` the run to its end."""
-    from agilerl.cli.progress import plan_document, print_plan
+    from agilerl.cli.progress import plan_document, print_plan, print_preflight
 
     session = prepared(request, job, topology)
+    in_json = request.as_json or (request.log_json and not request.silent)
+    sampled = _tried(session) if request.dry_run and in_json else None
     if job.saved is not None:
         console.print(found_text(job.root, session))
     elif topology.is_writer and request.as_json and request.dry_run:
@@ -309,10 +312,21 @@ def _work(request: Request, job: Job, topology: "Topology", console: Console, fo
     elif topology.is_writer and not request.log_json:
         print_plan(session, job.root, console)
     if request.dry_run:
+        sampled = sampled or _tried(session)
+        if sampled is not None and topology.is_writer and not in_json:
+            print_preflight(sampled, console)
         console.print("Dry run: everything checked, nothing written.")
         return
     with topology.peers.telling():
         follow(lambda stop: events(session, job, stop, overwrite=request.overwrite), session, job.root)
+
+
+def _tried(session: "Session") -> "PreflightDone | None":
+    """Return the preflight of a dry run, in each process."""
+    from agilerl.training.preflight import tried
+
+    with session.topology.peers.telling():
+        return tried(session)
 
 
 def prepared(request: Request, job: Job, topology: "Topology") -> "Session":

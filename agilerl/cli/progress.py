@@ -35,11 +35,13 @@ from agilerl.training.events import (
     ExamDone,
     IterationDone,
     PhaseStarted,
+    PreflightDone,
     RunFinished,
     RunStarted,
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
+from agilerl.training.preflight import MOST, QUESTIONS, is_due
 from agilerl.training.records import metric_lines
 from agilerl.training.setup import Session
 
@@ -48,6 +50,8 @@ _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
+_SAMPLE = 300
+"""Characters of a prompt or an answer."""
 _SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
@@ -122,6 +126,7 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
         "compares": config.selection_strategy.strategy != "none",
+        "preflight": None if session.preflight is None else session.preflight.document(),
         "without_effect": session.without_effect,
         "results": str(out),
     }
@@ -218,11 +223,30 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     )
     if session.config.training.trackers:
         table.add_row("trackers", ", ".join(session.config.training.trackers))
+    if is_due(session):
+        table.add_row("preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions")
     for sentence in plan["without_effect"]:
         table.add_row("no effect", sentence)
     table.add_row("results", plan["results"])
     console.print(table)
     console.print()
+
+
+def print_preflight(event: PreflightDone, console: Console) -> None:
+    """Print what the agents answered before the run, with one question."""
+    console.print(f"Preflight: {event.shown}", soft_wrap=True)
+    for line in sample_lines(event):
+        console.print(line, soft_wrap=True)
+    if event.problem:
+        console.print(f"  warning: nothing can be learned from these answers: {event.problem}", soft_wrap=True)
+    console.print()
+
+
+def sample_lines(event: PreflightDone) -> list[str]:
+    """Return one prompt, as the model reads it, an answer and its reward, a line each."""
+    texts = (f"{'asked':<10}{' '.join(event.prompt.split())}", f"{'answered':<10}{' '.join(event.answer.split())}")
+    cut = [text if len(text) <= _SAMPLE else f"{text[: _SAMPLE - 3]}..." for text in texts]
+    return [f"  {line}" for line in (*cut, f"{'reward':<10}{event.score:g}")]
 
 
 def _exam_sampling(population: Population) -> str:
@@ -306,6 +330,8 @@ def log(
         if isinstance(event, RunFinished):
             for sentence in told(observer.symptoms(agent.index for agent in session.population.everyone)):
                 tell(json_line("advice", text=sentence))
+        if isinstance(event, PreflightDone) and event.problem:
+            tell(json_line("advice", text=event.problem))
         for line in _log_lines(event, session):
             tell(line)
 
@@ -385,6 +411,8 @@ class View:
         """Show an event."""
         if isinstance(event, RunStarted):
             self.out = event.out
+        elif isinstance(event, PreflightDone):
+            print_preflight(event, self.console)
         elif isinstance(event, PhaseStarted):
             total = self.session.generation_steps if event.name == "train" else None
             # A new task each time: for an existing one, rich reads total=None as "unchanged".

@@ -80,11 +80,13 @@ class Ask:
     """The agent's own weights of all parts of the reward; None: the grader's."""
     state: TrainerState | None = None
     """What graders may ask for as ``trainer_state``."""
+    is_trial: bool = False
+    """Whether a training question is only tried out, before training."""
 
     @property
     def purpose(self) -> str:
-        """What the samples are for: training and exams never share draws."""
-        return "rollout" if self.split == "train" else self.split
+        """What the samples are for: training, trials and exams never share draws."""
+        return self.split if self.split != "train" else "trial" if self.is_trial else "rollout"
 
     def generation(
         self, prompt_ids: Sequence[int], samples: int, *key: int, conversation: "Conversation | None" = None

@@ -10,26 +10,13 @@ import numpy as np
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.arguments import NotNegative, Whole, checked
-from agilerl.data import Trajectory
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
 from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
 from agilerl.templates import at_date
+from agilerl.training.probe import Answer, answers_of
 from agilerl.training.setup import Session
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One completion, or one episode."""
-
-    text: str
-    """The completion; of an episode the last one."""
-    score: float
-    """Its grade; NaN if it has none."""
-    length: int
-    """Tokens that the model said."""
-    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -194,22 +181,7 @@ def _asked(session: Session, who: Sequence[Any], samples: int, temperature: floa
     check_error_rate(
         len(groups) * samples, report.failures, population.max_error_rate, episodes=population.task.multi_turn
     )
-    return [[_answers_of(group, samples) for group in groups[k * size : (k + 1) * size]] for k in range(len(who))]
-
-
-def _answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:
-    """Return an answer for each sample; an episode may have several rows, each with the whole return."""
-    rows: dict[int, list[Trajectory]] = {}
-    for number, trajectory in enumerate(group):
-        rows.setdefault(number if trajectory.episode is None else trajectory.episode, []).append(trajectory)
-    lost = [Answer("", math.nan, 0, "error")] * (samples - len(rows))
-    return [_answer(rows[number]) for number in sorted(rows)] + lost
-
-
-def _answer(rows: Sequence[Trajectory]) -> Answer:
-    failed = any(row.finish_reason in ("error", "oom") for row in rows)
-    score = math.nan if failed else rows[0].episode_return
-    return Answer(rows[-1].text, score, sum(sum(row.action_mask) for row in rows), rows[-1].finish_reason)
+    return [[answers_of(group, samples) for group in groups[k * size : (k + 1) * size]] for k in range(len(who))]
 
 
 def _number(value: float) -> float | None:

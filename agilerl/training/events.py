@@ -37,6 +37,24 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True)
+class PreflightDone(Event):
+    """The first agents have answered training questions, before any update; only in runs with a preflight."""
+
+    metrics: Mapping[str, float]
+    """Mean reward, share of groups whose rewards differ and so on, under their names in metrics.jsonl."""
+    shown: str
+    """The same as a sentence."""
+    problem: str = ""
+    """Why nothing can be learned from the answers, and what to change; empty if something can."""
+    prompt: str = ""
+    """The first prompt, as the model reads it."""
+    answer: str = ""
+    """An answer to it."""
+    score: float = float("nan")
+    """The reward of that answer."""
+
+
+@dataclass(frozen=True)
 class PhaseStarted(Event):
     """A phase begins: ``base test``, ``train``, ``exam``, ``test``."""
 

@@ -39,6 +39,7 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
+from agilerl.training.preflight import preflight, preflight_event
 from agilerl.training.records import RunWriter
 from agilerl.training.saved import Kept, Progress, SavedCheckpoint
 from agilerl.training.setup import Session
@@ -83,16 +84,19 @@ def train(
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
+    First the agents answer training questions; a run that could learn nothing from the answers does not begin.
     Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
     part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
     with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
     ``overwrite`` a run in the directory is deleted first, unless it is in use, or other things lie beside it.
-    Raises ConfigError for a tracker that is not installed or does not start; CheckpointError, having written nothing,
+    Raises ConfigError for a tracker that is not installed or does not start, and, having written nothing, if no answer
+    differs from another in its reward (see ``training.preflight``); CheckpointError, having written nothing,
     if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
     process.
     """
     out = Path(out)
     session.check_new()
+    preflight(session)
     if not session.topology.is_writer:
         yield from _work(session, out, None, None, stop or StopRequest())
         return
@@ -210,6 +214,9 @@ def _run(
     total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
     founders = _genes(population.everyone) if progress.base is None else {}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
+    answered = preflight_event(session)
+    if answered is not None and progress.base is None:
+        yield answered
     if progress.base is None:
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")

@@ -16,7 +16,7 @@ from agilerl.runs.completions import discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
-from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, RunStarted
+from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, PreflightDone, RunStarted
 from agilerl.training.saved import CLOCK, Positions, Progress, SavedCheckpoint, write_checkpoint
 
 
@@ -132,6 +132,8 @@ def metric_lines(event: Event) -> Iterator[dict[str, Any]]:
                 yield {**place, "agent": index, **values}
         case Evolved():
             yield {"kind": "evolution", "generation": event.generation, "step": event.iteration, **event.metrics}
+        case PreflightDone():
+            yield {"kind": "preflight", **event.metrics}
         case HeldOutTest():
             yield {"kind": "test", "who": event.who, "agent": event.agent, **event.metrics}
 

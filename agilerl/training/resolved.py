@@ -275,7 +275,12 @@ def _document(
         del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
-    for name, usual in (("eval_temperature", 0.0), ("eval_samples", 1), ("price_per_hour", None)):
+    for name, usual in (
+        ("eval_temperature", 0.0),
+        ("eval_samples", 1),
+        ("price_per_hour", None),
+        ("preflight", "stop"),
+    ):
         if resolved["training"][name] == usual:
             del resolved["training"][name]
     for name in ("chat_template_path", "chat_template_kwargs"):

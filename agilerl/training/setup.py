@@ -41,6 +41,7 @@ from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
+from agilerl.training.probe import Probe
 from agilerl.training.resolved import Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
@@ -70,6 +71,8 @@ class Session:
     """The date that chat templates use, local time."""
     trackers: Mapping[str, Callable[..., Tracker]] = field(default_factory=dict)
     """Classes of the user's own trackers, by their names in the configuration."""
+    preflight: Probe | None = None
+    """What its agents answered before the run; None before that, and if the run has no preflight."""
     begun: bool = False
     """Whether a run has begun with it: its agents have learned, so no other run can."""
 
@@ -219,9 +222,14 @@ def _check_loadable(resolved: Resolved) -> None:
 
 
 def load(
-    resolved: Resolved, topology: Topology = SOLITARY, *, allow_code: bool = False, all_rows: bool = False
+    resolved: Resolved,
+    topology: Topology = SOLITARY,
+    *,
+    allow_code: bool = False,
+    all_rows: bool = False,
+    runtime: Runtime | None = None,
 ) -> Loaded:
-    """Make the task and load the base, on the device of this process."""
+    """Make the task and load the base, on the device of this process, unless it is loaded as ``runtime``."""
     _check_loadable(resolved)
     if resolved.selection is None:
         resolved = replace(resolved, selection=selection_strategy(resolved.config, allow_code=allow_code))
@@ -229,7 +237,7 @@ def load(
     check_device(here.config.training.device, "training.device")
     torch.set_num_threads(here.config.training.threads)
     made = task(here.config, allow_code=allow_code, all_rows=all_rows)
-    runtime = load_runtime(here)
+    runtime = load_runtime(here) if runtime is None else runtime
     base = runtime.base
     family = str(base.model.config.get_text_config().model_type)
     resolved, here = (one.with_rate(base.name, base.hidden_size, family) for one in (resolved, here))

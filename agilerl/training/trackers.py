@@ -93,7 +93,7 @@ def load_trackers(config: RunConfig, *, allow_code: bool) -> dict[str, Callable[
 # -- what is sent: the lines of the run's files, by stable names ------------------------------------------------------
 
 
-_PLACES = ("", "start", "base", "train", "eval", "median_first_generation", "evolution", "elite")
+_PLACES = ("", "start", "preflight", "base", "train", "eval", "median_first_generation", "evolution", "elite")
 """The order of what is sent at one iteration."""
 _PLACE_OF_A_LINE = ("kind", "generation", "step", "agent", "outcome", "who")
 Record = Mapping[str, Any]
@@ -142,6 +142,8 @@ def _point(metrics: Sequence[Record], lineage: Sequence[Record], last: int) -> P
         kind = first["who"]
     elif kind == "evolution":
         found = _population(_metrics(first)) | _lineage(lineage)
+    elif kind == "preflight":
+        found = _metrics(first)
     else:
         for line in metrics:
             found |= {f"agent/{line['agent']}/{name}": value for name, value in _metrics(line).items()}

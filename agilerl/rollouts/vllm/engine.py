@@ -41,6 +41,8 @@ _NUMBERS = itertools.count(1)
 """Numbers count up for the whole process, because one vLLM may serve several runtimes one after another."""
 
 Factors = list[tuple[Tensor, Tensor]]
+_TRAINING = ("rollout", "trial")
+"""What training samples for."""
 
 
 class AdapterVersions:
@@ -326,8 +328,8 @@ class VLLMEngine:
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
     ) -> list[list[Completion]]:
         """Give exams to the torch engine and rollouts to vLLM."""
-        training = [k for k, r in enumerate(requests) if r.purpose == "rollout"]
-        others = [k for k, r in enumerate(requests) if r.purpose != "rollout"]
+        training = [k for k, r in enumerate(requests) if r.purpose in _TRAINING]
+        others = [k for k, r in enumerate(requests) if r.purpose not in _TRAINING]
         results: dict[int, list[Completion]] = {}
         if training:
             own = of_part(on_completion, training)
@@ -470,7 +472,7 @@ def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
     """Name an adapter as a user knows it: by its agent if a request says which, else by its slot."""
     if slot is None:
         return "the base model"
-    agents = {r.key[0] for r in requests if r.slot == slot and r.purpose in ("rollout", "act") and r.key}
+    agents = {r.key[0] for r in requests if r.slot == slot and r.purpose in (*_TRAINING, "act") and r.key}
     return f"agent {min(agents)}" if len(agents) == 1 else f"slot {slot}"
 
 

@@ -1,0 +1,187 @@
+"""Where learning would start: what agents answer to training questions before any update."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any
+
+from agilerl.algorithms.config import GroupConfig
+from agilerl.arguments import Count, Whole, checked
+from agilerl.data import Trajectory
+from agilerl.envs.core import Task
+from agilerl.population import Population
+from agilerl.rollouts.engine import Ask, check_error_rate
+
+OFTEN = 0.1
+"""Share of groups with a signal from which on a run learns at once: of 32 prompts three teach something."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion, or one episode."""
+
+    text: str
+    """The completion; of an episode the last one."""
+    score: float
+    """Its grade; NaN if it has none."""
+    length: int
+    """Tokens that the model said."""
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one question."""
+
+    prompt: str
+    """The prompt as the model reads it; of an episode its seed."""
+    expected: str | None
+    """The right answer, if there is one."""
+    answers: list[Answer]
+    graded: list[str]
+    """What graders read of each answer."""
+
+    @property
+    def scores(self) -> list[float]:
+        """The rewards of the answers that have a grade."""
+        return [answer.score for answer in self.answers if math.isfinite(answer.score)]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was asked, and how it was answered."""
+
+    groups: list[Group]
+    by_group: bool = True
+    """Whether the algorithm compares the answers to a question with each other, and not all answers of a batch."""
+
+    @cached_property
+    def answers(self) -> list[Answer]:
+        """All answers."""
+        return [answer for group in self.groups for answer in group.answers]
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the answers that have a grade; NaN if none has."""
+        scores = [score for group in self.groups for score in group.scores]
+        return fmean(scores) if scores else math.nan
+
+    @property
+    def differ(self) -> float:
+        """Share of questions whose answers earned different rewards: those that teach."""
+        return fmean(len(set(group.scores)) > 1 for group in self.groups)
+
+    @property
+    def cut(self) -> float:
+        """Share of answers that ended at the limit of tokens, and not by themselves."""
+        return fmean(answer.finish_reason in ("length", "context") for answer in self.answers)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of an answer."""
+        return fmean(answer.length for answer in self.answers)
+
+    @property
+    def empty(self) -> float:
+        """Share of answers of which graders read nothing: where the format asks for an answer, none was found."""
+        return fmean(not text for group in self.groups for text in group.graded)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether some rewards differ that the algorithm compares."""
+        return self.differ > 0 or (not self.by_group and len({s for group in self.groups for s in group.scores}) > 1)
+
+    @property
+    def start(self) -> str:
+        """Where learning would start, in a word or two."""
+        if not self.has_signal:
+            return "no signal"
+        return "at once" if self.differ >= OFTEN or not self.by_group else "slowly"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers under their names in metrics.jsonl."""
+        return {
+            "preflight/questions": len(self.groups),
+            "preflight/samples": len(self.answers),
+            "preflight/reward": self.reward,
+            "preflight/groups_differ": self.differ,
+            "preflight/cut": self.cut,
+            "preflight/no_answer": self.empty,
+            "preflight/tokens": self.length,
+        }
+
+    def __str__(self) -> str:
+        numbers = f"reward {self.reward:.3f}, {self.differ:.0%} of groups differ, {self.cut:.0%} cut"
+        return f"{numbers}, {self.length:.0f} tokens"
+
+    def document(self) -> dict[str, Any]:
+        """Return the numbers, and the first question with an answer, as plain data for JSON."""
+        numbers = {name.partition("/")[2]: value for name, value in self.metrics.items()}
+        first = self.groups[0]
+        sample = {**asdict(first.answers[0]), "graded": first.graded[0]} if first.answers else {}
+        found: dict[str, Any] = {
+            **numbers,
+            "start": self.start,
+            "prompt": first.prompt,
+            "expected": first.expected,
+            "answer": sample,
+        }
+        return finite(found)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return nested values with None in place of numbers that are not finite."""
+    return {
+        name: finite(one)
+        if isinstance(one, dict)
+        else None
+        if isinstance(one, float) and not math.isfinite(one)
+        else one
+        for name, one in values.items()
+    }
+
+
+@checked
+def probe(population: Population, questions: Count = 16, samples: Count | None = None, first: Whole = 0) -> Probe:
+    """Let agents answer training questions as they would in training, in turn; nothing about them changes.
+
+    The questions are those at the places from ``first`` on, each with ``samples`` answers (None: the agent's group),
+    drawn from random streams that nothing else uses. Raises RewardError, or EnvError for episodes, if more answers than
+    the population allows could not be graded.
+    """
+    return answered(population, population.trial(first, questions, samples))
+
+
+def answered(population: Population, asks: Sequence[Ask]) -> Probe:
+    """Return the answers to what :meth:`Population.trial` asks."""
+    task, tokenizer = population.task, population.tokenizer
+    groups, report = population.runtime.collect(task, tokenizer, asks)
+    check_error_rate(
+        sum(ask.samples for ask in asks), report.failures, population.max_error_rate, episodes=task.multi_turn
+    )
+    found = []
+    for ask, group in zip(asks, groups):
+        answers, row = answers_of(group, ask.samples), ask.place.row
+        read = [task.graded_text(a.text, row) if isinstance(task, Task) else a.text for a in answers]
+        prompt = tokenizer.decode(ask.place.prompt_ids) if ask.place.prompt_ids else f"seed {row.get('seed')}"
+        expected = None if row.get("answer") is None else str(row["answer"])
+        found.append(Group(prompt, expected, answers, read))
+    return Probe(found, isinstance(population.agents[0].config, GroupConfig))
+
+
+def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:
+    """Return an answer for each sample; an episode may have several rows, each with the whole return."""
+    rows: dict[int, list[Trajectory]] = {}
+    for number, trajectory in enumerate(group):
+        rows.setdefault(number if trajectory.episode is None else trajectory.episode, []).append(trajectory)
+    lost = [Answer("", math.nan, 0, "error")] * (samples - len(rows))
+    return [_answer(rows[number]) for number in sorted(rows)] + lost
+
+
+def _answer(rows: Sequence[Trajectory]) -> Answer:
+    failed = any(row.finish_reason in ("error", "oom") for row in rows)
+    score = math.nan if failed else rows[0].episode_return
+    return Answer(rows[-1].text, score, sum(sum(row.action_mask) for row in rows), rows[-1].finish_reason)

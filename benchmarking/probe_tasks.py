@@ -1,0 +1,128 @@
+"""Where would learning start? Every task of reasoning_gym on one base, sampled as a run would sample it.
+
+    python -m benchmarking.probe_tasks --model FOLDER --out benchmarking/results/probe_NAME.json
+                                       [--questions 16] [--samples 4] [--tokens 32] [--longest 400]
+                                       [--formats after=105 tags=8] [--only TASK ...]
+
+The file gets a row for each task and format as soon as it is done; what it has is not asked again. ``after`` puts "The
+answer is" before each answer, as a prefill. A row has the results of both rewards, from the same answers: ``score`` is
+the task's own, ``exact`` is 1 for a full score and 0 otherwise. Tasks with longer prompts than ``--longest`` tokens on
+average have the reason in place of results.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from time import process_time
+from typing import Any
+
+from agilerl.config.manifest import load_manifest
+from agilerl.config.run import RunConfig
+from agilerl.envs.upstream import known_tasks
+from agilerl.errors import AgileRLError
+from agilerl.training.preflight import Bases, population_of_one
+from agilerl.training.probe import Probe, answered
+
+PREFILL = [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "The answer is"}]
+FEW = (
+    "basic_arithmetic",
+    "chain_sum",
+    "gcd",
+    "leg_counting",
+    "letter_counting",
+    "products",
+    "spell_backward",
+    "syllogism",
+)
+"""Tasks that are asked in every format."""
+
+
+def settings(model: str, task: str, answer_format: str, tokens: int) -> RunConfig:
+    """Return the settings of one row."""
+    overrides = [
+        f"network.pretrained_model_name_or_path={json.dumps(model)}",
+        f"environment.task=reasoning_gym:{task}",
+        "environment.reward=score",
+        f"environment.answer_format={answer_format}",
+        f"algorithm.max_output_tokens={tokens}",
+    ]
+    if answer_format == "after":
+        overrides.append(f"environment.conversation_template={json.dumps(PREFILL)}")
+    return load_manifest(None, overrides)
+
+
+def exact(found: Probe) -> Probe:
+    """Return the same answers, graded 1 for a full score and 0 otherwise."""
+    groups = []
+    for group in found.groups:
+        answers = [replace(a, score=float(a.score >= 1 - 1e-9)) for a in group.answers]
+        groups.append(replace(group, answers=answers))
+    return replace(found, groups=groups)
+
+
+def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: int) -> dict[str, Any]:
+    """Return the results of one row, or the reason why it has none."""
+    start = process_time()
+    try:
+        population = population_of_one(config, bases)
+    except AgileRLError as error:
+        return {"reason": str(error)}
+    try:
+        asks = population.trial(0, questions, samples)
+        prompt = fmean(len(ask.place.prompt_ids) for ask in asks)
+        if prompt > longest:
+            return {"prompt_tokens": round(prompt), "reason": f"prompts of {prompt:.0f} tokens"}
+        found = answered(population, asks)
+    except AgileRLError as error:
+        return {"reason": str(error)}
+    finally:
+        population.agents[0].clean_up()
+        population.task.close()
+    full, sample = exact(found), found.document()
+    return {
+        "prompt_tokens": round(prompt),
+        **{name: {"reward": one.reward, "differ": one.differ} for name, one in (("exact", full), ("score", found))},
+        "cut": found.cut,
+        "no_answer": found.empty,
+        "tokens": found.length,
+        "prompt": sample["prompt"],
+        "expected": sample["expected"],
+        "answer": sample["answer"]["text"],
+        "cpu_seconds": round(process_time() - start, 1),
+    }
+
+
+def main() -> None:
+    """Measure what the file does not have yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    for name, value in (("questions", 16), ("samples", 4), ("tokens", 32), ("longest", 400)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only", nargs="+", help="these tasks alone")
+    given = parser.parse_args()
+    asked = {name: getattr(given, name) for name in ("questions", "samples", "tokens", "longest")}
+    document = {"model": Path(given.model).name, **asked, "rows": {}}
+    if given.out.exists():
+        document = json.loads(given.out.read_text())
+        assert {name: document[name] for name in asked} == asked, "the file has rows of other settings"
+    # The first answers of many tasks are more telling than those of few in all formats.
+    tasks = given.only or [name for name in known_tasks() if name != "composite"]
+    wanted = [(task, "after") for task in tasks] + [
+        (task, f) for f in ("tags", "whole") for task in FEW if task in tasks
+    ]
+    bases = Bases()
+    for task, answer_format in wanted:
+        name = f"{task} {answer_format}"
+        if name in document["rows"]:
+            continue
+        config = settings(given.model, task, answer_format, given.tokens)
+        document["rows"][name] = found = row(config, bases, given.questions, given.samples, given.longest)
+        given.out.write_text(json.dumps(document, indent=1) + "\n")
+        print(name, found.get("reason") or f"{found['exact']} {found['score']} {found['cpu_seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

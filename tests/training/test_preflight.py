@@ -1,0 +1,219 @@
+"""The preflight: what it measures, when it stops a run and with what advice, and that it changes no bit of one."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.config.manifest import load_manifest
+from agilerl.errors import ConfigError
+from agilerl.population import Population
+from agilerl.runtime import Runtime
+from agilerl.training.events import Event, PreflightDone, RunStarted
+from agilerl.training.loop import train
+from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, population_of_one, preflight, problem
+from agilerl.training.probe import Answer, Group, Probe, probe
+from agilerl.training.setup import Session, build
+from tests.training.small_runs import TOURNAMENT, less_times, lines
+
+pytestmark = pytest.mark.model
+
+LONG = ("training.max_steps=2560", "environment.eval_prompts=4", "environment.test_prompts=4", "training.pop_size=2")
+"""A budget of just 320 questions."""
+SHORT = (*LONG[1:], *TOURNAMENT, "training.max_steps=64", "training.evo_steps=1", "algorithm.group_size=4")
+SHORT = (*SHORT, "environment.data_batch_size_per_gpu=4", "algorithm.batch_size=8")
+SILENT = ("environment.task=reasoning_gym:mini_sudoku",)
+
+
+@pytest.fixture(scope="module")
+def bases() -> Bases:
+    return Bases()
+
+
+@pytest.fixture
+def one(bases: Bases) -> Iterator[Any]:
+    """Return a maker of populations on one base."""
+    made: list[Population] = []
+
+    def make(*settings: str) -> Population:
+        made.append(population_of_one(load_manifest(None, settings), bases))
+        return made[-1]
+
+    yield make
+    for population in made:
+        population.agents[0].clean_up()
+        population.task.close()
+
+
+def session(*settings: str) -> Session:
+    return build(load_manifest(None, [*LONG, *settings]))
+
+
+def test_it_counts_what_was_sampled(one: Any) -> None:
+    population = one()
+    found = probe(population, 6, 5)
+    assert [len(group.answers) for group in found.groups] == [5] * 6
+    rows = [population.task.row("train", place) for place in range(6)]
+    assert [group.expected for group in found.groups] == [row["answer"] for row in rows]
+    assert all(row["question"] in group.prompt for row, group in zip(rows, found.groups))
+    scores = [[float(a.text == row["answer"]) for a in g.answers] for row, g in zip(rows, found.groups)]
+    assert scores == [group.scores for group in found.groups]
+    assert found.reward == pytest.approx(sum(map(sum, scores)) / 30)
+    assert found.differ == pytest.approx(sum(0 < sum(each) < 5 for each in scores) / 6)
+    assert 0 < found.differ < 1
+    assert found.length == pytest.approx(sum(a.length for a in found.answers) / 30)
+
+
+def test_answers_of_the_agents_are_those_of_the_base(one: Any) -> None:
+    """The adapter of a new agent is zero."""
+    population = one()
+    agent, asks = population.agents[0], population.trial(0, 4)
+    found = probe(population, 4)
+    requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
+    completions = population.runtime.complete([replace(request, slot=None) for request in requests])
+    lengths = [[len(c.token_ids) for c in group] for group in completions]
+    assert agent.slot is not None
+    assert [[a.length for a in group.answers] for group in found.groups] == lengths
+
+
+def test_a_base_is_loaded_once(one: Any, bases: Bases) -> None:
+    runtimes: set[Runtime] = {one().runtime, one("environment.task=reasoning_gym:chain_sum").runtime}
+    assert len(runtimes) == 1
+    assert one("network.lora_config.r=4").runtime not in runtimes
+
+
+def test_it_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with a preflight has the bits of one without."""
+    monkeypatch.setattr("agilerl.training.preflight.SHARE", 1)
+    roots = {wanted: tmp_path / wanted for wanted in ("stop", "off")}
+    for wanted, root in roots.items():
+        list(train(build(load_manifest(None, [*SHORT, f"training.preflight={wanted}"])), root))
+    kept = {name: less_times(lines(root / "metrics.jsonl")) for name, root in roots.items()}
+    assert [line["kind"] for line in kept["stop"]].count("preflight") == 1
+    assert [line for line in kept["stop"] if line["kind"] != "preflight"] == kept["off"]
+    adapters = [(root / "elite/adapter_model.safetensors").read_bytes() for root in roots.values()]
+    assert adapters[0] == adapters[1]
+
+
+def test_it_tells_what_it_found(tmp_path: Path) -> None:
+    events: list[Event] = []
+    running = train(session(), tmp_path / "run")
+    for event in running:
+        events.append(event)
+        if isinstance(event, PreflightDone):
+            break
+    running.close()
+    assert isinstance(events[0], RunStarted)
+    told = events[-1]
+    assert isinstance(told, PreflightDone)
+    assert told.metrics["preflight/questions"] == QUESTIONS
+    assert 0 < told.metrics["preflight/groups_differ"] <= 1
+    assert (told.problem, told.score in (0.0, 1.0)) == ("", True)
+    assert "Greatest Common Divisor" in told.prompt
+    (line,) = (line for line in lines(tmp_path / "run/metrics.jsonl") if line["kind"] == "preflight")
+    assert {name: line[name] for name in told.metrics} == told.metrics
+
+
+def test_a_run_without_a_signal_does_not_begin(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"all {8 * MOST} answers to {MOST} .*take easier questions.*--force"):
+        next(train(session(*SILENT), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warning_is_enough_if_asked_for(tmp_path: Path) -> None:
+    running = train(session(*SILENT, "training.preflight=warn"), tmp_path / "run")
+    events = [next(running), next(running)]
+    running.close()
+    assert isinstance(events[1], PreflightDone)
+    assert "has nothing to compare" in events[1].problem
+
+
+def test_one_signal_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first 16 questions: only the 20th has one."""
+    from agilerl.training import preflight as module
+
+    asked: list[int] = []
+
+    def rare(population: Population, questions: int, first: int) -> Probe:
+        asked.append(first)
+        scores = [(0.0, float(place == 20)) for place in range(first, first + questions)]
+        return Probe([Group("", None, [Answer("x", s, 1, "stop") for s in pair], ["x", "x"]) for pair in scores])
+
+    monkeypatch.setattr(module, "probe", rare)
+    found = preflight(session())
+    assert found is not None
+    assert (asked, len(found.groups), found.has_signal) == ([0, 16], 32, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "due"),
+    [
+        ((), True),
+        (("training.max_steps=2552",), False),
+        (("training.preflight=off",), False),
+        (("training.max_tokens=20000",), False),
+        (("algorithm.name=SFT",), False),
+    ],
+)
+def test_a_short_run_is_its_own_preflight(settings: tuple[str, ...], due: bool) -> None:
+    assert is_due(session(*settings)) == due
+
+
+def test_a_stopped_run_is_resumed_without_one(tmp_path: Path) -> None:
+    from agilerl.training.loop import resume
+    from agilerl.training.saved import open_run
+
+    running = train(session(), tmp_path / "run")
+    next(running)
+    running.close()
+    saved = open_run(tmp_path / "run", report=print)
+    again = resume(build(saved.config, saved.checkpoint), saved.run)
+    events = [next(again), next(again)]
+    again.close()
+    assert not any(isinstance(event, PreflightDone) for event in events)
+
+
+ANSWER = Answer("12", 0.0, 3, "stop")
+CUT = Answer("12", 0.0, 10, "length")
+NONE = Answer("12", float("nan"), 3, "stop")
+RIGHT = Answer("12", 1.0, 3, "stop")
+
+
+@pytest.mark.parametrize(
+    ("answer", "graded", "settings", "advice"),
+    [
+        (CUT, "12", (), "cut at 10 tokens; raise algorithm.max_output_tokens"),
+        (NONE, "12", (), "has a grade; check the graders"),
+        (RIGHT, "12", (), r"earn alike \(1\); take harder questions"),
+        (ANSWER, "", ("environment.answer_format=tags",), "no answer in the format environment.answer_format=tags"),
+        (ANSWER, "12", ("environment.answer_format=tags",), "take easier questions.*environment.reward=score"),
+        (ANSWER, "12", (), "environment.answer_format=after.*algorithm.group_size"),
+        (ANSWER, "12", ("environment.reward=score",), r"stronger base, or more answers"),
+    ],
+)
+def test_the_advice_fits_the_cause(one: Any, answer: Answer, graded: str, settings: Any, advice: str) -> None:
+    population = one(*settings)
+    found = Probe([Group("", "5", [answer] * 2, [graded] * 2)] * 2)
+    assert not found.has_signal
+    sentence = problem(load_manifest(None, settings), population, found)
+    assert re.search(advice, sentence), sentence
+
+
+def test_an_algorithm_without_groups_compares_all_answers() -> None:
+    groups = [Group("", "5", [answer] * 2, ["12"] * 2) for answer in (ANSWER, RIGHT)]
+    assert not Probe(groups).has_signal
+    assert Probe(groups, by_group=False).has_signal
+
+
+def test_episodes_have_one_too(one: Any) -> None:
+    settings = (
+        "environment.env_type=multiturn",
+        "environment.env_id=agilerl/GuessTheNumber-v0",
+        "environment.max_turns=2",
+    )
+    found = probe(one(*settings), 2, 3)
+    assert [len(group.answers) for group in found.groups] == [3, 3]
+    assert found.groups[0].prompt.startswith("seed ")
