@@ -298,23 +298,19 @@ def agreed(
 
 def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:
     """Build this process's part of the run, show the plan, and ``follow`` the run to its end."""
-    from agilerl.cli.progress import plan_document, print_plan, print_preflight
+    from agilerl.cli.progress import plan_document, print_plan
 
     session = prepared(request, job, topology)
-    in_json = request.as_json or (request.log_json and not request.silent)
-    sampled = _tried(session) if request.dry_run and in_json else None
+    sampled = _tried(session) if request.dry_run else None
     if job.saved is not None:
         console.print(found_text(job.root, session))
     elif topology.is_writer and request.as_json and request.dry_run:
-        print(json.dumps(plan_document(session, job.root), indent=1))
+        print(json.dumps(plan_document(session, job.root, sampled), indent=1))
     elif topology.is_writer and request.log_json and request.dry_run and not request.silent:
-        print(json_line("plan", **plan_document(session, job.root)))
+        print(json_line("plan", **plan_document(session, job.root, sampled)))
     elif topology.is_writer and not request.log_json:
-        print_plan(session, job.root, console)
+        print_plan(session, job.root, console, sampled)
     if request.dry_run:
-        sampled = sampled or _tried(session)
-        if sampled is not None and topology.is_writer and not in_json:
-            print_preflight(sampled, console)
         console.print("Dry run: everything checked, nothing written.")
         return
     with topology.peers.telling():
@@ -322,7 +318,7 @@ def _work(request: Request, job: Job, topology: "Topology", console: Console, fo
 
 
 def _tried(session: "Session") -> "PreflightDone | None":
-    """Return the preflight of a dry run, in each process."""
+    """Return the answer that a plan shows, in each process."""
     from agilerl.training.preflight import tried
 
     with session.topology.peers.telling():

@@ -42,6 +42,7 @@ from agilerl.training.events import (
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
 from agilerl.training.preflight import MOST, QUESTIONS, is_due
+from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
 from agilerl.training.setup import Session
 
@@ -56,8 +57,8 @@ _SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
 
-def plan_document(session: Session, out: Path) -> dict[str, Any]:
-    """Return the plan as plain data."""
+def plan_document(session: Session, out: Path, sampled: PreflightDone | None = None) -> dict[str, Any]:
+    """Return the plan as plain data, with an answer that was ``sampled``."""
     config, population, runtime = session.config, session.population, session.population.runtime
     agents, base, store = population.agents, runtime.base, runtime.store
     iterations = planned_iterations(session)
@@ -126,14 +127,17 @@ def plan_document(session: Session, out: Path) -> dict[str, Any]:
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
         "compares": config.selection_strategy.strategy != "none",
-        "preflight": None if session.preflight is None else session.preflight.document(),
+        "preflight": is_due(session),
+        "sample": None
+        if sampled is None
+        else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
         "without_effect": session.without_effect,
         "results": str(out),
     }
 
 
-def print_plan(session: Session, out: Path, console: Console) -> None:
-    """Print the plan as a table."""
+def print_plan(session: Session, out: Path, console: Console, sampled: PreflightDone | None = None) -> None:
+    """Print the plan as a table, with an answer that was ``sampled``."""
     plan = plan_document(session, out)
     model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -223,7 +227,10 @@ def print_plan(session: Session, out: Path, console: Console) -> None:
     )
     if session.config.training.trackers:
         table.add_row("trackers", ", ".join(session.config.training.trackers))
-    if is_due(session):
+    if sampled is not None:
+        for name, text in _sample(sampled).items():
+            table.add_row(name, text)
+    if plan["preflight"]:
         table.add_row("preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions")
     for sentence in plan["without_effect"]:
         table.add_row("no effect", sentence)
@@ -243,10 +250,14 @@ def print_preflight(event: PreflightDone, console: Console) -> None:
 
 
 def sample_lines(event: PreflightDone) -> list[str]:
-    """Return one prompt, as the model reads it, an answer and its reward, a line each."""
-    texts = (f"{'asked':<10}{' '.join(event.prompt.split())}", f"{'answered':<10}{' '.join(event.answer.split())}")
-    cut = [text if len(text) <= _SAMPLE else f"{text[: _SAMPLE - 3]}..." for text in texts]
-    return [f"  {line}" for line in (*cut, f"{'reward':<10}{event.score:g}")]
+    """Return one prompt, as the model reads it, and an answer with its reward, a line each."""
+    return [f"  {name:<8}{text}" for name, text in _sample(event).items()]
+
+
+def _sample(event: PreflightDone) -> dict[str, str]:
+    prompt, answer = (" ".join(text.split()) for text in (event.prompt, event.answer))
+    cut = [text if len(text) <= _SAMPLE else f"{text[: _SAMPLE - 3]}..." for text in (prompt, answer)]
+    return {"prompt": cut[0], "answer": f"{cut[1] or '(empty)'}, reward {event.score:g}"}
 
 
 def _exam_sampling(population: Population) -> str:

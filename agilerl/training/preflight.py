@@ -21,6 +21,8 @@ QUESTIONS, MOST = 16, 64
 20 differed, 64 would all be alike once in 27 times."""
 SHARE = 20
 """A run has a preflight if it asks at least this many times ``QUESTIONS``: a short trial is its own preflight."""
+CHEAP = 1e12
+"""Operations of one answer up to which a plan shows one: tens of seconds of one core, which a GPU does at once."""
 
 
 def is_due(session: Session) -> bool:
@@ -70,14 +72,16 @@ def preflight_event(session: Session) -> PreflightDone | None:
 
 
 def tried(session: Session) -> PreflightDone | None:
-    """Return what a dry run shows: the preflight of the run, or one question; None if agents do not sample.
-
-    Raises ConfigError as the run would.
-    """
-    if preflight(session) is None and not session.population.learns_from_data:
-        with at_date(session.date):
-            return event_of(probe(session.population, 1))
-    return preflight_event(session)
+    """Return one question with one answer, for a plan; None if agents do not sample, or if it could take long."""
+    population = session.population
+    if population.learns_from_data:
+        return None
+    base, lengths = population.runtime.base, population.lengths("exam")
+    longest = lengths.row(population.eval_max_new_tokens or population.context_length, population.context_length)
+    if 2 * base.parameters * longest > CHEAP * (1 if base.device.type == "cpu" else 100):
+        return None
+    with at_date(session.date):
+        return event_of(probe(population, 1, 1))
 
 
 def _plain(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -169,6 +169,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "an iteration for all agents",
         "4 iterations, ending after 7,200 s, selection every 2; exam 8 prompts, test 10",
         "2.5 an hour; at most 5.00 in 7,200 s",
+        "prompt     <bos>Find the Greatest Common Divisor (GCD) of these numbers: ",
+        ", reward ",
         "MiB besides Python and torch",
         "a/run",
         "Dry run: everything checked, nothing written.",
@@ -190,6 +192,9 @@ def test_a_dry_run_as_json(agilerl: Agilerl, tmp_path: Path) -> None:
     assert plan["batches"]["tokens_per_iteration_at_most"] == 48 * (high + 10)
     assert plan["length"]["iterations"] == 4
     assert plan["results"].startswith("runs/gcd-")
+    assert "Greatest Common Divisor" in plan["sample"]["prompt"]
+    assert plan["sample"]["score"] in (0.0, 1.0)
+    assert not plan["preflight"]
     assert plans[1]["population"] != plan["population"]  # --seed reaches the spread start
     assert list(tmp_path.iterdir()) == []
 

@@ -1,7 +1,7 @@
 """The preflight: what it measures, when it stops a run and with what advice, and that it changes no bit of one."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from agilerl.config.manifest import load_manifest
+from agilerl.envs.core import Task, TaskWrapper
 from agilerl.errors import ConfigError
 from agilerl.population import Population
+from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
 from agilerl.training.loop import train
@@ -131,21 +133,28 @@ def test_a_warning_is_enough_if_asked_for(tmp_path: Path) -> None:
     assert "has nothing to compare" in events[1].problem
 
 
-def test_one_signal_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the first 16 questions: only the 20th has one."""
-    from agilerl.training import preflight as module
+class Rare(TaskWrapper):
+    """Of all answers only one earns something."""
 
-    asked: list[int] = []
+    graded = 0
 
-    def rare(population: Population, questions: int, first: int) -> Probe:
-        asked.append(first)
-        scores = [(0.0, float(place == 20)) for place in range(first, first + questions)]
-        return Probe([Group("", None, [Answer("x", s, 1, "stop") for s in pair], ["x", "x"]) for pair in scores])
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        self.graded += 1
+        return float(self.graded == 20 * 8 + 3)
 
-    monkeypatch.setattr(module, "probe", rare)
-    found = preflight(session())
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        return Task.grade(self, completions, rows)
+
+
+def test_one_signal_ends_the_search() -> None:
+    """Not the first 16 questions: only the one at place 20 has it."""
+    own = session()
+    own.population.task = Rare(own.population.task)  # type: ignore[arg-type]
+    found = preflight(own)
     assert found is not None
-    assert (asked, len(found.groups), found.has_signal) == ([0, 16], 32, True)
+    assert [place for place, group in enumerate(found.groups) if sum(group.scores)] == [20]
+    assert (len(found.groups), found.has_signal, found.start) == (32, True, "slowly")
+    assert preflight(own) is found
 
 
 @pytest.mark.parametrize(

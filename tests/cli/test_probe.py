@@ -1,0 +1,98 @@
+"""``agilerl probe``: a row for each task and setting, the reason of what cannot be made, and a sample."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.outcome import Outcome
+
+pytestmark = pytest.mark.model
+
+Agilerl = Callable[..., Outcome]
+FEW = ("--questions", "4", "--samples", "3")
+
+
+def test_one_row_shows_a_question_and_an_answer(agilerl: Agilerl, tmp_path: Path) -> None:
+    done = agilerl("probe")
+    assert (done.code, done.errors) == (0, "")
+    _, head, row, *rest = done.output.splitlines()
+    assert head.split() == ["reward", "differ", "cut", "tokens", "learning", "starts"]
+    name, reward, differ, cut, tokens, *start = row.split()
+    assert (name, cut, start) == ("gcd", "0%", ["at", "once"])
+    assert 0 < float(reward) < 1
+    assert 0 < int(differ.rstrip("%")) <= 100
+    assert 1 <= int(tokens) <= 10
+    assert "Greatest Common Divisor" in rest[1]
+    assert rest[2].endswith((", reward 0", ", reward 1"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_for_each_task_and_setting_and_reasons_for_the_others(agilerl: Agilerl) -> None:
+    tries = (
+        "--try",
+        "environment.answer_format=tags",
+        "--try",
+        "algorithm.max_output_tokens=2 algorithm.temperature=2",
+    )
+    done = agilerl("probe", *FEW, "--task", "chain_sum", "--task", "chain_summ", *tries)
+    assert done.code == 0
+    rows = done.output.splitlines()[2:6]
+    assert max(map(len, rows)) < 80
+    assert [row.split()[0] for row in rows] == ["chain_sum", "chain_sum", "chain_summ", "chain_summ"]
+    assert rows[0].startswith("chain_sum answer_format=tags ")
+    assert rows[1].startswith("chain_sum max_output_tokens...")
+    assert rows[1].split()[4] != "0%"  # some answers would be longer
+    assert int(rows[1].split()[5]) <= 2
+    assert all("expected the name of a reasoning_gym task" in row for row in rows[2:])
+
+
+def test_rows_as_json(agilerl: Agilerl) -> None:
+    done = agilerl("probe", *FEW, "--task", "gcd", "--task", "nothing", "environment.answer_format=boxed", "--json")
+    gcd, nothing = json.loads(done.output)["rows"]
+    assert (gcd["task"], gcd["questions"], gcd["samples"]) == ("gcd", 4, 12)
+    assert (gcd["reward"], gcd["groups_differ"], gcd["no_answer"]) == (0, 0, 1)
+    assert (gcd["start"], gcd["answer"]["graded"]) == ("no signal", "")
+    assert "no answer in the format" in gcd["advice"]
+    assert "nothing" in nothing["reason"]
+
+
+def test_every_task_is_listed(agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agilerl.envs import upstream
+
+    known = upstream.known_tasks()
+    assert len(known) > 100
+    monkeypatch.setattr(upstream, "known_tasks", lambda: ["composite", *known[:2]])
+    done = agilerl("probe", "--all", "--questions", "1", "--samples", "1", "--json")
+    assert [row["task"] for row in json.loads(done.output)["rows"]] == known[:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--task", "gdc"), "did you mean 'gcd'"),
+        (("algorithm.name=SFT", "environment.env_type=sft"), "SFT learns from data"),
+        (("--task", "gcd", "--all"), "expected --task or --all"),
+        (("environment.graders=[{name: 'mine.py:f'}]",), "mine.py"),
+    ],
+)
+def test_what_cannot_be_probed_is_exit_code_2(arguments: tuple[str, ...], words: str, agilerl: Agilerl) -> None:
+    done = agilerl("probe", *arguments)
+    assert done.code == 2
+    assert words in done.errors
+    assert "Traceback" not in done.errors
+
+
+def test_a_run_without_a_signal_stops_unless_it_is_forced(agilerl: Agilerl, tmp_path: Path) -> None:
+    silent = ("environment.task=reasoning_gym:mini_sudoku", "environment.eval_prompts=2", "environment.test_prompts=2")
+    silent = (*silent, "training.pop_size=2", "training.max_seconds=1", "training.evo_steps=1")
+    done = agilerl("train", *silent, "--out", "run")
+    assert (done.code, list(tmp_path.iterdir())) == (2, [])
+    assert done.errors.startswith("error: nothing could be learned: all 512 answers to 64 training questions")
+    small = ("environment.data_batch_size_per_gpu=2", "algorithm.group_size=2", "algorithm.batch_size=4")
+    forced = agilerl("train", *silent, *small, "--out", "run", "--force")
+    assert forced.code == 0, forced.errors
+    assert "Preflight: reward 0.000, 0% of groups differ" in forced.output
+    assert "warning: nothing can be learned from these answers: all 128 answers" in forced.output
+    assert json.loads((tmp_path / "run/run.json").read_text())["config"]["training"]["preflight"] == "warn"
