@@ -2,12 +2,12 @@
 
     python -m benchmarking.probe_tasks --model FOLDER --out benchmarking/results/probe_NAME.json
                                        [--questions 16] [--samples 4] [--tokens 32] [--longest 400]
-                                       [--formats after=105 tags=8] [--only TASK ...]
+                                       [--only TASK ...] [--page docs/probe.md]
 
 The file gets a row for each task and format as soon as it is done; what it has is not asked again. ``after`` puts "The
 answer is" before each answer, as a prefill. A row has the results of both rewards, from the same answers: ``score`` is
 the task's own, ``exact`` is 1 for a full score and 0 otherwise. Tasks with longer prompts than ``--longest`` tokens on
-average have the reason in place of results.
+average have the reason in place of results. ``--page`` writes the table to the end of a page.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from agilerl.config.run import RunConfig
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import AgileRLError
 from agilerl.training.preflight import Bases, population_of_one
-from agilerl.training.probe import Probe, answered
+from agilerl.training.probe import OFTEN, Probe, answered
 
 PREFILL = [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "The answer is"}]
 FEW = (
@@ -94,6 +94,43 @@ def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: 
     }
 
 
+def table(document: dict[str, Any]) -> str:
+    """Return the rows as tables, those where most groups differ first: all tasks, then the formats of a few."""
+    asked = {name: one for name, one in document["rows"].items() if "reason" not in one}
+    main = {name.partition(" ")[0]: one for name, one in asked.items() if name.endswith(" after")}
+
+    def order(name: str) -> tuple[float, float, str]:
+        return -main[name]["exact"]["differ"], -main[name]["score"]["differ"], name
+
+    counts = [sum(one[kind]["differ"] >= OFTEN for one in main.values()) for kind in ("exact", "score")]
+    lines = [
+        f"Of {len(main)} tasks that were asked, learning would start at once on {counts[0]} with `exact` and on "
+        f"{counts[1]} with `score`.",
+        "",
+        "| task | prompt | exact | differ | score | differ | cut |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in sorted(main, key=order):
+        one = main[name]
+        both = " | ".join(f"{one[kind]['reward']:.3f} | {one[kind]['differ']:.0%}" for kind in ("exact", "score"))
+        lines.append(f"| `{name}` | {one['prompt_tokens']} | {both} | {one['cut']:.0%} |")
+    others = [name for name in document["rows"] if name.endswith(" after") and name not in asked]
+    reasons = (f"`{name.partition(' ')[0]}` ({document['rows'][name]['reason']})" for name in others)
+    lines += ["", f"Not asked: {', '.join(reasons)}."] if others else []
+    formats = sorted({name for name in asked if not name.endswith(" after")})
+    if formats:
+        lines += ["", "The same questions in other formats:", ""]
+        lines += ["| task | format | exact | differ | no answer | cut |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for name in formats:
+        one, (task, _, kind) = asked[name], name.partition(" ")
+        numbers = f"{one['exact']['reward']:.3f} | {one['exact']['differ']:.0%} | {one['no_answer']:.0%}"
+        lines.append(f"| `{task}` | `{kind}` | {numbers} | {one['cut']:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+MARK = "<!-- probe_smollm2 -->\n"
+
+
 def main() -> None:
     """Measure what the file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,6 +139,7 @@ def main() -> None:
     for name, value in (("questions", 16), ("samples", 4), ("tokens", 32), ("longest", 400)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", nargs="+", help="these tasks alone")
+    parser.add_argument("--page", type=Path, help="a page that ends with the table")
     given = parser.parse_args()
     asked = {name: getattr(given, name) for name in ("questions", "samples", "tokens", "longest")}
     document = {"model": Path(given.model).name, **asked, "rows": {}}
@@ -122,6 +160,9 @@ def main() -> None:
         document["rows"][name] = found = row(config, bases, given.questions, given.samples, given.longest)
         given.out.write_text(json.dumps(document, indent=1) + "\n")
         print(name, found.get("reason") or f"{found['exact']} {found['score']} {found['cpu_seconds']} s", flush=True)
+    if given.page is not None:
+        text = given.page.read_text(encoding="utf-8").partition(MARK)[0]
+        given.page.write_text(f"{text}{MARK}\n{table(document)}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -326,6 +326,7 @@ TEXTS = {
     "start-0": "the commands before it",
     "start-1": "what became of an agent",
     "environments-0": "the commands before it",
+    "probe-0": "a table, with other numbers",
     "CONTRIBUTING-0": "files of the package",
 }
 """Blocks of text, besides those of `OF_RUNS`: what they show. Each has its test below."""
@@ -358,6 +359,12 @@ def assert_excerpt(name: str, printed: str) -> None:
     """The lines of a text are among those printed, in their order; ``...`` stands for lines that are left out."""
     lines = iter(shape(printed))
     assert [line for line in shape(named("text")[name]) if line != "..." and line not in lines] == []
+
+
+def test_a_probe_prints_the_table_that_is_shown(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (command,) = commands(ROOT / "docs" / "probe.md")[:1]
+    assert_excerpt("probe-0", invoke(command, workplace))
 
 
 def test_the_life_of_an_agent_is_told_as_shown(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
