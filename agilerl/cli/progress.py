@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from os.path import commonprefix
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter
@@ -657,6 +656,11 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
+def _common(texts: Sequence[Sequence[str]]) -> int:
+    """Return how many words all texts begin with; 0 if they are all alike."""
+    return next((k for k, words in enumerate(zip(*texts)) if len(set(words)) > 1), 0)
+
+
 def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the first test questions with the greedy answers of the base and of the elite."""
     if not answers:
@@ -669,13 +673,13 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     def scored(answer: Mapping[str, Any]) -> str:
         return line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
-    # What all questions begin and end with says nothing.
-    questions = [one["question"] for one in answers]
-    start = len(commonprefix(questions)) if len(set(questions)) > 1 else 0
-    end = len(commonprefix([question[start:][::-1] for question in questions])) if start else 0
+    # The words that all questions begin and end with say nothing.
+    questions = [one["question"].split() for one in answers]
+    start = _common(questions)
+    end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     columns = [
-        Column("question", [line(text[start : len(text) - end], width) for text in questions], "left"),
+        Column("question", [line(" ".join(words[start : len(words) - end]), width) for words in questions], "left"),
         Column("right", [line(one["answer"] or "-", width) for one in answers], "left"),
         *(Column(who, [scored(one[who]) for one in answers], "left") for who in ("base", "elite")),
     ]

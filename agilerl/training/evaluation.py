@@ -166,7 +166,7 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
     rows = [place.row for place in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
-    answers = [_plain(_answers_of(group, 1)[0]) for group in groups]
+    answers = [_plain(answers_of(group, 1)[0]) for group in groups]
     return [
         {**_question(row), "base": base, "elite": after}
         for row, base, after in zip(rows, answers[: len(rows)], answers[len(rows) :])

@@ -331,7 +331,7 @@ def test_genes_in_few_words() -> None:
 def test_answers_are_shown_without_what_all_questions_share() -> None:
     def entry(question: str, base: float | None) -> dict[str, Any]:
         answers = {"base": {"text": "12\n\x1b[2J" + "x" * 60, "score": base}, "elite": {"text": "6", "score": 1.0}}
-        return {"question": f"What is the GCD of {question}?", "answer": "6", **answers}
+        return {"question": f"What is the GCD of {question} now?", "answer": "6", **answers}
 
     console = Console(file=io.StringIO(), width=80)
     _print_answers([entry("12, 18", 0.0), entry("30, 6", None)], console)
