@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import readable, say, tell_line
+from agilerl.cli.output import one_line, say, shown_samples, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.serve import base_place
 from agilerl.config.named_files import check_allowed
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from agilerl.training.evaluation import Evaluation, Results
     from agilerl.training.probe import Answer
 
-_CUT = 300
 _OFTEN_CUT = 0.05
 """From this share of answers that were cut at the limit on, it is said."""
-"""Characters of a question or an answer on the terminal."""
 
 
 def _vacant(out: Path) -> None:
@@ -54,11 +52,6 @@ def _as_a_whole(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}") from error
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(readable(text).split())
-    return line if len(line) <= _CUT else f"{line[: _CUT - 3]}..."
 
 
 # -- ``agilerl eval``: the adapter and its base on the same questions --------------------------------------------------
@@ -135,7 +128,7 @@ def _show_evaluation(found: "Evaluation", worst: int) -> None:
     console = new_console()
     count, settings = len(found.rows), found.settings
     kind = "episodes" if "question" not in found.rows[0] else "questions"
-    console.print(f"{count} {kind} of {_one_line(found.task)}, seed {settings['seed']}; greedy answers", soft_wrap=True)
+    console.print(f"{count} {kind} of {one_line(found.task)}, seed {settings['seed']}; greedy answers", soft_wrap=True)
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     passed = {name: one.passed(found.full) for name, one in (("adapter", found.adapter), ("base", found.base)) if one}
     table.add_column("")
@@ -168,6 +161,8 @@ def _show_evaluation(found: "Evaluation", worst: int) -> None:
             "algorithm.max_output_tokens=...",
             soft_wrap=True,
         )
+    for symptom in found.hacks:
+        console.print("\n".join([str(symptom), *shown_samples(symptom.samples)]), soft_wrap=True)
     _show_worst(found, found.worst(worst))
 
 
@@ -184,9 +179,9 @@ def _show_worst(found: "Evaluation", places: Sequence[int]) -> None:
     console.print(f"\nWorst of {len(found.rows)}")
     for place in places:
         row = found.rows[place]
-        expected = "" if row.get("answer") is None else f"; expected {_one_line(str(row['answer']))}"
+        expected = "" if row.get("answer") is None else f"; expected {one_line(str(row['answer']))}"
         console.print(
-            f"{place}. {_one_line(str(row.get('question', 'seed ' + str(row.get('seed')))))}{expected}", soft_wrap=True
+            f"{place}. {one_line(str(row.get('question', 'seed ' + str(row.get('seed')))))}{expected}", soft_wrap=True
         )
         for name, results in (("adapter", found.adapter), ("base", found.base)):
             if results is not None:
@@ -195,7 +190,7 @@ def _show_worst(found: "Evaluation", places: Sequence[int]) -> None:
 
 def _said(greedy: "Answer", samples: Sequence["Answer"]) -> str:
     mean = f", mean of {len(samples)} samples {sum(a.score for a in samples) / len(samples):.2f}" if samples else ""
-    return f"{_one_line(greedy.text)} (score {greedy.score:g}{mean})"
+    return f"{one_line(greedy.text)} (score {greedy.score:g}{mean})"
 
 
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
@@ -499,9 +494,9 @@ def _show_comparison(
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(_one_line(name), overflow="fold")
+        table.add_column(one_line(name), overflow="fold")
     for setting, values in differ.items():
-        table.add_row(_one_line(setting), *("-" if v is None else _one_line(str(v)) for v in values))
+        table.add_row(one_line(setting), *("-" if v is None else one_line(str(v)) for v in values))
     for who, said in (("base", "test of the base"), ("elite", "test of the elite")):
         tests = [result["test"].get(who) for result in results]
         table.add_row(

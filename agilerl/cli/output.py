@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import IO, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -69,6 +69,21 @@ def readable(text: object) -> str:
     Control characters other than line ends and tabs, and those that turn the direction of writing, are replaced.
     """
     return _COMMANDS.sub("\ufffd", str(text))
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """Return a text of a model or a file on one line, cut to so many characters."""
+    line = " ".join(readable(text).split())
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
+def shown_samples(samples: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each sample of a symptom."""
+    return [
+        f"  {one_line(s['question'])} -> {one_line(s['answer']) or '(empty)'} (reward {s['reward']:.4g}"
+        f"{'; right: ' * bool(s['right'])}{one_line(s['right'])})"
+        for s in samples
+    ]
 
 
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")

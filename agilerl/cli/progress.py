@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import json_line, readable
+from agilerl.cli.output import json_line, one_line, shown_samples
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
@@ -26,7 +26,9 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
-from agilerl.runs.diagnosis import Observer, told
+from agilerl.runs import RunLayout
+from agilerl.runs.diagnosis import Observer, Symptom, told
+from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.training.events import (
     Event,
@@ -338,14 +340,21 @@ def log(
         if isinstance(event, IterationDone):
             observer.add(event.metrics)
         if isinstance(event, RunFinished):
-            for sentence in told(observer.symptoms(agent.index for agent in session.population.everyone)):
-                tell(json_line("advice", text=sentence))
+            for sentence, symptom in told(_symptoms(observer, session, event.out)).items():
+                tell(json_line("advice", text=sentence, samples=symptom.samples))
         if isinstance(event, PreflightDone) and event.problem:
             tell(json_line("advice", text=event.problem))
         for line in _log_lines(event, session):
             tell(line)
 
     return _shown(events, show, stop)
+
+
+def _symptoms(observer: Observer, session: Session, out: Path) -> dict[int, list[Symptom]]:
+    """Return what is known of the agents; first the alarms, by the completions in the run's directory."""
+    alarms = {} if session.task.multi_turn else hacks_of_run(RunLayout(out).completions)
+    known = observer.symptoms(agent.index for agent in session.population.everyone)
+    return {index: [*alarms.get(index, ()), *each] for index, each in known.items()}
 
 
 def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopRequest | None) -> dict[str, Any]:
@@ -474,7 +483,7 @@ class View:
 
     def _say_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
-        found = self.observer.symptoms(agent.index for agent in self.session.population.everyone)
+        found = _symptoms(self.observer, self.session, self.out)
         new = {index: [s for s in each if (index, s.name) not in self.said] for index, each in found.items()}
         self.said |= {(index, symptom.name) for index, each in new.items() for symptom in each}
         self.notes = [Text(sentence) for sentence in told(found)]
@@ -483,11 +492,12 @@ class View:
 
     def print_symptoms(self) -> None:
         """Print what still holds at the end of the run."""
-        sentences = told(self.observer.symptoms(agent.index for agent in self.session.population.everyone))
-        if sentences:
+        found = told(_symptoms(self.observer, self.session, self.out))
+        if found:
             self.console.print("What may keep agents from learning")
-            for sentence in sentences:
-                self.console.print(f"  {sentence}", soft_wrap=True)
+            for sentence, symptom in found.items():
+                for line in [sentence, *shown_samples(symptom.samples)]:
+                    self.console.print(f"  {line}", soft_wrap=True)
             self.console.print()
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
@@ -666,12 +676,8 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     if not answers:
         return
 
-    def line(text: str, length: int) -> str:
-        flat = " ".join(readable(text).split())
-        return flat if len(flat) <= length else f"{flat[: length - 3]}..."
-
     def scored(answer: Mapping[str, Any]) -> str:
-        return line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
+        return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
     # The words that all questions begin and end with say nothing.
     questions = [one["question"].split() for one in answers]
@@ -679,8 +685,8 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     columns = [
-        Column("question", [line(" ".join(words[start : len(words) - end]), width) for words in questions], "left"),
-        Column("right", [line(one["answer"] or "-", width) for one in answers], "left"),
+        Column("question", [one_line(" ".join(words[start : len(words) - end]), width) for words in questions], "left"),
+        Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
         *(Column(who, [scored(one[who]) for one in answers], "left") for who in ("base", "elite")),
     ]
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")

@@ -16,6 +16,7 @@ from agilerl.redaction import without_keys
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.directory import as_written
+from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
 
 
@@ -117,8 +118,8 @@ class RunRecord:
     """Elite of each generation."""
     notes: list[str]
     """Sentences about what is missing or wrong."""
-    symptoms: list[str]
-    """Sentences about what may keep the agents of the last generation from learning."""
+    symptoms: dict[str, Symptom]
+    """What may keep the agents of the last generation from learning, by a sentence that names these."""
     seconds: float
     """Time that the run has taken so far; NaN if unknown."""
     price: float
@@ -174,15 +175,17 @@ def _load(path: Path, price: float | None) -> RunRecord:
         tests=_tests(metrics, summary),
         elites=elites,
         notes=[],
-        symptoms=[],
+        symptoms={},
         seconds=number_or(summary.get("seconds"), max((s for s in elapsed if math.isfinite(s)), default=math.nan)),
         price=number(training.get("price_per_hour") if price is None else price),
     )
     run.notes = list(_notes(run, metrics, incomplete))
     rate = number(info.get("usual_rate"))
     known = rate if math.isfinite(rate) else None
+    of_turns = (info["config"].get("environment") or {}).get("env_type") == "multiturn"
+    alarms = {} if of_turns else hacks_of_run(layout.completions)
     for agent in run.agents.values():
-        agent.symptoms = symptoms(agent.train, known)
+        agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, known)]
     run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
     return run
 

@@ -31,6 +31,8 @@ class Symptom:
     """What was seen, with its number."""
     remedy: str
     """What to look at or to change."""
+    samples: tuple[Mapping[str, Any], ...] = ()
+    """Completions that show it: ``question``, ``answer``, ``right`` (the right answer) and ``reward``."""
 
     def __str__(self) -> str:
         """Return one sentence."""
@@ -240,13 +242,13 @@ class Observer:
         return {index: symptoms(lines, self.usual_rate) for index, lines in known.items()}
 
 
-def told(found: Mapping[int, Iterable[Symptom]]) -> list[str]:
-    """Return a sentence for each symptom, with the agents that have it."""
+def told(found: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
+    """Return the symptom of the first agent that has it by a sentence that names all of these agents."""
     by_name: dict[str, list[tuple[int, Symptom]]] = {}
     for index, each in found.items():
         for symptom in each:
             by_name.setdefault(symptom.name, []).append((index, symptom))
-    return [
-        f"agent{'s' * (len(having) > 1)} {', '.join(str(index) for index, _ in having)}: {having[0][1]}"
+    return {
+        f"agent{'s' * (len(having) > 1)} {', '.join(str(index) for index, _ in having)}: {having[0][1]}": having[0][1]
         for having in by_name.values()
-    ]
+    }

@@ -14,6 +14,8 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
 from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
+from agilerl.runs.diagnosis import Symptom
+from agilerl.runs.hacks import hacks
 from agilerl.templates import at_date
 from agilerl.training.probe import Answer, answers_of
 from agilerl.training.setup import Session
@@ -94,6 +96,14 @@ class Evaluation:
         own, other = map(Fitness.from_scores, zip(*known))
         return probability_better(own, other)
 
+    @property
+    def hacks(self) -> list[Symptom]:
+        """The alarms if the adapter's greedy answers earn more than the base's and look like none."""
+        if self.base is None or "question" not in self.rows[0]:
+            return []
+        of_adapter, of_base = ([*map(_as_written, self.rows, one.greedy)] for one in (self.adapter, self.base))
+        return hacks(of_adapter, of_base)
+
     def worst(self, count: int) -> list[int]:
         """Return the questions with the least mean score, greedy and samples together; first those that the base does
         better. Questions whose every answer is right, or without a grade, are left out.
@@ -119,6 +129,7 @@ class Evaluation:
         result["difference"] = None
         if difference is not None:
             result["difference"] = {**_shown(difference), "probability_better": _number(self.probability_better)}
+        result["hacks"] = [asdict(symptom) for symptom in self.hacks]
         result["answers"] = [
             {
                 **_question(row),
@@ -182,6 +193,18 @@ def _asked(session: Session, who: Sequence[Any], samples: int, temperature: floa
         len(groups) * samples, report.failures, population.max_error_rate, episodes=population.task.multi_turn
     )
     return [[answers_of(group, samples) for group in groups[k * size : (k + 1) * size]] for k in range(len(who))]
+
+
+def _as_written(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+    """Return an answer as a row of a completions file."""
+    right = row.get("answer")
+    return {
+        "prompt": str(row["question"]),
+        "completion": answer.text,
+        "answer": "" if right is None else str(right),
+        "reward": _number(answer.score),
+        "finish_reason": answer.finish_reason,
+    }
 
 
 def _number(value: float) -> float | None:

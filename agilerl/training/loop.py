@@ -413,7 +413,7 @@ def _completions(session: Session, progress: Progress, rollout: Rollout) -> list
                     sample=sum(1 for other in trajectories[:number] if other.group == t.group),
                     prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
                     completion=t.text,
-                    answer=str(t.row.get("answer", "")),
+                    answer="" if t.row.get("answer") is None else str(t.row["answer"]),
                     reward=reward if np.isfinite(reward) else None,
                     length=len(t.token_ids),
                     finish_reason=t.finish_reason,
