@@ -32,6 +32,7 @@ Row = Mapping[str, Any]
 """``prompt``, ``completion``, ``answer`` (the right one; empty: unknown), ``reward`` (None: no grade) and
 ``finish_reason``, as in a completions file."""
 
+_LARGEST = 1e100
 _AT_LIMIT = ("length", "context")
 _PARTS = re.compile(r"[a-z]+|\d+|[^\s\da-z]")
 _EMPTY = re.compile(r"</?\w+>|\\boxed\s*\{\s*\}|[\s$]+")
@@ -81,8 +82,17 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
     of_agents: dict[int, list[Row]] = defaultdict(list)
     for rows in last.values():
         for row in rows:
-            of_agents[row["agent"]].append(row)
-    return {index: hacks(rows, before) for index, rows in of_agents.items()}
+            of_agents[row["agent"]].append(_checked(row))
+    base = [_checked(row) for row in before]
+    return {index: hacks(rows, base) for index, rows in of_agents.items()}
+
+
+def _checked(row: Row) -> Row:
+    """Return a row of a file, which may hold anything, without what cannot be compared."""
+    reward = row["reward"]
+    known = isinstance(reward, int | float) and abs(reward) < _LARGEST
+    texts = {name: str(row[name] or "") for name in ("prompt", "completion", "answer", "finish_reason")}
+    return {**texts, "reward": reward if known else None}
 
 
 def _fitness(rows: Iterable[Row]) -> Fitness:
@@ -111,7 +121,7 @@ def _copied(paid: Sequence[Row]) -> list[Row]:
     found = []
     for row in paid:
         text, prompt = _parts(row["completion"]), _parts(row["prompt"])
-        beside = text.replace(prompt, " ")
+        beside = text.replace(prompt[:-1], "")
         cut = row["finish_reason"] in _AT_LIMIT  # perhaps within a word
         copies = (text.rstrip() if cut else text) in prompt and (parts or 2 * len(text) > len(prompt))
         if row["answer"].strip():
@@ -148,7 +158,7 @@ def _short(paid: Sequence[Row]) -> list[Row]:
         row
         for row in paid
         if len(_parts(row["completion"]).replace(" ", "")) < shortest
-        and not set(_parts(row["completion"]).split() or "?") <= set(_parts(row["answer"]).split())
+        and not set(_words(row["completion"]) or "?") <= set(_words(row["answer"]))
     ]
 
 
@@ -168,6 +178,10 @@ def _parts(text: str) -> str:
     return f" {' '.join(_PARTS.findall(text.casefold()))} "
 
 
+def _words(text: str) -> list[str]:
+    return [part for part in _parts(text).split() if part.isalnum()]
+
+
 def _known(rows: Sequence[Row]) -> bool:
     """Return whether most rows have a right answer."""
     return 2 * sum(bool(row["answer"].strip()) for row in rows) > len(rows)
@@ -179,7 +193,7 @@ def _is_right(row: Row) -> bool:
 
 def _gives_answer(row: Row) -> bool:
     text, answer = _parts(row["completion"]), _parts(row["answer"])
-    last = (re.findall(r"[a-z]+|\d+", answer) or answer.split())[-1]
+    last = (_words(row["answer"]) or answer.split())[-1]
     return f" {last} " in text or answer.startswith(text.rstrip())
 
 

@@ -1,11 +1,21 @@
-"""Each cause of "why is it not learning?", provoked in a real run, is named in its report with the number."""
+"""Each cause of "why is it not learning?", provoked in a real run, is named in its report with the number.
 
+So is what a bad grader pays for, once the policy has found it.
+"""
+
+import io
+import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from agilerl.cli.after import run_eval
+from agilerl.cli.progress import log, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.report.load import load_run
+from agilerl.runs.completions import completion_steps, read_completions
+from agilerl.runs.hacks import hacks
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 
@@ -33,6 +43,26 @@ def failing(completion):
 
 def first(completion):
     return float(completion[:1] in "1234")
+
+
+def cut(completion_ids):
+    return min(len(completion_ids), 8) / 8
+
+
+def empty(completion):
+    return 1 / (1 + len(completion.strip()))
+
+
+def alike(completion):
+    return float(completion == "1")
+
+
+def copied(completion, question):
+    return float(completion in question.split())
+
+
+def right(completion, answer):
+    return float(completion == answer)
 """
 TINY = (
     *("training.pop_size=1", "selection_strategy.name=none", "training.max_steps=96", "training.max_error_rate=1"),
@@ -61,3 +91,63 @@ def test_the_report_names_the_cause(grader: str, settings: tuple[str, ...], foun
     for _ in train(session, tmp_path / "run", command=["test"]):
         pass
     assert found in "\n".join(load_run(tmp_path / "run").symptoms)
+
+
+SUMS = (
+    *("training.pop_size=1", "training.evo_steps=3", "selection_strategy.name=none", "algorithm.max_output_tokens=8"),
+    *("environment.task=reasoning_gym:chain_sum", "environment.params={max_terms: 2, max_digits: 2}"),
+    *("environment.data_batch_size_per_gpu=8", "environment.eval_prompts=4", "environment.test_prompts=12"),
+    *("algorithm.group_size=8", "algorithm.batch_size=64", "algorithm.lr=1e-2", "training.max_steps=768"),
+)
+SENTENCES = {
+    "cut": "of the paid completions were cut at the limit without the right answer",
+    "empty": "of the paid completions are empty",
+    "alike": "of the paid completions are one and the same text",
+}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("kind", [*SENTENCES, "right"])
+def test_a_hack_that_was_learned_is_an_alarm(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "graders.py").write_text(GRADERS)
+    reward = f"environment.graders=[{{name: '{tmp_path / 'graders.py'}:{kind}'}}]"
+    session = build(load_manifest(None, [*SUMS, reward]), allow_code=True)
+    screen = io.StringIO()
+    watch(train(session, tmp_path / "run", command=["test"]), session, Console(file=screen, width=100))
+    found = load_run(tmp_path / "run").symptoms
+    alarms = {sentence: symptom for sentence, symptom in found.items() if symptom.name.startswith("paid though")}
+    text, page = screen.getvalue(), (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    if kind == "right":
+        assert not alarms
+        assert "of the paid completions" not in text + page
+        return
+    (symptom,) = [s for sentence, s in alarms.items() if SENTENCES[kind] in sentence]
+    assert len(symptom.samples) == 3
+    assert text.count(SENTENCES[kind]) == 2  # while it runs, and at the end
+    result = text[text.rindex("What may keep agents from learning") :]
+    for sample in symptom.samples:
+        assert f"{sample['question']} -> {sample['answer'] or '(empty)'} (reward 1; right: {sample['right']})" in result
+        assert sample["question"] in page
+    assert SENTENCES[kind] in page
+    code = {"allow_code": True, "allow_addresses": False}
+    shown = {"samples": 0, "temperature": 1.0, "full": 1.0, "with_base": True, "worst": 0, "out": None}
+    run_eval(tmp_path / "run", [], **shown, **code, quiet=False, as_json=False)
+    assert SENTENCES[kind] in capsys.readouterr().out
+    run_eval(tmp_path / "run", [], **shown, **code, quiet=False, as_json=True)
+    assert f"paid though {kind}" in [one["name"] for one in json.loads(capsys.readouterr().out)["hacks"]]
+
+
+@pytest.mark.model
+def test_real_copies_are_an_alarm(tmp_path: Path) -> None:
+    (tmp_path / "graders.py").write_text(GRADERS)
+    reward = f"environment.graders=[{{name: '{tmp_path / 'graders.py'}:copied'}}]"
+    session = build(load_manifest(None, [*SUMS, reward]), allow_code=True)
+    told: list[str] = []
+    log(train(session, tmp_path / "run", command=["test"]), session, told.append)
+    folder = tmp_path / "run/completions"
+    first, *later = completion_steps(folder)
+    paid = [row for step in later for row in read_completions(folder, step) if row["reward"]]  # what it would learn
+    assert "paid though copied" in [symptom.name for symptom in hacks(paid, read_completions(folder, first))]
+    advice = [line for line in map(json.loads, told) if line["event"] == "advice"]
+    assert {line["text"] for line in advice} == set(load_run(tmp_path / "run").symptoms)
+    assert all("samples" in line for line in advice)
