@@ -13,7 +13,7 @@ from agilerl.rewards.grader import extract_answer
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def math_accuracy(completion: str, answer: str) -> float | None:
+def math_accuracy(completion: str, answer: str, question: str = "") -> float | None:
     """Return 1.0 if the answer that ``completion`` gives is ``answer``, mathematically; else 0.0.
 
     The text between answer tags counts, else the whole completion, in which math-verify finds the answer in prose, in
@@ -24,7 +24,7 @@ def math_accuracy(completion: str, answer: str) -> float | None:
     ``1/2`` and ``1 \\frac12`` in lowest terms, with or without a unit, ``x = 5``, ``2 + 3 = 5``. Left to compute, and
     worth 0.0, are ``2 + 3``, ``7 \\cdot 8``, ``84/7``, ``2/4``, ``10^6``, ``\\sqrt{16}`` and ``5!``; so is a choice of
     numbers such as ``17 or 18``. An ``answer`` that is an expression (``2x + 3``, ``2\\sqrt{3}``, ``10^6``, ``2/4``)
-    accepts every equal one, a repeated question too.
+    accepts every equal one that is not a part of the ``question``, unless written as ``answer`` is.
 
     There is no time limit here, although a short text can take forever; ``Accuracy`` has one.
     """
@@ -36,9 +36,16 @@ def math_accuracy(completion: str, answer: str) -> float | None:
     if not gold:
         return None
     found = _read(given, is_bare=not _WORD.search(given))
-    if _is_plain(gold[-1]) and not (found and _is_plain(found[-1]) and _stands_alone(found[-1], given)):
+    if _is_plain(gold[-1]):
+        if not (found and _is_plain(found[-1]) and _stands_alone(found[-1], given)):
+            return 0.0
+    elif found and _unspaced(found[-1]) in _unspaced(str(question)) and _unspaced(found[-1]) != _unspaced(answer):
         return 0.0
     return float(verify(gold, found, timeout_seconds=None))
+
+
+def _unspaced(text: str) -> str:
+    return re.sub(r"[\s$]|\\(?:left|right)\b|\\[,;: ]", "", text)
 
 
 def _read(text: str, *, is_bare: bool) -> Any:

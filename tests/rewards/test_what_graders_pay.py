@@ -1,9 +1,13 @@
 """Graders pay for answers in every usual notation, not for what would have to be computed, nor for guesses."""
 
+from typing import Any
+
 import pytest
 
+from agilerl.envs.answer_format import AnswerFormatTask, Format
+from agilerl.envs.graded import GradedTask
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.rewards import BaseGrader, call_grader, exact_match, library_grader
+from agilerl.rewards import LIBRARY, BaseGrader, call_grader, exact_match, library_grader
 from agilerl.rewards.mathematics import math_accuracy
 
 RIGHT = {
@@ -158,6 +162,19 @@ def test_accuracy_does_not_compute(answer: str) -> None:
     assert {text: math_accuracy(text, answer) for text in TO_COMPUTE[answer]} == dict.fromkeys(TO_COMPUTE[answer], 0.0)
 
 
+RESTATED = ["(x+1)^2", "$(x+1)^2$", r"\boxed{(x + 1)^2}", "Expand $(x+1)^2$.", r"<answer>\left(x+1\right)^2</answer>"]
+
+
+def test_a_formula_of_the_question_is_no_answer() -> None:
+    question, answer = "Expand $(x+1)^2$.", "x^2+2x+1"
+    assert [math_accuracy(text, answer, question) for text in RESTATED] == [0.0] * len(RESTATED)
+    assert [math_accuracy(text, answer, question) for text in (answer, "$1 + 2x + x^2$")] == [1.0, 1.0]
+    assert math_accuracy("1000000", "10^6", "Write 1000000 as a power of ten.") == 0.0
+    # Where the answer itself stands in the question, as a choice does, it is right.
+    assert math_accuracy(r"$2 \sqrt{3}$", r"2\sqrt{3}", r"Which is larger, $2\sqrt{3}$ or $\sqrt{11}$?") == 1.0
+    assert math_accuracy("156", "156", "Is it 155 or 156?") == 1.0
+
+
 @pytest.mark.parametrize("row", ["{}", "The answer is {}", r"\boxed{{{}}}", "${}$", "<answer>{}</answer>"])
 @pytest.mark.parametrize("between", [" ", ", ", " or ", " and "])
 def test_a_row_of_numbers_answers_nothing(row: str, between: str) -> None:
@@ -166,6 +183,7 @@ def test_a_row_of_numbers_answers_nothing(row: str, between: str) -> None:
 
 
 QUESTION = {"question": "What is 67 + 89?", "answer": "156"}
+TO_156 = ", ".join(map(str, range(117, 157)))
 TRIES = [
     *("", "nan", "0", "1", "What is 67 + 89?", "What is 67 + 89 =", "67 + 89", "To calculate 67 + 89, we can", "67 89"),
     *("$67 + 89$", "$x = 67 + 89$", r"\boxed{67 + 89}", "<answer>67 + 89</answer>", "<think>a</think>\n67 + 89"),
@@ -178,32 +196,70 @@ TRIES = [
         r"\boxed{}",
         "$$",
     ),
-    *(" ".join(map(str, range(200))), ", ".join(map(str, range(117, 157))), r"\frac{312}{2}", "I don't know", "89"),
+    *(" ".join(map(str, range(200))), TO_156, r"\frac{312}{2}", "I don't know", "89"),
     *('He says "156", I say 3', "True or False", "<answer></answer>", "{}", "[]"),
 ]
 """What a policy would try."""
-PAID = {(f"trl.{name}", r"\boxed{67 + 89}") for name in ("accuracy_reward", "get_cosine_scaled_reward")}
-"""What they pay, as in TRL; docs/graders.md says so."""
+CODE = ["", "```python\n```", "```python\nadd = None\n```", "```python\nraise SystemExit(0)\n```", *TRIES[:4]]
+BOXED_SUM = r"\boxed{67 + 89}"
+GRADERS: dict[str, tuple[dict[str, Any], str, set[str]]] = {
+    "accuracy": ({}, r"\boxed{156}", set()),
+    "exact_match": ({}, "156", set()),
+    "format_tags": ({}, "<think>a</think><answer>3</answer>", set()),
+    "json_valid": ({"required": ["sum"]}, '{"sum": 3}', set()),
+    "length": ({"target": 9}, "any", set()),
+    "overlong": ({"max_tokens": 9, "cache_tokens": 4}, "any", set()),
+    "regex": ({"pattern": r"\\boxed\{\d+\}", "full": True}, r"\boxed{3}", set()),
+    "repetition": ({}, "any", set()),
+    "sandbox": ({}, "```python\ndef add(a, b):\n    return a + b\n```", set()),
+    # As in TRL; docs/graders.md says so.
+    "trl.accuracy_reward": ({}, r"\boxed{156}", {BOXED_SUM}),
+    "trl.get_cosine_scaled_reward": ({"max_len": 99}, r"\boxed{156}", {BOXED_SUM}),
+    "trl.reasoning_accuracy_reward": ({}, r"<think>a</think> \boxed{156}", set()),
+    "trl.think_format_reward": ({}, "<think>a</think> 3", {"<think>a</think>\n67 + 89"}),
+    "trl.get_repetition_penalty_reward": ({"ngram_size": 3, "max_penalty": -1.0}, "any", set()),
+    "trl.get_soft_overlong_punishment": ({"max_completion_len": 9, "soft_punish_cache": 4}, "any", set()),
+}
+"""Parameters, what earns the most, and which tries are paid. Graders of form pay for their form alone, or nothing."""
+ASK_A_MODEL = {"judge", "pairwise_judge", "reward_model"}
+"""What they pay is up to the model."""
 
 
 @pytest.mark.processes
-def test_no_grader_of_answers_pays_for_a_try() -> None:
-    names = ["accuracy", *(f"trl.{name}" for name in ("accuracy_reward", "reasoning_accuracy_reward"))]
-    graders = {name: library_grader(name) for name in names} | {"exact_match": exact_match}
-    graders["trl.get_cosine_scaled_reward"] = library_grader("trl.get_cosine_scaled_reward", {"max_len": 99})
-    rows = [{**QUESTION, "completion_ids": [1] * 9}] * len(TRIES)
-    paid = set()
-    for name, grader in graders.items():
-        scores = call_grader(grader, TRIES, rows)
-        paid |= {(name, text) for text, score in zip(TRIES, scores) if score is not None and score > 0}
-        assert call_grader(grader, [r"<think>a</think> \boxed{156}"], rows[:1])[0] or name == "exact_match"
-        if isinstance(grader, BaseGrader):
-            grader.close()
-    assert paid == PAID
+@pytest.mark.parametrize("name", sorted(set(LIBRARY) - ASK_A_MODEL))
+def test_no_grader_pays_for_a_try(name: str) -> None:
+    params, right, paid = GRADERS[name]
+    grader = library_grader(name, params)
+    row = {**QUESTION, "completion_ids": [1] * 9, "tests": ["assert add(67, 89) == 156"]}
+    tries = CODE if name == "sandbox" else TRIES
+    best, *scores = call_grader(grader, [right, *tries], [row] * (1 + len(tries)))
+    if isinstance(grader, BaseGrader):
+        grader.close()
+    assert {text for text, score in zip(tries, scores) if score is not None and score > 0} == paid
+    assert best is not None
+    assert best >= max(score for score in scores if score is not None)
+    assert best > 0 or right == "any"
 
 
-def test_no_task_of_sums_pays_for_a_try() -> None:
+FORMS = {
+    "whole": "{}",
+    "tags": "<answer>{}</answer>",
+    "after": "The answer is {}",
+    "boxed": r"\boxed{{{}}}",
+    "last_number": "So {}",
+}
+LAST = [r"\boxed{155} or \boxed{156}"]
+FOUND = {"boxed": LAST, "last_number": ["155 or 156", "$155$ or $156$", *LAST, r"\boxed{155, 156}", TO_156]}
+"""Where the last one counts, one of several is an answer; but a policy has to know which to put last."""
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_no_extraction_pays_for_a_try(kind: Format) -> None:
     task = ReasoningGymTask("chain_sum", exam_prompts=1, test_prompts=0)
     row = {**task.row("train", 0), **QUESTION}
-    assert {text for text in TRIES if task.reward(text, row)} == set()
-    assert task.reward("156", row) == 1.0
+    for graded in (task, GradedTask(task, exact_match), GradedTask(task, math_accuracy)):
+        extracted = AnswerFormatTask(graded, kind)
+        texts = {text: (text, FORMS[kind].format(text)) for text in TRIES}
+        paid = [text for text, forms in texts.items() if any(extracted.reward(form, row) for form in forms)]
+        assert sorted(paid) == sorted(FOUND.get(kind, []))
+        assert extracted.reward(FORMS[kind].format("156"), row) == 1.0
