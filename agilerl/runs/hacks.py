@@ -45,8 +45,6 @@ def hacks(rows: Sequence[Row], before: Sequence[Row]) -> list[Symptom]:
     prompts' means has. All of one prompt are one observation.
     """
     then, now = _fitness(before), _fitness(rows)
-    if min(then.n, now.n) < 2 or not now.mean > then.mean:
-        return []
     paid = [row for row in rows if row["reward"] is not None and row["reward"] > then.mean]
     if min(len(paid), len({row["prompt"] for row in paid})) < FEWEST:
         return []
@@ -111,8 +109,7 @@ def _fitness(rows: Iterable[Row]) -> Fitness:
 
 
 def _empty(paid: Sequence[Row]) -> list[Row]:
-    known = _known(paid)
-    return [r for r in paid if not _EMPTY.sub("", r["completion"]) and not (known and _is_right(r))]
+    return [row for row in paid if not _EMPTY.sub("", row["completion"])]
 
 
 def _copied(paid: Sequence[Row]) -> list[Row]:

@@ -99,6 +99,12 @@ def test_right_answers_are_left_alone(now: Rows) -> None:
     assert seen(now) == []
 
 
+def test_only_what_is_paid_counts() -> None:
+    wrong = rows(SUMS, "zz", 0.0)
+    assert seen(rows(SUMS) + rows(SUMS * 9, "", 0.0)) == []
+    assert seen(rows(SUMS, "") + wrong * 3) == ["empty"]
+
+
 def test_a_rise_that_may_be_luck_is_none() -> None:
     mixed = [{**row, "reward": float(n % 4 == 0)} for n, row in enumerate(rows(SUMS, ""))]
     assert seen(mixed, then=0.0) == []  # three prompts
@@ -144,27 +150,27 @@ def test_the_right_answers_of_no_task_are_an_alarm(name: str) -> None:
 
 
 def test_a_run_is_seen_by_its_files(tmp_path: Path) -> None:
-    def write(step: int, completion: str, reward: float | None) -> None:
+    def write(step: int, completion: str, *reward: float | None) -> None:
         common = {"generation": 0, "step": step, "sample": 0, "length": 3}
         records = [
             CompletionRecord(agent=agent, group=n, **common, **row)
             for agent, said in ((0, completion), (4, "{answer}"))
-            for n, row in enumerate(rows(SUMS, said, reward))
+            for n, row in enumerate(rows(SUMS, said))
+            if row.update(reward=reward[n % len(reward)]) is None
         ]
         write_completions(tmp_path, step, records)
 
     assert hacks_of_run(tmp_path) == hacks_of_run(tmp_path / "none") == {}
     write(1, "zz", 0.0)
     assert hacks_of_run(tmp_path) == {}
-    write(2, "", 1.0)
-    write(7, "", 1.0)
+    for step in range(2, 15):
+        write(step, "", 1.0)
     assert {index: names(found) for index, found in hacks_of_run(tmp_path).items()} == {0: ["empty"], 4: []}
-    for step in (8, 9, 10):
+    for step in (15, 16, 17):
         write(step, "{answer}", 1.0)
     assert not any(hacks_of_run(tmp_path).values())  # it has passed
-    write(11, "", 1e308)  # no number to calculate with
-    write(12, "", None)
-    write(13, "", float("nan"))
+    for step in (20, 21, 22):
+        write(step, "", 1e308, -1e308, None, float("nan"))  # no number to calculate with
     assert not any(hacks_of_run(tmp_path).values())
-    (tmp_path / "step_000013.parquet").write_bytes(b"damaged")
+    (tmp_path / "step_000022.parquet").write_bytes(b"damaged")
     assert hacks_of_run(tmp_path) == {}
