@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import readable, tell_line
+from agilerl.cli.output import one_line, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import configuration, quieten_libraries
 from agilerl.config.named_files import check_allowed
@@ -148,8 +148,7 @@ def _measured(row: _Row, bases: "Bases", questions: int, samples: int | None, *,
 
 
 def _line(result: _Result, width: int) -> str:
-    name = readable(result.row.name)
-    name = name if len(name) <= width else f"{name[: width - 3]}..."
+    name = one_line(result.row.name, width)
     if result.found is None:
         reason = " ".join(str(result.error).split())
         return f"{name:<{width}}  {reason}"[: _WIDTH - 1]

@@ -52,8 +52,6 @@ _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
-_SAMPLE = 300
-"""Characters of a prompt or an answer."""
 _SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
@@ -256,9 +254,10 @@ def sample_lines(event: PreflightDone) -> list[str]:
 
 
 def _sample(event: PreflightDone) -> dict[str, str]:
-    prompt, answer = (" ".join(text.split()) for text in (event.prompt, event.answer))
-    cut = [text if len(text) <= _SAMPLE else f"{text[: _SAMPLE - 3]}..." for text in (prompt, answer)]
-    return {"prompt": cut[0], "answer": f"{cut[1] or '(empty)'}, reward {event.score:g}"}
+    return {
+        "prompt": one_line(event.prompt),
+        "answer": f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}",
+    }
 
 
 def _exam_sampling(population: Population) -> str:
