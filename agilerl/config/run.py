@@ -177,9 +177,8 @@ class TrainingConfig(Section):
     costs."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
     """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
-    many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much. The
-    founders of a knockout, if they are more than four, share the first generation of four: 8 have half as many
-    iterations then."""
+    many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much.
+    While a knockout has more than four founders, they share the iterations of three: 8 have three eighths of them."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42

@@ -142,8 +142,9 @@ class KnockoutSelection:
     that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose indices are
     0 to population_size - 1.
 
-    Of more than four founders two stay after the first exam (``floor``, if that is more), and one if a quarter
-    of the budget is spent: to halve them would leave no time for later rounds.
+    While more than four are left, an agent leaves only if the second-best (the ``floor``-th, if that is more) is better
+    with ``confidence``. Once ``MOST`` of the budget is spent, place decides and one stays (``floor``, if that is more):
+    more founders than four have no time to wait for evidence, or none would be left for later rounds.
 
     Later rounds: once one agent is left, ``later`` plans (None: ``PulseSelection()``, which tests it with challengers).
     With a ``floor`` above 1 the last agents stay as they are.
@@ -187,55 +188,66 @@ class KnockoutSelection:
         finite = [index for index in ranked if fitness[index].is_finite]
         if not finite:
             return keep_all(fitness, generation, "no agent has a finite fitness")
-        halves = (generation + 1) % self.period == 0 and len(fitness) > self.floor
-        count = min(max(survivors(len(ranked), standing.spent), self.floor) if halves else len(ranked), len(finite))
+        leave = (generation + 1) % self.period == 0 and len(fitness) > self.floor
+        few = max(survivors(len(ranked), self.population_size, standing.spent), self.floor) if leave else len(ranked)
         verdicts: dict[int, str] = {}
-        kept = self._kept(fitness, ranked, count, verdicts)
+        kept = self._kept(fitness, finite, few, leave and on_evidence(len(ranked), standing.spent), verdicts)
+        for index, text in places(fitness, ranked, kept).items():
+            verdicts.setdefault(index, text)
         return Plan(
             generation,
             ranked[0],
             slots=tuple(index for index in fitness if index in kept),
             deaths=tuple(index for index in fitness if index not in kept),
-            reason=f"knockout: {len(ranked)} to {count} agents" if count < len(ranked) else "",
+            reason=f"knockout: {len(ranked)} to {len(kept)} agents" if len(kept) < len(ranked) else "",
             verdicts=verdicts,
         )
 
     def _kept(
-        self, fitness: Mapping[int, Fitness], ranked: Sequence[int], count: int, verdicts: dict[int, str]
-    ) -> set[int]:
-        kept, seeded = list(ranked[:count]), 0
-        if seeded in fitness and seeded not in kept and fitness[seeded].is_finite:
-            rival = kept[-1]
-            found = evidence(fitness[rival], fitness[seeded], self.confidence)
+        self, fitness: Mapping[int, Fitness], finite: list[int], few: int, evidently: bool, verdicts: dict[int, str]
+    ) -> list[int]:
+        """Return the first ``few`` agents, and those that the last of these does not beat: all of them, or agent 0."""
+        kept, others = finite[:few], finite[few:]
+        rival, seeded = kept[-1], 0
+        for index in others if evidently else {seeded}.intersection(others):
+            found = evidence(fitness[rival], fitness[index], self.confidence)
+            verdicts[index] = found.about_replacing(rival)
             if found.is_enough:
-                verdicts[seeded] = f"left: agent {rival} is better with {found}"
-            else:
-                verdicts[seeded] = f"kept: {found} that agent {rival} is better"
+                continue
+            kept.append(index)
+            if not evidently:
                 verdicts[rival] = f"left: better than agent {seeded} with {found} only"
-                kept[-1] = seeded
-        for index, text in places(fitness, ranked, kept).items():
-            verdicts.setdefault(index, text)
-        return set(kept)
+                kept.remove(rival)
+        return kept
 
 
 # -- how long a knockout lasts, as a share of the budget ---------------------------------------------------------------
 
 
 FIELD = 4
-"""Founders that the knockout halves generation by generation. More than these share the first generation that four
-would have had, after which two stay, so that the knockout costs about as much whatever the population's size."""
-MOST = 0.25
-"""Share of the budget after which the first exam of more than ``FIELD`` founders leaves one of them."""
+"""Agents that the knockout halves generation by generation."""
+SHARED = 3
+"""Generations of one agent that more founders than ``FIELD`` share in one of theirs, so that the knockout costs about
+as much whatever the population's size: four, then two, take 6 of them."""
+MOST = 0.2
+"""Share of the budget after which more than ``FIELD`` founders no longer wait for evidence."""
 
 
-def first_steps(steps: int, founders: int) -> int:
-    """Return the iterations of the generation in which all founders of a knockout train; ``steps`` have the others."""
-    return max(1, steps * FIELD // founders) if founders > FIELD else steps
+def shared_steps(steps: int, founders: int) -> int:
+    """Return the iterations of a generation in which so many of a knockout's founders are left; usual: ``steps``."""
+    return max(1, steps * SHARED // founders) if founders > FIELD else steps
 
 
-def survivors(agents: int, spent: float) -> int:
-    """Return how many agents a knockout keeps where ``spent`` of the budget, in [0, 1], is spent."""
-    return (agents + 1) // 2 if agents <= FIELD else 2 - (spent >= MOST)
+def on_evidence(agents: int, spent: float) -> bool:
+    """Return whether founders leave only on evidence where ``spent`` of the budget, in [0, 1], is spent."""
+    return agents > FIELD and spent < MOST
+
+
+def survivors(agents: int, founders: int, spent: float) -> int:
+    """Return how many agents a knockout keeps at least, where ``spent`` of the budget, in [0, 1], is spent."""
+    if founders > FIELD and spent >= MOST:
+        return 1
+    return 2 if agents > FIELD else (agents + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -250,13 +262,13 @@ class Pace:
     """An exam; 0 if exams cost nothing of what limits the run."""
 
     def knockout(self, founders: int, period: int = 1) -> tuple[int, float]:
-        """Return after how many generations, and which share of the budget, a knockout leaves one agent."""
+        """Return the generations, and the share of the budget, after which one agent is left at the latest."""
         agents, generation, spent = founders, 0, 0.0
         while agents > 1 and spent < 1:
-            steps = first_steps(self.steps, founders) if agents == founders else self.steps
-            spent += agents * (steps * self.iteration + self.exam)
+            spent += agents * (shared_steps(self.steps, agents) * self.iteration + self.exam)
             generation += 1
-            agents = agents if generation % period else survivors(agents, spent)
+            if generation % period == 0 and not on_evidence(agents, spent):
+                agents = survivors(agents, founders, spent)
         return generation, spent
 
     def first_pulse(self, founders: int, period: int, every: int) -> float:

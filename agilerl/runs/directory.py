@@ -31,9 +31,9 @@ from agilerl.runs.journal import Closing, read_lines
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
 
-ARITHMETIC_VERSION = 4
-"""Raised with every change that leads to different bits for the same seed. An unfinished run of another version is
-not resumed, because its result would differ. Version 1 did not write it."""
+ARITHMETIC_VERSION = 5
+"""Raised with every change that leads to different bits, or another selection, for the same seed. An unfinished run of
+another version is not resumed, because its result would differ. Version 1 did not write it."""
 
 _LOCK = ".lock"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -333,8 +333,8 @@ def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
         return
     raise CheckpointError(
         f"the run in {root} was started with version {shown(found)} of the arithmetic, this agilerl computes with "
-        f"version {ARITHMETIC_VERSION}: it rounds differently, so the run cannot be resumed to the same bits. Resume "
-        "it with the agilerl that started it, or start a new run; its agents can still be loaded."
+        f"version {ARITHMETIC_VERSION}: it rounds or selects differently, so the run cannot be resumed to the same "
+        "bits. Resume it with the agilerl that started it, or start a new run; its agents can still be loaded."
     )
 
 

@@ -27,7 +27,7 @@ from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, first_steps
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
@@ -99,10 +99,11 @@ class Session:
     @property
     def generation_steps(self) -> int:
         """Iterations of the present generation: ``evo_steps``, or less of it for more than ``FIELD`` founders."""
-        indices = [agent.index for agent in self.population.everyone]
+        strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
         founders = max(indices) < self.config.training.pop_size
-        halves = self.config.selection_strategy.strategy == "knockout"
-        return first_steps(self.evo_steps, len(indices)) if halves and founders else self.evo_steps
+        if not isinstance(strategy, KnockoutSelection) or not founders or len(indices) <= strategy.floor:
+            return self.evo_steps
+        return shared_steps(self.evo_steps, len(indices))
 
     @property
     def without_effect(self) -> list[str]:

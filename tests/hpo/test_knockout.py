@@ -7,7 +7,7 @@ from plain_agents import population
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, probability_better
-from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.mutation import Change, Member, Mutation, rescaled
 from agilerl.hpo.parameters import Gene
 from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing, apply_plan, with_factors
@@ -33,15 +33,39 @@ def test_the_worse_half_leaves_at_every_exam_until_one_is_left() -> None:
     assert list(fitness) == [1]
 
 
+EIGHT = (20, 38, 10, 21, 5, 19, 20, 8)
+
+
 @pytest.mark.parametrize(
-    ("spent", "floor", "left"), [(0.14, 1, (0, 1)), (0.3, 1, (1,)), (0.3, 2, (0, 1)), (0.14, 3, (0, 1, 3))]
+    ("spent", "floor", "left"),
+    [(0.14, 1, (0, 1, 3, 6)), (0.14, 4, (0, 1, 3, 5, 6)), (0.2, 1, (1,)), (0.2, 2, (0, 1)), (0.2, 3, (0, 1, 3))],
 )
-def test_of_more_than_four_founders_few_stay_after_the_first_exam(
+def test_more_than_four_founders_leave_on_evidence_while_there_is_time(
     spent: float, floor: int, left: tuple[int, ...]
 ) -> None:
-    """Halving eight took longer than the share of the budget in which challengers may begin."""
-    fitness = {i: solved(right) for i, right in enumerate((20, 38, 10, 21, 5, 15, 12, 8))}
-    assert KnockoutSelection(8, floor=floor).plan(fitness, 0, 0, 8, Standing(spent)).slots == left
+    """They left by their place after one short generation."""
+    fitness = {i: solved(right) for i, right in enumerate(EIGHT)}
+    plan = KnockoutSelection(8, floor=floor).plan(fitness, 0, 0, 8, Standing(spent))
+    assert plan.slots == left
+    assert plan.reason == f"knockout: 8 to {len(left)} agents"
+    if (spent, floor) == (0.14, 1):
+        sure = [probability_better(fitness[3], fitness[i]) for i in (5, 6)]
+        assert sure[0] >= 0.8 > sure[1]
+        assert plan.verdicts[5] == f"left: agent 3 is better with P = {sure[0]:.3f} >= 0.8"
+        assert plan.verdicts[6] == f"kept: P = {sure[1]:.3f} < 0.8 that agent 3 is better"
+
+
+def test_founders_that_no_exam_tells_apart_stay_until_the_time_for_it_is_spent() -> None:
+    alike = {i: solved(10) for i in range(8)}
+    assert len(KnockoutSelection(8).plan(alike, 0, 0, 8, Standing(0.1)).slots) == 8
+    assert KnockoutSelection(8).plan(alike, 1, 0, 8, Standing(0.22)).slots == (0,)
+
+
+@pytest.mark.parametrize("founders", [5, 8, 16, 32, 100])
+def test_a_knockout_without_any_evidence_costs_about_as_much_at_any_size(founders: int) -> None:
+    pace = Pace(steps=400, iteration=1 / 32 / 400, exam=0.0005)
+    assert pace.knockout(4)[1] == pytest.approx(0.19, abs=0.01)
+    assert 0.18 < pace.knockout(founders)[1] <= 0.3
 
 
 def test_a_period_leaves_exams_between_the_rounds() -> None:

@@ -95,9 +95,13 @@ def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *,
     assert ["pulses.until=0.4" in sentence for sentence in found] == [True] * (not silent)
 
 
-def test_many_founders_share_the_first_generation() -> None:
-    four, eight = (made(f"training.pop_size={size}", "training.max_steps=8192") for size in (4, 8))
-    assert eight.evo_steps == four.evo_steps == four.generation_steps == 2 * eight.generation_steps > 1
+def test_many_founders_share_their_generations() -> None:
+    four, eight, kept = (
+        made(f"training.pop_size={size}", "training.max_steps=8192", f"selection_strategy.floor={floor}")
+        for size, floor in ((4, 1), (8, 1), (8, 8))
+    )
+    assert four.generation_steps == kept.generation_steps == four.evo_steps == eight.evo_steps == 16
+    assert eight.generation_steps == 16 * 3 // 8
 
 
 IDLE: dict[str, tuple[list[str], str | None]] = {
