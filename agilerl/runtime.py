@@ -19,7 +19,7 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion, MicroBatch, RolloutBatch, Trajectory, cut
 from agilerl.envs.core import Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import render_completion, trajectories
+from agilerl.envs.examples import render_completion, render_conversation, trajectories
 from agilerl.envs.prompts import as_messages, decode_completions, render_prompt
 from agilerl.errors import ConfigError, EngineError, MemoryExhaustedError
 from agilerl.functional import router_balance_loss
@@ -588,16 +588,22 @@ class Runtime:
     def tokenize(self, conversation: str | Sequence[Any]) -> Trajectory:
         """Return a text or conversation as tokens, rendered as for training; it has no reward and no log-probs.
 
-        If its last message is the assistant's, that is the completion, whose tokens ``agent.logprobs`` and
-        ``agent.accumulate`` see once ``collate([...], pad_token_id)`` has made a batch; else it is only a prompt.
+        If its last message is the assistant's, the mask has the tokens of all the assistant's messages, which
+        ``agent.logprobs`` and ``agent.accumulate`` see once ``collate([...], pad_token_id)`` has made a batch; else it
+        is only a prompt.
 
-        Raises ConfigError without a tokenizer, and for a conversation of another form; EnvError for an empty prompt.
+        Raises ConfigError without a tokenizer, for a conversation of another form, and for several answers with a chat
+        template that rewrites earlier ones; EnvError for an empty prompt, or none.
         """
         tokenizer, messages = self._reads_text("tokenize"), as_messages(conversation)
-        if messages[-1]["role"] != "assistant":
+        *before, last = (message["role"] == "assistant" for message in messages)
+        if not last:
             return Trajectory(render_prompt(tokenizer, messages), [], [], None, [float("nan")])
-        (found,) = trajectories([render_completion(tokenizer, messages[:-1], messages[-1]["content"])], 0, {})
-        return found
+        if any(before) or not before:
+            example = render_conversation(tokenizer, messages)
+        else:
+            example = render_completion(tokenizer, messages[:-1], messages[-1]["content"])
+        return trajectories([example], 0, {})[0]
 
     def _reads_text(self, what: str) -> Any:
         if self.tokenizer is None:

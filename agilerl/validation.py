@@ -166,12 +166,13 @@ class Needs:
 
     ``setting`` is the path of the other one, from the same section or from the whole manifest. It must be one of
     ``values``; without these it must be on: neither 0, False, None nor empty. ``why`` is what to say if it is not; it
-    may name parts of the manifest, as ``{whole.training.pop_size}``.
+    may name parts of the manifest, as ``{whole.training.pop_size}``. A setting that is ``off`` asks for nothing.
     """
 
     setting: str
     values: tuple[Any, ...] = ()
     why: str = ""
+    off: Any = None
 
     def unmet(self, section: BaseModel, where: str, whole: object, beside: object = None) -> str:
         """Return why a setting of this section has no effect; empty if it has one. ``beside`` has the same path."""
@@ -201,10 +202,12 @@ def idle(
         value, path = getattr(section, name), f"{where}.{name}" if where else name
         if isinstance(value, BaseModel):
             found |= idle(value, path, whole, evolving=evolving)
-        if not value or value == field.get_default(call_default_factory=True, validated_data={}):
+        if value == field.get_default(call_default_factory=True, validated_data={}):
             continue
         needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]
-        if unmet := next(filter(None, (one.unmet(section, where, whole, beside) for one in needs)), ""):
+        if unmet := next(
+            filter(None, (one.unmet(section, where, whole, beside) for one in needs if value != one.off)), ""
+        ):
             found[path] = unmet
     return found
 

@@ -286,6 +286,10 @@ def test_mutations_by_position_are_in_agilerls_order() -> None:
         Mutations(0.2, 0, 0, 0, 0, 0.8, -1)
     with pytest.raises(ConfigError, match="found 13"):
         Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, None, True, 7, "cpu", None, 3)
+    mixed = Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, rand_seed=5, crossover=0.3)
+    assert (mixed.mutation_sd, mixed.rand_seed, mixed.crossover) == (0.1, 5, 0.3)
+    with pytest.raises(ConfigError, match="mutation_sd both by position and by name"):
+        Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, mutation_sd=0.2)
 
 
 def test_every_default_that_is_another_one_is_in_the_docs() -> None:

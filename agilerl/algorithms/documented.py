@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -306,16 +306,17 @@ class DocumentedSurface:
         if adapter_name not in self._adapters:
             known = " or ".join(f"'{name}'" for name in self._adapters)
             raise ConfigError(f"expected the adapter {known}, found {adapter_name!r}")
-        self._selected = adapter_name
-        self.runtime.store.route = _route(self.selected_slot)
+        self._select(adapter_name, _route(self._adapters[adapter_name]))
 
-    @contextmanager
-    @checked
-    def select_adapter(self, adapter_name: str) -> Iterator[None]:
-        """Read from an adapter while the context is open: see :meth:`use_adapter`."""
-        with self._reading(self._selected):
-            self.use_adapter(adapter_name)
-            yield
+    def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
+        """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
+        after = ExitStack()
+        after.callback(self._select, self._selected, self.runtime.store.route)
+        self.use_adapter(adapter_name)
+        return after
+
+    def _select(self, adapter_name: str, route: Route | None) -> None:
+        self._selected, self.runtime.store.route = adapter_name, route
 
     @property
     def selected_slot(self) -> int | None:

@@ -211,8 +211,6 @@ def train(
     apply()  # before the imports, which it makes faster
     from agilerl.cli.launch import run_train
 
-    if seed is not None and any(given.startswith("training.seed=") for given in arguments or ()):
-        raise ConfigError(f"expected one seed, found --seed {seed} and training.seed as well; leave one of them out")
     run_train(
         arguments or [],
         out=out,

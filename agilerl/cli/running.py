@@ -14,7 +14,7 @@ from rich.console import Console
 from agilerl.arguments import shown
 from agilerl.cli.output import say, tell_line, write_error
 from agilerl.cli.process_settings import is_debugging
-from agilerl.config.manifest import check_names, load_manifest
+from agilerl.config.manifest import check_names, is_set, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 
@@ -39,14 +39,18 @@ _REMEDIES = {
 def configuration(arguments: Sequence[str], seed: int | None = None, replay: Path | None = None) -> RunConfig:
     """Return the configuration of a command line: a manifest, overrides ``section.key=value``, a seed, a schedule.
 
-    An argument with ``=`` that is not a file is an override. Raises ConfigError for a second manifest, and for errors
-    in the first.
+    An argument with ``=`` that is not a file is an override. Raises ConfigError for a second manifest, a second seed,
+    and for errors in the first.
     """
     manifests = manifests_in(arguments)
     if len(manifests) > 1:
         raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
     overrides = [a for a in arguments if a not in manifests]
     if seed is not None:
+        if is_set("training.seed", overrides):
+            raise ConfigError(
+                f"expected one seed, found --seed {seed} and training.seed as well; leave one of them out"
+            )
         overrides.append(f"training.seed={seed}")
     config = load_manifest(Path(manifests[0]) if manifests else None, overrides, replay)
     check_names(config)  # torch has not been imported yet

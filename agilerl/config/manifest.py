@@ -223,6 +223,15 @@ def _kind(path: Path) -> str:
     return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
 
 
+def is_set(key: str, overrides: Sequence[str]) -> bool:
+    """Return whether an override sets ``section.key``, alone or with its section."""
+    section, _, name = key.partition(".")
+    return any(
+        keys == [section, name] or (keys == [section] and isinstance(value, Mapping) and name in value)
+        for keys, value in map(_split, overrides)
+    )
+
+
 def _split(override: str) -> tuple[list[str], Any]:
     key, separator, text = override.partition("=")
     keys = key.strip().split(".")

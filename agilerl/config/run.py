@@ -35,6 +35,7 @@ _FRONT = 2
 _CLONES = Needs(
     "selection_strategy.clones",
     why="{whole.selection_strategy.strategy} makes no mutated clones; name tournament, truncation or multi_frequency",
+    off=0,
 )
 _ALONE = "there is only one agent, so none to learn from; raise training.pop_size"
 DEFAULT = "knockout"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from agilerl.arguments import nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
-from agilerl.envs.prompts import render_prompt
+from agilerl.envs.prompts import HALF, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
 
@@ -25,10 +25,6 @@ Needs = Literal["no", "any", "text"]
 
 Fault = Literal["missing", "not_text", "empty", "alike"]
 """What can be wrong with a row: a value is missing or None, not text, or empty, or both answers of a pair are equal."""
-
-
-HALF = re.compile("[\ud800-\udfff]")
-"""Lone surrogates: JSON can contain them, but no tokenizer reads them."""
 
 
 class RowFaultError(EnvError):

@@ -1,6 +1,7 @@
 """Messages to token ids and back: chat templates for tasks and environments, and where a completion ends."""
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -339,20 +340,26 @@ class ChatFormat:
         return not all(render_text(self.tokenizer, c).startswith(opened) for c in (later, again))
 
 
+HALF = re.compile("[\ud800-\udfff]")
+"""Lone surrogates: JSON can contain them, but no tokenizer reads them."""
+
+
 def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return an observation as messages; plain text becomes a user message.
 
     Raises:
-        ConfigError: it is neither text nor a list of messages with a role and content.
+        ConfigError: it is neither text nor a list of messages with a role and content, or has half a character.
     """
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        observation = [{"role": "user", "content": observation}]
     found: list[dict[str, Any]] = []
     for message in observation if isinstance(observation, Sequence) else ():
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             found = []
             break
         found.append(dict(message))
+    if any(HALF.search(str(message["content"])) for message in found):
+        raise ConfigError("expected text, found half of a character in it (a lone surrogate); remove it")
     if found:
         return found
     raise ConfigError(

@@ -1,5 +1,6 @@
 """Mutation in two steps: a plan of what changes in which agent (numbers only), then each agent applies its part."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -142,11 +143,13 @@ class Mutations:
             order = ("mutation_sd", "activation_selection", "mutate_elite", "rand_seed", "device", "accelerator")
             if len(documented) > len(order):
                 raise ConfigError(f"Mutations: expected at most 12 arguments by position, found {6 + len(documented)}")
-            given: dict[str, Any] = dict(zip(order, documented))
-            rest = {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range, "crossover": crossover}
-            Mutations.__init__(
-                self, no_mutation, architecture, new_layer_prob, parameters, activation, rl_hp, **given, **rest
-            )
+            values = (mutation_sd, activation_selection, mutate_elite, rand_seed, device, accelerator)
+            named, known = dict(zip(order, values)), inspect.signature(Mutations).parameters
+            if twice := [name for name in order[: len(documented)] if named[name] != known[name].default]:
+                raise ConfigError(f"Mutations: found {twice[0]} both by position and by name; leave one of them out")
+            named |= {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range, "crossover": crossover}
+            named |= dict(zip(order, documented))
+            Mutations.__init__(self, no_mutation, architecture, new_layer_prob, parameters, activation, rl_hp, **named)
             return
         chances: dict[Kind, float] = {
             "none": no_mutation,

@@ -1,5 +1,6 @@
 """One agent: constructor, clone, checkpoint, PEFT, mutation, the documented calls."""
 
+import gc
 import inspect
 from contextlib import nullcontext
 from functools import cache
@@ -389,6 +390,20 @@ def test_use_adapter_reaches_direct_calls_of_the_model() -> None:
     assert torch.equal(agent.runtime.base.model(IDS).logits, base)
     with pytest.raises(ConfigError, match=r"'actor'.*'critic'"):
         agent.use_adapter("critic")
+
+
+def test_an_adapter_is_selected_without_a_context_too() -> None:
+    """The call alone did nothing, and took any name."""
+    agent = trained(lr=1e-2)
+    base, own = agent.runtime.base.model(IDS).logits, agent_logits(agent)
+    with pytest.raises(ConfigError, match=r"'actor'.*'nope'"):
+        agent.select_adapter("nope")
+    agent.select_adapter("actor")
+    gc.collect()
+    assert torch.equal(agent.runtime.base.model(IDS).logits, own)
+    with agent.select_adapter("reference"), agent.select_adapter("actor"), agent.select_adapter("reference"):
+        assert torch.equal(agent.runtime.base.model(IDS).logits, base)
+    assert torch.equal(agent.runtime.base.model(IDS).logits, own)
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["base", "slot"])

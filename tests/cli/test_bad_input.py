@@ -48,6 +48,10 @@ BEFORE_THE_MODEL = {
     "a very long key": ([f"{'y' * 50_000}=1"], "unknown key 'yyy"),
     "a negative seed": (["--seed", "-1"], "Invalid value for '--seed'"),
     "two seeds": (["--seed", "3", "training.seed=4"], "found --seed 3 and training.seed as well"),
+    "two seeds, one in its section": (
+        ["--seed", "3", "training={seed: 4}"],
+        "found --seed 3 and training.seed as well",
+    ),
     "a seed that is no number": (["--seed", "x"], "Invalid value for '--seed'"),
     "a seed beyond 64 bits": (["--seed", str(2**70)], "training.seed: input should be less than or equal to"),
     "an unknown option": (["--bogus"], "No such option: --bogus"),

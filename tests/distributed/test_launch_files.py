@@ -11,6 +11,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from agilerl.config.manifest import load_manifest
+from agilerl.training.resolved import resolve
 from tests.test_readme import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,4 +83,5 @@ def test_the_manifest_for_ray_is_valid() -> None:
     path = FOLDER / "ray.yaml"
     config = load_manifest(path, [])
     assert config.distributed.islands <= config.training.pop_size
+    assert resolve(config).without_effect == []
     assert f"agilerl train tutorials/manifests/distributed/{path.name}" in path.read_text()

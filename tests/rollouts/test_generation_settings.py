@@ -17,7 +17,7 @@ from agilerl.data import Completion, collate
 from agilerl.envs import ReasoningGymTask
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import decode_completions, render_prompt
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import ConfigError, EngineError, EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
@@ -323,6 +323,27 @@ def test_a_conversation_as_tokens_is_what_was_sampled() -> None:
     assert (thread.prompt_ids, thread.text, all(thread.action_mask)) == (prompt.prompt_ids, text, True)
     batch = collate([thread, prompt], agent.pad_token_id)
     assert (agent.logprobs(batch) != 0).sum(1).tolist() == [len(thread.token_ids), 0]
+
+
+def test_every_answer_of_a_conversation_is_marked() -> None:
+    """Only the last one was."""
+    runtime = Runtime.from_pretrained("embedded")
+    first = [{"role": "user", "content": QUESTION + "sun"}, {"role": "assistant", "content": "nus"}]
+    one, both = runtime.tokenize(first), runtime.tokenize([*first, *first])
+    assert both.prompt_ids == one.prompt_ids
+    marked = [token for token, is_action in zip(both.token_ids, both.action_mask) if is_action]
+    assert marked == 2 * one.token_ids
+    assert len(both.token_ids) == 2 * len(one.token_ids) + len(one.prompt_ids) - 1  # one start token
+    with pytest.raises(EnvError, match=r"found the roles assistant$"):
+        runtime.tokenize(first[1:])
+
+
+@pytest.mark.parametrize("of", ["generate", "tokenize"])
+def test_half_a_character_is_named(of: str) -> None:
+    runtime = Runtime.from_pretrained("embedded")
+    for thread in ("a\ud800", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]):
+        with pytest.raises(ConfigError, match="half of a character"):
+            getattr(runtime, of)(thread)
 
 
 @pytest.mark.parametrize("prompts", [5, [3], [[]], [[1, 2]], {"role": "user"}, [{"role": "user"}]])
