@@ -82,15 +82,12 @@ class AnswerFormat:
         if self.kind == "whole":
             return completion
         text = prefill + completion
-        spans: Iterable[tuple[int, int]]
-        if self.kind == "tags":
-            spans = _tagged(text)
-        elif self.kind == "boxed":
-            spans = _boxed(text)
-        elif self.kind == "after":
-            spans = _following(text, self.phrase)
-        else:
-            spans = (match.span() for match in _NUMBER.finditer(text))
+        spans: Iterable[tuple[int, int]] = {  # generators: only the chosen one reads the text
+            "tags": _tagged(text),
+            "boxed": _boxed(text),
+            "after": _following(text, self.phrase),
+            "last_number": (match.span() for match in _NUMBER.finditer(text)),
+        }[self.kind]
         (start, end), *_ = [*deque(spans, maxlen=1), (0, 0)]
         if end <= len(prefill):
             return None
@@ -108,22 +105,21 @@ def _tagged(text: str) -> Iterable[tuple[int, int]]:
 def _boxed(text: str) -> Iterable[tuple[int, int]]:
     """Yield the span within the last ``\\boxed{`` whose braces balance; of nested ones the inner one."""
     opened: list[int | None] = []
-    spans = [(0, 0)]
+    found = (0, 0)
     for match in _BRACES.finditer(text):
         if match[0] == "}" and opened:
             start = opened.pop()
-            if start is not None:
-                spans = [max(spans[0], (start, match.start()))]
+            found = found if start is None else max(found, (start, match.start()))
         elif match[0].endswith("{") and match[0] != r"\{":
             opened.append(match.end() if len(match[0]) > 1 else None)
-    return spans
+    yield found
 
 
 def _following(text: str, phrase: str) -> Iterable[tuple[int, int]]:
     """Yield the span after the last occurrence of a phrase up to the end of its line or sentence."""
     *_, last = [None, *deque(re.finditer(re.escape(phrase), text, re.IGNORECASE), maxlen=1)]
     if last is not None:
-        start = last.end() + len(text[last.end() :]) - len(text[last.end() :].lstrip(" \t\r\n:*"))
+        start = len(text) - len(text[last.end() :].lstrip(" \t\r\n:*"))
         end = _SENTENCE_END.search(text, start)
         line = text[start : len(text) if end is None else end.start()]
         yield start, start + len(line.rstrip(" \t*"))
