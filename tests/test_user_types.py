@@ -12,6 +12,7 @@ import pytest
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms import keywords as typed
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
@@ -38,7 +39,12 @@ MYPY_INI = "[mypy]\nfollow_imports = normal\n" + "".join(
 )
 
 
-@pytest.fixture(scope="module", params=["build_editable", "build_wheel"])
+BUILDS = ("build_editable", "build_wheel")
+ALWAYS = (("build_editable", "mypy"), ("build_wheel", "pyright"))
+"""Each way of building and each type checker; the other pairs say no more."""
+
+
+@pytest.fixture(scope="module")
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that has the package in this way, and what it imports from here."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -63,7 +69,15 @@ def lines(output: str) -> set[int]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.parametrize(
+    ("python", "checker"),
+    [
+        pytest.param(build, checker, marks=() if (build, checker) in ALWAYS else pytest.mark.nightly)
+        for build in BUILDS
+        for checker in ("mypy", "pyright")
+    ],
+    indirect=["python"],
+)
 @pytest.mark.processes
 def test_a_misspelt_keyword_is_an_error(checker: str, python: Path, tmp_path: Path) -> None:
     if checker == "pyright" and find_spec("pyright") is None:
@@ -89,8 +103,7 @@ def test_typed_keywords_are_those_of_the_signature(name: str) -> None:
 
 @pytest.mark.processes
 def test_typed_keywords_are_fresh() -> None:
-    command = [sys.executable, ROOT / "docs" / "generate_keywords.py", "--print"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = programs.run(ROOT / "docs" / "generate_keywords.py", "--print", cwd=ROOT).stdout
     formatted = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "-"],
         input=printed,

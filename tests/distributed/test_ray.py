@@ -1,7 +1,6 @@
 """`agilerl train ... distributed.backend=ray`, with a real Ray on this machine."""
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,23 +16,16 @@ from tests.distributed.test_islands_faults import QUICK
 from tests.distributed.together import descendants, kill, wait_for
 from tests.faults.evidence import differences, evidence
 from tests.faults.pieces import begin
+from tests.programs import Program
 from tests.training.small_runs import ROOT, environment
 
 ON_RAY = ("distributed.backend=ray", "distributed.islands=2", "distributed.cpus_per_island=0.5")
+AWAKE = {"RAY_worker_niceness": "0"}
+"""Ray's workers have a niceness of 15: on a busy machine they would not get to their first iteration in ten minutes."""
 
 
-def on_ray(*arguments: str, cwd: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "agilerl", "train", *QUICK, *ON_RAY, *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(),
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def on_ray(*arguments: str, cwd: Path) -> Program:
+    return Program("-m", "agilerl", "train", *QUICK, *ON_RAY, *arguments, cwd=cwd, env={**environment(), **AWAKE})
 
 
 @pytest.mark.model
@@ -103,7 +95,8 @@ def test_the_command_of_a_server_has_room_for_every_adapter() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.processes
 def test_a_server_listens_to_this_machine_alone_and_asks_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name, value in {**AWAKE, "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = DistributedConfig(islands=1, vllm_servers=1, gpus_per_server=0, cpus_per_island=0.5)
     told: list[str] = []
