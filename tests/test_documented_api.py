@@ -48,7 +48,7 @@ GRPO_DEFAULTS: dict[str, Any] = {
 CHANGED: dict[str, dict[str, Any]] = {
     "GRPO": {
         "lr": 1e-5, "max_grad_norm": 1.0, "top_p": 1.0, "top_k": 0, "min_output_tokens": None, "device": None,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": False, "beta": 0.0,
     },
 }  # fmt: skip
 REFUSED = {"action_granularity": "turn"}
@@ -56,15 +56,15 @@ REFUSED = {"action_granularity": "turn"}
 SIBLINGS: dict[str, dict[str, Any]] = {
     "GSPO": {"group_size": 8, "adv_norm": "mean_std", "lr": 1e-5},
     "CISPO": {"group_size": 8, "loss_norm": "token-mean", "clip_max": 5.0, "clip_min": None},
-    "RLOO": {"group_size": 8, "kl_estimator": "k1", "kl_placement": "reward"},
+    "RLOO": {"group_size": 8, "beta": 0.0, "kl_estimator": "k1", "kl_placement": "reward"},
     "MaxRL": {"group_size": 8, "lr": 1e-5},
     "DPPO": {"divergence": "tv", "divergence_limit": 0.2, "weight_max": 20.0},
     "PPO": {
         "lr_actor": 1e-5, "lr_critic": 5e-5, "vf_coef": 0.5, "gamma": 1.0, "gae_lambda": 1.0, "turn_level_clip": True,
         "advantage_granularity": "auto", "turn_ratio_pooling": "sum", "turn_value_reduction": "final_value",
-        "whiten_advantages": True, "clip_coef": 0.2, "beta": 0.001,
+        "whiten_advantages": True, "clip_coef": 0.2, "beta": 0.0,
     },
-    "REINFORCE": {"beta": 0.01, "gamma": 1.0, "clip_coef": 0.2, "advantage_estimator": "rebn"},
+    "REINFORCE": {"beta": 0.0, "gamma": 1.0, "clip_coef": 0.2, "advantage_estimator": "rebn"},
     "DPO": {"beta": 0.1, "nll_alpha": 0.0, "loss_type": "sigmoid", "lr": 5e-6},
     "KTO": {"beta": 0.1, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
     "SFT": {"lr": 1e-4},

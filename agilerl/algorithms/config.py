@@ -140,8 +140,8 @@ class ReferenceConfig(AlgorithmConfig):
 class SurrogateConfig(ReferenceConfig, LLMConfig):
     """Hyperparameters of a clipped policy gradient; used together with ``RolloutLLMConfig``."""
 
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.001
-    """Weight of the KL term; 0 skips the reference forward."""
+    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
+    """Weight of the KL; 0 skips the reference forward, and the rows that teach nothing."""
     clip_coef: Annotated[float | tuple[float, float], Evolve(0.05, 0.5)] = 0.2
     """Bounds of the importance ratio: c means [1 - c, 1 + c], a pair gives both bounds of the ratio."""
     dual_clip: Annotated[float | None, Field(gt=1)] = None

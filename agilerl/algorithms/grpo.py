@@ -112,7 +112,7 @@ class GRPO(LLMAlgorithm):
     @classmethod
     def dr_grpo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
         """Dr. GRPO (arXiv 2503.20783): no division by the spread, every token weighs the same in every sequence."""
-        return cls._preset("dr_grpo", {"adv_norm": "mean_only", "loss_norm": "fixed-length", "beta": 0.0}, arguments)
+        return cls._preset("dr_grpo", {"adv_norm": "mean_only", "loss_norm": "fixed-length"}, arguments)
 
     @classmethod
     def dapo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
@@ -127,7 +127,7 @@ class GRPO(LLMAlgorithm):
                 "GRPO.dapo punishes completions close to max_output_tokens, found None; set it, or give "
                 "overlong_cache_tokens=None to switch that off"
             )
-        values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "beta": 0.0, "dynamic_sampling": True}
+        values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "dynamic_sampling": True}
         if "overlong_cache_tokens" not in arguments:
             values["overlong_cache_tokens"] = max(1, int(limit or 1) // 5)
         return cls._preset("dapo", values, arguments)

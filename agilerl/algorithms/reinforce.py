@@ -36,8 +36,6 @@ class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameter here
     group_size: Annotated[int, Field(ge=1), Evolve(1, 32)] = 8
     """Completions sampled for each prompt; 1 is enough, unless a group's mean is the baseline."""
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.01
-    """Weight of the KL term; 0 skips the reference forward."""
     gamma: Annotated[float, Field(ge=0, le=1), Evolve(0.9, 1.0, scale="linear")] = 1.0
     """Discount from one unit of credit to the next: from token to token, or from turn to turn."""
     advantage_estimator: Literal["rebn", "reinforce++", "reinforce++-baseline"] = "rebn"

@@ -2,13 +2,12 @@
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.keywords import RLOOKeywords
 from agilerl.functional import KLEstimator, PoolingLevel
-from agilerl.hpo.parameters import Evolve
 from agilerl.validation import Needs
 
 
@@ -19,8 +18,6 @@ class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     adv_norm: ClassVar[Literal["rloo"]] = "rloo"  # type: ignore[misc]
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]
-    beta: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.05
-    """Weight of the KL, which is subtracted from the reward; 0 skips the reference forward."""
     kl_estimator: Annotated[KLEstimator, Needs("beta")] = "k1"
     """Estimator of KL(policy || reference); k1's sum over a completion is its log-ratio, as in the paper."""
     kl_placement: Annotated[Literal["loss", "reward", "advantage"], Needs("beta")] = "reward"

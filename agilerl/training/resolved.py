@@ -338,8 +338,8 @@ def _genes_of(
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
         found[name] = gene = known.get(name) or _gene(declared, wanted, where)
         _check_ends(gene, start, where)
-        # A range that was given outweighs the start; one that the algorithm declares does not.
-        given = wanted.model_fields_set & {"min", "max"}
+        # A range that was given outweighs the start, and any range outweighs a default.
+        given = wanted.model_fields_set & {"min", "max"} or name.partition(".")[0] not in config.algorithm
         if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
             start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
         if not gene.contains(value := values_of(start, [name])[name]):

@@ -41,7 +41,7 @@ def turns_batch() -> RolloutBatch:
 
 def test_documented_defaults(runtime: Runtime) -> None:
     config = REINFORCE(runtime=runtime, pad_token_id=PAD).config
-    assert (config.beta, config.gamma, config.clip_coef) == (0.01, 1.0, 0.2)
+    assert (config.beta, config.gamma, config.clip_coef) == (0.0, 1.0, 0.2)
     assert (config.ratio_level, config.advantage_level) == ("token", "token")
     assert LLMREINFORCE is REINFORCE
 

@@ -167,15 +167,15 @@ AGENT: dict[str, Entry] = {
     "reward_weights": Proven("algorithms/test_reward_weights.py::test_weights_decide_what_is_learned"),
     # the reference and the KL
     "use_separate_reference_adapter": to(False),
-    "ref_sync_steps": to(2),
-    "ref_sync_alpha": to(0.2, ref_sync_steps=2),
+    "ref_sync_steps": to(2, beta=0.5),
+    "ref_sync_alpha": to(0.2, ref_sync_steps=2, beta=0.5),
     "beta": to(0.5),
-    "kl_estimator": to("k2"),
-    "kl_placement": to("reward"),
-    "use_kl_advantage_shaping": to(True),
+    "kl_estimator": to("k2", beta=0.5),
+    "kl_placement": to("reward", beta=0.5),
+    "use_kl_advantage_shaping": to(True, beta=0.5),
     "kl_clamp_value": to(1e-3, beta=0.5),
-    "kl_target": to(0.5),
-    "kl_horizon": to(20, kl_target=0.5),
+    "kl_target": to(0.5, beta=0.5),
+    "kl_horizon": to(20, kl_target=0.5, beta=0.5),
     # the surrogate
     "clip_coef": to(0.01),
     "dual_clip": to(1.01, clip_coef=0.01),
@@ -214,8 +214,8 @@ OWN: dict[str, dict[str, Entry]] = {
     "CISPO": {"clip_coef": to(0.01), "clip_max": to(1.0), "clip_min": to(0.99), "loss_norm": to("seq-mean-token-mean")},
     "RLOO": {
         "importance_sampling_level": Refused("token"),
-        "kl_placement": to("loss"),
-        "use_kl_advantage_shaping": to(True, kl_placement="loss"),
+        "kl_placement": to("loss", beta=0.5),
+        "use_kl_advantage_shaping": to(True, kl_placement="loss", beta=0.5),
     },
     "DPPO": {"divergence": to("kl"), "divergence_limit": to(1e-3), "weight_max": to(1.0)},
     "REINFORCE": {
