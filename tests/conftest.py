@@ -1,6 +1,7 @@
 """What holds for every test: no network, one thread, the same examples each time, long files first."""
 
 import os
+import sys
 
 # Set before the libraries read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,7 +9,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
-from hypothesis import settings
+
+# Else every start of pytest rewrites the assertions of hypothesis and of the tests again: 4 to 12 seconds.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+from hypothesis import settings  # noqa: E402
 
 # A check that fails now and then is of no use to whoever did not cause it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

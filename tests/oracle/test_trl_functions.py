@@ -13,8 +13,8 @@ from agilerl.functional import (
 from tests.oracle import trl_stubs
 from tests.oracle.random_tensors import random_tensors
 
-trl = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed; make setup installs it")
-grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed; make setup installs it")
+trl = trl_stubs.module("trainer.utils")
+grpo_trainer = trl_stubs.module("trainer.grpo_trainer")
 
 
 def random_logits(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

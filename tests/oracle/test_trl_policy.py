@@ -11,8 +11,8 @@ from agilerl.functional import MetricReducer
 from tests.oracle import trl_stubs
 from tests.oracle.random_tensors import MAX_LENGTH, Tensors, assert_equal, loss_inputs, ours, random_tensors
 
-grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed; make setup installs it")
-rloo_trainer = pytest.importorskip("trl.trainer.rloo_trainer", reason="TRL is not installed; make setup installs it")
+grpo_trainer = trl_stubs.module("trainer.grpo_trainer")
+rloo_trainer = trl_stubs.module("trainer.rloo_trainer")
 
 CASES: list[tuple[type[LLMAlgorithm], dict[str, Any], dict[str, Any]]] = [
     (GRPO, {"beta": 0.0}, {"loss_type": "grpo"}),

@@ -23,8 +23,8 @@ from agilerl.functional import (
 from tests.oracle import trl_stubs
 from tests.oracle.random_tensors import Tensors, random_tensors
 
-dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL is not installed; make setup installs it")
-sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="TRL is not installed; make setup installs it")
+dpo_trainer = trl_stubs.module("trainer.dpo_trainer")
+sft_trainer = trl_stubs.module("trainer.sft_trainer")
 
 BETA = 0.3
 MENU: list[tuple[dict[str, float], dict[str, Any], dict[str, float] | None]] = [
@@ -165,8 +165,8 @@ def test_losses_without_a_reference(
     make: Callable[..., LLMAlgorithm], settings: dict[str, Any], theirs: dict[str, Any], seed: int
 ) -> None:
     """The preference terms are those of TRL's CPO and ORPO trainers; the cross-entropy is over completions here."""
-    cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
-    orpo_trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    cpo_trainer = trl_stubs.module("experimental.cpo.cpo_trainer")
+    orpo_trainer = trl_stubs.module("experimental.orpo.orpo_trainer")
     x = random_tensors(seed)
     pairs = torch.arange(len(x.mask)).view(2, -1).T.flatten()
     agent, leaf, metrics = make(DPO, beta=BETA, **settings), x.leaf, MetricReducer()

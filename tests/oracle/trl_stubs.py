@@ -1,11 +1,20 @@
 """As much of a TRL trainer as its loss asks for: the method runs unbound on this, with tensors in place of a model."""
 
+import sys
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+
+def module(name: str) -> Any:
+    """Import a module of TRL without wandb, which takes seconds in every process that collects the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        return pytest.importorskip(f"trl.{name}", reason="TRL is not installed; make setup installs it")
 
 
 def accelerator() -> SimpleNamespace:
