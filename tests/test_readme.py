@@ -39,6 +39,7 @@ from typer.testing import CliRunner
 
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
+from agilerl.models.tiny import tiny_model_path
 from tests import programs
 from tests.report.synthetic_run import make_run
 from tests.training.small_runs import environment
@@ -220,6 +221,7 @@ def named_by(node: ast.expr, names: dict[str, object]) -> Callable[..., object] 
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the manifests of the tutorials and of the pages, and the rows that some of them name."""
     shutil.copytree(ROOT / "tutorials" / "manifests", tmp_path / "tutorials" / "manifests")
+    shutil.copytree(tiny_model_path(), tmp_path / "build" / "smollm2")  # in place of SmolLM2, which tests/real has
     for name, columns in (("rows.jsonl", ("question", "answer")), ("more.jsonl", ("problem", "solution"))):
         rows = ({columns[0]: f"{name} {i}", columns[1]: str(i)} for i in range(64))
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

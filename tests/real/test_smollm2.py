@@ -48,13 +48,19 @@ def agilerl(place: Path, *arguments: str) -> Program:
     return Program("-m", "agilerl", *arguments, cwd=place)
 
 
+def done(place: Path, *arguments: str) -> str:
+    """Return what a command printed that has to succeed."""
+    program = agilerl(place, *arguments)
+    output, errors = program.communicate()
+    assert program.returncode == 0, output + errors
+    return output
+
+
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """A run of one iteration for each agent."""
     start = time.perf_counter()
-    program = agilerl(place, "train", *SETTINGS, "training.max_steps=8", "--out", "run")
-    output, errors = program.communicate()
-    assert program.returncode == 0, output + errors
+    done(place, "train", *SETTINGS, "training.max_steps=8", "--out", "run")
     print(f"one iteration took {time.perf_counter() - start:.0f} s")
     return place / "run"
 
@@ -101,9 +107,7 @@ def test_the_tutorial_learns(place: Path, folder: Path) -> None:
         *("training.pop_size=1", "training.max_steps=1280", "selection_strategy.name=none"),
         *("environment.eval_prompts=8", "environment.test_prompts=60"),
     )
-    program = agilerl(place, "train", str(manifest), *smaller, "--out", "siblings", "-q")
-    output, errors = program.communicate()
-    assert program.returncode == 0, output + errors
+    done(place, "train", str(manifest), *smaller, "--out", "siblings", "-q")
     summary = json.loads((place / "siblings/summary.json").read_text())
     assert summary["test"]["base"]["mean"] < 0.3
     assert summary["test"]["elite"]["mean"] > summary["test"]["base"]["mean"] + 0.2
@@ -117,16 +121,12 @@ def test_a_killed_run_resumes(place: Path) -> None:
     assert program.poll() is None
     os.kill(program.pid, signal.SIGKILL)
     program.communicate()
-    resumed = agilerl(place, "resume", "killed")
-    output, errors = resumed.communicate()
-    assert resumed.returncode == 0, output + errors
+    done(place, "resume", "killed")
     assert (place / "killed/summary.json").is_file()
 
 
 def test_it_is_merged_and_talked_to(run: Path, place: Path, folder: Path) -> None:
-    merged = agilerl(place, "merge", "run", "merged")
-    output, errors = merged.communicate()
-    assert merged.returncode == 0, output + errors
+    done(place, "merge", "run", "merged")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "elite")
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(place / "merged")), logits(adapted), rtol=1e-3, atol=1e-3
@@ -142,3 +142,23 @@ def test_it_is_merged_and_talked_to(run: Path, place: Path, folder: Path) -> Non
     )
     assert talk.returncode == 0, talk.stderr
     assert json.loads(talk.stdout.splitlines()[-1])["user"] == question
+
+
+def test_it_is_examined_and_handed_on(run: Path, place: Path) -> None:
+    document = json.loads(done(place, "eval", "run", "--samples", "2", "--json"))
+    assert (
+        document["adapter"]["greedy"]["mean"] == json.loads((run / "summary.json").read_text())["test"]["elite"]["mean"]
+    )
+    done(place, "export", "run", "exported")
+    weights = "adapter_model.safetensors"
+    assert (place / "exported" / weights).read_bytes() == (run / "elite" / weights).read_bytes()
+    upload = json.loads(done(place, "push", "run", "me/mine", "--dry-run", "--json"))
+    assert weights in json.dumps(upload)
+
+
+def test_a_probe_says_where_learning_would_start(place: Path) -> None:
+    model = f"network.pretrained_model_name_or_path={FOLDER}"
+    table = done(place, "probe", model, "algorithm.max_output_tokens=4", "--task", "gcd", "--questions", "2", "--json")
+    (row,) = json.loads(table)["rows"]
+    assert (row["task"], row["reward"]) == ("gcd", 0.0)  # it answers in a sentence
+    assert "answer_format" in row["advice"] or "max_output_tokens" in row["advice"]
