@@ -75,6 +75,7 @@ def test_answers_of_the_agents_are_those_of_the_base(one: Any) -> None:
     agent, asks = population.agents[0], population.trial(0, 4)
     found = probe(population, 4)
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
+    assert {request.purpose for request in requests} == {"trial"}  # draws that no rollout and no exam has
     completions = population.runtime.complete([replace(request, slot=None) for request in requests])
     lengths = [[len(c.token_ids) for c in group] for group in completions]
     assert agent.slot is not None
