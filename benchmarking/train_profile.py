@@ -80,6 +80,7 @@ CLOCKS = (
     Clocked("agilerl.runtime", "Runtime._without_gradient", "update: fixed log-probs", "update"),
     Clocked("agilerl.population", "Population.evaluate", EXAMS),
     Clocked("agilerl.population", "Population.evaluate_base", EXAMS),
+    Clocked("agilerl.training.loop", "before_and_after", EXAMS),
     Clocked("agilerl.population", "Population.evaluate_agent", EXAMS),
     Clocked("agilerl.population", "Population.sick", EVOLUTION),
     Clocked("agilerl.population", "Population.state_of", EVOLUTION),

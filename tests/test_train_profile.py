@@ -24,7 +24,7 @@ from benchmarking.train_profile import (
 )
 
 TINY = """
-algorithm: {name: GRPO, group_size: 4, batch_size: 8, max_output_tokens: 3}
+algorithm: {name: GRPO, group_size: 4, batch_size: 8, max_output_tokens: 3, beta: 0.1}
 environment:
   task: reasoning_gym:spell_backward
   data_batch_size_per_gpu: 4

@@ -82,7 +82,7 @@ def test_the_names_after_a_populations_step() -> None:
     tokenizer = load_tokenizer("embedded")
     config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
-    agents = GRPO.population(2, runtime=runtime, group_size=4, batch_size=16, max_output_tokens=2)
+    agents = GRPO.population(2, runtime=runtime, group_size=4, batch_size=16, max_output_tokens=2, beta=0.1)
     population = Population(agents, ConstantTarget(), prompts_per_step=4, eval_max_new_tokens=2)
     for metrics in population.learn(population.rollout()).values():
         assert set(metrics) == ALWAYS | WITH_REFERENCE | WITH_ONE_GRADER
