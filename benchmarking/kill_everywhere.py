@@ -205,7 +205,7 @@ def _covering(cases: list[list[int]], points: list[tuple[int, str, str]]) -> lis
     """Return the cases that bring an operation on a kind of file (its name without numbers) not seen before them."""
     seen: set[tuple[str, str]] = set()
     found = []
-    for numbers in cases:
+    for numbers in sorted(cases, key=len, reverse=True):
         kinds = {(operation, re.sub(r"\d+", "", name)) for _, operation, name in (points[n] for n in numbers)}
         if not kinds <= seen:
             seen |= kinds

@@ -414,7 +414,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "sft.test": lambda w: (w.sft.test, {"env": w.sft_gym}),
     "sft.learn": lambda w: (w.sft.learn, {"experiences": w.sft_gym.reset()}),
     "Run": lambda w: (Run, {"path": "no/where"}),
-    "train": lambda w: (train_run, {"task": "gcd", "display": False}),  # which is refused, so nothing trains
+    "train": lambda w: (train_run, {"task": "gcd", "max_tokens": 1, "display": False}),
     "Runtime.for_model": lambda w: (Runtime.for_model, {"model": w.runtime.base.model}),
     "Runtime.from_pretrained": lambda w: (Runtime.from_pretrained, {"name": "no/where"}),
     "population.learn": lambda w: (w.population.learn, {"rollout": w.rollout}),

@@ -89,14 +89,15 @@ def test_attention_that_this_machine_has_not_is_refused(kind: str) -> None:
 
 @pytest.mark.model
 def test_decoding_uses_sdpa_where_the_attention_takes_no_mask() -> None:
-    prompt = [{"input_ids": [[3, 4, 5]]}]
-    found = []
-    for kind in ("sdpa", "flex_attention"):  # the second cannot be computed here, and is not
-        one = agent(Runtime.for_model(random_model(), seed=1), max_output_tokens=6)
-        one.runtime.base.model.config._attn_implementation = kind
-        found.append(one.get_action(prompt).completion_ids[0].tolist())
-        assert one.runtime.base.model.config._attn_implementation == kind
-    assert found[0] == found[1]
+    prompt, found = [{"input_ids": [[3, 4, 5]]}], []
+    one = agent(Runtime.for_model(random_model(), seed=1), max_output_tokens=6)
+    config = one.runtime.base.model.config
+    # Decoding is checked once, with the first; the last cannot be computed here, and is not.
+    for kind in ("eager", "sdpa", "flex_attention"):
+        config._attn_implementation = kind
+        found.append(one.get_action(prompt, training=False).completion_ids[0].tolist())
+        assert config._attn_implementation == kind
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.model
