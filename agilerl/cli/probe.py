@@ -150,8 +150,7 @@ def _measured(row: _Row, bases: "Bases", questions: int, samples: int | None, *,
 def _line(result: _Result, width: int) -> str:
     name = one_line(result.row.name, width)
     if result.found is None:
-        reason = " ".join(str(result.error).split())
-        return f"{name:<{width}}  {reason}"[: _WIDTH - 1]
+        return f"{name:<{width}}  {one_line(str(result.error), _WIDTH - width - 3)}"
     found = result.found
     numbers = (f"{found.reward:.3f}", f"{found.differ:.0%}", f"{found.cut:.0%}", f"{found.length:.0f}")
     return f"{name:<{width}}{''.join(f'{number:>8}' for number in numbers)}  {found.start}"
