@@ -60,7 +60,7 @@ def _command() -> None:
     import typer
 
     from agilerl.cli.app import app
-    from agilerl.cli.process_settings import debug, loading_done
+    from agilerl.cli.process_settings import debug
     from agilerl.errors import AgileRLError, WriteError, lacks_memory
 
     debug(False)
@@ -85,8 +85,6 @@ def _command() -> None:
         if type(error).__name__ != "PanicException":
             raise
         _fail(f"a library crashed on a file, most likely a tokenizer's: {error}", 2)
-    finally:
-        loading_done()  # in case the command ended while it was loading
     if code == 130:
         _fail("interrupted", 130)
     sys.exit(code)

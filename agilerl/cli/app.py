@@ -123,6 +123,9 @@ def root(
     ] = False,
 ) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""
+    from agilerl.cli.process_settings import loading_done
+
+    context.call_on_close(loading_done)  # in case the command ends while it is loading
     if context.invoked_subcommand is None and not version:
         typer.echo(context.get_help())
     if version:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from agilerl.algorithms import ALGORITHMS, GRPO
 from agilerl.cli import process_settings
+from agilerl.cli.app import app
 from agilerl.config import declared
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import gene_names, genes_from
@@ -209,6 +211,8 @@ def test_the_settings_can_be_left_out(monkeypatch: pytest.MonkeyPatch, agilerl: 
 
 def test_a_refused_command_leaves_the_collector_on(agilerl: Agilerl) -> None:
     assert agilerl("train", "training.popsize=3").code == 2
+    assert gc.isenabled()
+    CliRunner().invoke(app, ["probe", "training.popsize=3"])  # without the program around it
     assert gc.isenabled()
 
 
