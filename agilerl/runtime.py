@@ -425,9 +425,9 @@ class Runtime:
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
-            own = [Rows(batch.ids, batch.lengths, batch.prompts) for batch in batches]
+            own = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches]
             rows = flatten(own, self.base.dtype, exact=device.type == "cpu").to(device)
-            dropout = _dropout(parts, rows.sources, len(rows.ids), device, prompts_once=True)
+            dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows), list(rows.sources)
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
@@ -436,13 +436,10 @@ class Runtime:
             lengths = torch.cat([p.batch.lengths for p in parts]).to(device)
 
             def route(packed: Packed) -> AbstractContextManager[None]:
-                own = torch.split(packed.source.cpu(), counts)
-                dropout = _dropout(parts, own, packed.ids.numel(), device, prompts_once=False)
-                return self.store.routed(_route(parts, packed.rows, dropout))
+                return self.store.routed(_route(parts, packed.rows, _dropout(parts, packed.origins, device)))
 
             return self.base.packed(ids, lengths, counts, route).flatten(0, 1), list(sources)
-        dropout = _dropout(parts, sources, ids.numel(), device, prompts_once=False)
-        with self.store.routed(_route(parts, counts, dropout)):
+        with self.store.routed(_route(parts, counts, _dropout(parts, torch.arange(ids.numel()), device))):
             return self.base.hidden(ids).flatten(0, 1), list(sources)
 
     def fixed_logprobs(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
@@ -691,29 +688,21 @@ def _route(parts: Sequence[AgentRows], rows: Sequence[int], dropout: Dropout | N
     return Route(tuple(s for s, _ in pairs), tuple(n for _, n in pairs), dropout) if pairs else None
 
 
-def _dropout(
-    parts: Sequence[AgentRows], sources: Sequence[Tensor], tokens: int, device: torch.device, *, prompts_once: bool
-) -> Dropout | None:
-    """Return what the parts' adapters leave out of a line of so many tokens; None: nothing, or no gradient is wanted.
+def _dropout(parts: Sequence[AgentRows], origins: Tensor, device: torch.device) -> Dropout | None:
+    """Return what the parts' adapters leave out of a line of tokens; None: nothing, or no gradient is wanted.
 
-    ``sources`` say where in it the tokens ``[B, T]`` of each part are. A prompt that is computed once for several rows
-    has the number of the first of them.
+    ``origins [N]`` say which token of all parts' rows, side by side, each one of the line is.
     """
     if not (torch.is_grad_enabled() and any(part.dropout for part in parts)):
         return None
-    line = torch.zeros(tokens, dtype=torch.int32)
-    for part, source in zip(parts, sources):
-        if not part.dropout or part.draws is None:
-            continue
-        batch, place = part.batch.to("cpu"), torch.arange(source.shape[1])
-        keys = token_keys(part.draws, source.shape[1])
-        if prompts_once and len(batch.prompts.rows):
-            rows, lengths, of = batch.prompts
-            of_first = token_keys(part.draws[rows], source.shape[1])[of]
-            keys = torch.where((place < lengths[of, None]) & (of >= 0)[:, None], of_first, keys)
-        real = place < batch.lengths[:, None]
-        line[source[real]] = keys[real]
-    return Dropout(tuple(part.dropout for part in parts if part.slot is not None), line.to(device))
+    keys = [
+        token_keys(part.draws, part.batch.ids.shape[1]).flatten()
+        if part.dropout and part.draws is not None
+        else torch.zeros(part.batch.ids.numel(), dtype=torch.int32)
+        for part in parts
+    ]
+    rates = tuple(part.dropout for part in parts if part.slot is not None)
+    return Dropout(rates, torch.cat(keys)[origins].to(device))
 
 
 def _scatter(mask: Tensor, values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from agilerl.data.tree import TokenTree, token_tree
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
@@ -91,21 +92,6 @@ class Trajectory:
 # -- rows as tensors --------------------------------------------------------------------------------------------------
 
 
-_SHORTEST_PROMPT = 8
-"""Tokens: a shorter prompt costs more as a sequence of its own than computing it once saves."""
-
-
-class Prompts(NamedTuple):
-    """The different prompts of a batch: what a row has before its first action."""
-
-    rows: Tensor
-    """[G] a row that begins with each prompt."""
-    lengths: Tensor
-    """[G] tokens of each."""
-    of: Tensor
-    """[B] the prompt of each row; -1: none, or one too short to count."""
-
-
 @dataclass(frozen=True)
 class RolloutBatch:
     """One agent's trajectories: B rows of T tokens, right-padded. Position t of [B, T-1] is about token t + 1."""
@@ -156,35 +142,23 @@ class RolloutBatch:
         return heads.scatter_reduce(0, places, rows, "amin"), places
 
     @cached_property
-    def prompts(self) -> Prompts:
-        """The prompts that rows begin with, so that one that several rows share is computed only once."""
-        ids = self.ids.cpu().numpy()
-        lengths = torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
-        known: dict[bytes, int] = {}
-        rows, of = list[int](), list[int]()
-        for row, length in enumerate(lengths.tolist()):
-            if length < _SHORTEST_PROMPT:
-                of.append(-1)
-                continue
-            number = known.setdefault(ids[row, :length].tobytes(), len(known))
-            of.append(number)
-            if number == len(rows):
-                rows.append(row)
-        first = torch.tensor(rows, dtype=torch.int64)
-        return Prompts(first, lengths.cpu()[first], torch.tensor(of, dtype=torch.int64))
+    def tree(self) -> TokenTree:
+        """What rows begin with in common, to be computed once. Parts of a batch keep the tree of the whole."""
+        return token_tree(self.ids, self.lengths)
 
     @property
     def distinct_tokens(self) -> int:
-        """Tokens without padding, each prompt counted once."""
-        prompts = self.prompts
-        again = torch.cat([prompts.lengths, prompts.lengths.new_zeros(1)])[prompts.of].sum()
-        return int(self.lengths.sum() - again + prompts.lengths.sum())
+        """Tokens without padding, each common part counted once."""
+        tree = self.tree
+        return int((self.lengths.cpu() - tree.own).sum() + (tree.ends - tree.starts).sum())
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         picked: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
         batch = RolloutBatch(**picked)
+        numbers = torch.arange(len(self), device=rows.device if isinstance(rows, Tensor) else None)[rows]
+        batch.__dict__["tree"] = self.tree.select(numbers)
         length = min(padded_length(int(batch.lengths.max()) if len(batch) else 1), self.ids.shape[1])
         if length == self.ids.shape[1]:
             return batch
@@ -196,7 +170,7 @@ class RolloutBatch:
         for name in ("action_mask", "turn_ids", "sampling_logps"):
             if cut[name] is not None:
                 cut[name] = cut[name][:, : length - 1]
-        return RolloutBatch(**cut)
+        return self._with_tree(RolloutBatch(**cut))
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Return the batch on another device; itself if it is there."""
@@ -206,7 +180,12 @@ class RolloutBatch:
         for f in fields(self):
             value = getattr(self, f.name)
             moved[f.name] = None if value is None else value.to(device)
-        return RolloutBatch(**moved)
+        return self._with_tree(RolloutBatch(**moved))
+
+    def _with_tree(self, batch: "RolloutBatch") -> "RolloutBatch":
+        if "tree" in self.__dict__:
+            batch.__dict__["tree"] = self.tree
+        return batch
 
 
 def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBatch:
@@ -360,7 +339,7 @@ class LossInputs:
 
 
 _COPIED = 0.125
-"""What a token of a shared prompt costs each further row, in tokens: attention copies its keys and values."""
+"""What a token of a common part costs each further row, in tokens: attention copies its keys and values."""
 
 
 class MicroBatch(NamedTuple):
@@ -379,28 +358,29 @@ class MicroBatch(NamedTuple):
 
 
 def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> list[Tensor]:
-    """Cut some rows ``[n]`` of a batch into micro-batches, those with one prompt side by side; at least one unit each.
+    """Cut some rows ``[n]`` of a batch into micro-batches, those with common parts side by side, a unit or more each.
 
-    ``flat``: rows are computed in one line, a prompt that several of them share once. Otherwise each row costs the
+    ``flat``: rows are computed in one line, what several of them have in common once. Otherwise each row costs the
     padded length of the batch.
     """
     if not len(rows):
         return []
     unit_rows = min(most.unit, len(rows))
     units = rows.view(-1, unit_rows)
-    prompts = batch.prompts if flat else None
-    if prompts is not None:
-        units = units[prompts.of[units[:, 0]].argsort(stable=True)]
-    of = [-1] * len(batch) if prompts is None else prompts.of.tolist()
-    again = [] if prompts is None else (prompts.lengths * (1 - _COPIED)).tolist()
-    lengths = batch.lengths.tolist() if flat else [batch.ids.shape[1]] * len(batch)
+    paths: list[list[int]] = [[]] * len(batch)
+    again: list[float] = []
+    lengths = [batch.ids.shape[1]] * len(batch)
+    if flat:
+        tree, lengths = batch.tree, batch.lengths.tolist()
+        units = units[tree.of[units[:, 0]].argsort(stable=True)]
+        paths, again = tree.paths, ((tree.ends - tree.starts) * (1 - _COPIED)).tolist()
 
     def cost(unit: list[int], there: set[int]) -> float:
-        """Return what some rows add to a pass in which some prompts are; these become more."""
+        """Return what some rows add to a pass in which some common parts are; these become more."""
         tokens = 0.0
         for row in unit:
-            tokens += lengths[row] - (again[of[row]] if of[row] in there else 0)
-            there.update([of[row]] if of[row] >= 0 else [])
+            tokens += lengths[row] - sum(again[part] for part in paths[row] if part in there)
+            there.update(paths[row])
         return tokens
 
     limit = max(1, (most.rows or len(rows)) // unit_rows)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
-from agilerl.data.batch import Prompts
+from agilerl.data.tree import token_tree
 from agilerl.errors import ConfigError, EngineError
 from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
@@ -390,9 +390,9 @@ class BaseModel:
         if self.model.config._attn_implementation != "sdpa" or self.options.torch_compiler is not None:
             return False
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
-        ids[1, :9] = ids[0, :9]  # two rows with one prompt, and one without
-        lengths, prompts = torch.tensor([12, 11, 7]), Prompts(*(torch.tensor(x) for x in ([0], [9], [0, 0, -1])))
-        rows = flatten([Rows(ids, lengths, prompts)], self.dtype, exact=True).to(self.device)
+        ids[1, :9] = ids[0, :9]  # two rows with one beginning, and one without
+        lengths = torch.tensor([12, 11, 7])
+        rows = flatten([Rows(ids, lengths, token_tree(ids, lengths))], self.dtype, exact=True).to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]
             self.flat(rows, past_key_values=_PassedOn())

@@ -1,4 +1,4 @@
-"""Lines of tokens without padding: rows one after another with shared prompts (flat), or concatenated (packed)."""
+"""Lines of tokens without padding: rows with what they have in common once (flat), or concatenated (packed)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from agilerl.data.batch import Prompts
+from agilerl.data.tree import TokenTree
 from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -20,11 +20,11 @@ class Rows(NamedTuple):
     """[B, T] token ids, right-padded."""
     lengths: Tensor
     """[B] tokens of each."""
-    prompts: Prompts | None = None
-    """What rows begin with, to be computed once; None: nothing."""
+    tree: TokenTree | None = None
+    """What rows begin with in common, to be computed once; None: nothing."""
     known: Tensor | None = None
     """[B] tokens at the beginning of each row, not all of it, whose keys and values are known. Attention finds them
-    after those of the line, all rows' side by side. None: none are. Not together with ``prompts``."""
+    after those of the line, all rows' side by side. None: none are. Not together with ``tree``."""
 
 
 class _Block(NamedTuple):
@@ -50,6 +50,8 @@ class FlatRows:
     """Tokens of each batch."""
     sources: tuple[Tensor, ...]
     """For each batch, [B, T] place of each token in the line, on the CPU; at padding, that of the row's last token."""
+    origins: Tensor
+    """[N] index of each token among those of all batches, each flattened, side by side; on the CPU."""
     queries: Tensor
     """Places of the tokens that attention reads as queries, block after block."""
     keys: Tensor
@@ -111,88 +113,110 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     Each batch is padded to a multiple of ``CPU_ROWS`` tokens with copies of its first one, which no other token attends
     to. No index of a batch, not even a masked one, points into another batch: a NaN would spread. With ``exact``,
     sequences share an attention call only with those of equal padded lengths, so that a row's bits depend on nothing
-    but its own batch; otherwise there are two calls.
+    but its own batch; otherwise there are at most three calls.
     """
-    begin = 0
-    ids, positions, parts, sources, readers, sequences = [], [], [], [], [], []
-    cuts = [_sequences(batch) for batch in batches]
-    after = sum(-(-int(lengths.sum()) // CPU_ROWS) * CPU_ROWS for _, _, lengths in cuts)
-    for batch, (prompts, skipped, lengths) in zip(batches, cuts):
-        different, rows = len(prompts.rows), len(batch.ids)
-        places = begin + lengths.cumsum(0) - lengths
-        count = int(lengths.sum())
-        spare = -count % CPU_ROWS
+    begin = origins_before = 0
+    ids, positions, parts, sources, origins, readers = [], [], [], [], [], []
+    sequences = [_sequences(batch) for batch in batches]
+    after = sum(-(-int(own.lengths.sum()) // CPU_ROWS) * CPU_ROWS for own in sequences)
+    for number, (batch, own) in enumerate(zip(batches, sequences)):
+        firsts = begin + own.lengths.cumsum(0) - own.lengths
+        count, width = int(own.lengths.sum()), batch.ids.shape[1]
         line = torch.arange(begin, begin + count)
-        sequence = torch.repeat_interleave(torch.arange(different + rows), lengths)
-        position = line - (places - torch.cat([_NONE.new_zeros(different), skipped]))[sequence]
-        row = torch.cat([prompts.rows, torch.arange(rows)])[sequence]
-        tokens = batch.ids[row, position]
-        ids += [tokens, tokens[:1].expand(spare)]
-        positions += [position, position[:1].expand(spare)]
+        sequence = torch.repeat_interleave(torch.arange(len(own.rows)), own.lengths)
+        origin = own.rows[sequence] * width + line - (firsts - own.starts)[sequence]
         # The padding of a batch repeats its first token in everything, so it stays inside the batch.
-        readers += [line, line[:1].expand(spare)]
-        if batch.known is None:
-            before = torch.cat([places[:different], places.new_zeros(1)])[prompts.of]
-        else:
-            before = after + batch.known.cumsum(0) - batch.known
+        line, origin = (torch.cat([x, x[:1].expand(-count % CPU_ROWS)]) for x in (line, origin))
+        token = torch.minimum(torch.arange(width), own.ends[:, None] - 1)
+        places = (firsts - own.starts)[:, None] + token
+        if batch.known is not None:
+            earlier = after + batch.known.cumsum(0) - batch.known
+            places = torch.where(token < own.starts[:, None], earlier[:, None] + token, places)
             after += int(batch.known.sum())
-        prefix = [
-            torch.cat([places[:different], before]),
-            torch.cat([_NONE.new_zeros(different), skipped]),
-        ]
-        sequences.append(torch.stack([*prefix, places, lengths]))
-        token = torch.minimum(torch.arange(batch.ids.shape[1]), batch.lengths[:, None] - 1)
-        own = places[different:, None] + token - skipped[:, None]
-        sources.append(torch.where(token < skipped[:, None], before[:, None] + token, own))
-        parts.append(count + spare)
-        begin += count + spare
-    queries, keys, answers, blocks = _blocks(torch.cat(sequences, dim=1), begin, dtype, exact=exact)
-    answers = answers[torch.cat(readers)]
-    return FlatRows(torch.cat(ids), torch.cat(positions), tuple(parts), tuple(sources), queries, keys, answers, blocks)
+        elif batch.tree is not None:
+            common = len(batch.tree.rows)
+            for part, parent in enumerate(batch.tree.parents.tolist()):
+                places[part, : own.starts[part]] = places[parent, : own.starts[part]]
+            before = token[common:] < own.starts[common:, None]
+            places[common:] = torch.where(before, places[batch.tree.of], places[common:])
+        sequences[number] = own._replace(places=places)
+        ids.append(batch.ids.flatten()[origin])
+        positions.append(origin % width)
+        sources.append(places[-len(batch.ids) :])
+        origins.append(origins_before + origin)
+        readers.append(line)
+        parts.append(len(line))
+        begin += len(line)
+        origins_before += batch.ids.numel()
+    queries, keys, answers, blocks = _blocks(sequences, begin, dtype, exact=exact)
+    return FlatRows(
+        ids=torch.cat(ids),
+        positions=torch.cat(positions),
+        parts=tuple(parts),
+        sources=tuple(sources),
+        origins=torch.cat(origins),
+        queries=queries,
+        keys=keys,
+        answers=answers[torch.cat(readers)],
+        blocks=blocks,
+    )
 
 
-def _sequences(batch: Rows) -> tuple[Prompts, Tensor, Tensor]:
-    """Return the prompts of a batch, the tokens before each row's own sequence, and the lengths of all sequences.
+class _Sequences(NamedTuple):
+    """The sequences of a batch: each common part of its rows, then what each row has after these or what is known."""
 
-    A prompt is a sequence of its own; a row's is what follows its prompt, or what is known, or else the whole row.
-    """
-    prompts = batch.prompts or Prompts(_NONE, _NONE, torch.full((len(batch.ids),), -1))
-    skipped = batch.known
-    if skipped is None:
-        skipped = torch.cat([prompts.lengths, _NONE.new_zeros(1)])[prompts.of]
-    return prompts, skipped, torch.cat([prompts.lengths, batch.lengths - skipped])
+    rows: Tensor
+    """[S] the row that each is of."""
+    starts: Tensor
+    """[S] tokens before it, of which attention reads the keys."""
+    ends: Tensor
+    """[S] tokens up to its end."""
+    kinds: Tensor
+    """[S] 0: nothing precedes it; 1: a common part after others; 2: a row after common parts or known tokens."""
+    places: Tensor = _NONE
+    """[S, T] where the line has each token, those before it included; at padding, its last one."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] tokens of each."""
+        return self.ends - self.starts
+
+
+def _sequences(batch: Rows) -> _Sequences:
+    tree = batch.tree or TokenTree(_NONE, _NONE, _NONE, _NONE, torch.full((len(batch.ids),), -1))
+    own = tree.own if batch.known is None else batch.known
+    starts = torch.cat([tree.starts, own])
+    kinds = (starts > 0) * torch.cat([torch.ones_like(tree.starts), torch.full_like(own, 2)])
+    rows = torch.cat([tree.rows, torch.arange(len(batch.ids))])
+    return _Sequences(rows, starts, torch.cat([tree.ends, batch.lengths]), kinds)
 
 
 def _blocks(
-    sequences: Tensor, tokens: int, dtype: torch.dtype, *, exact: bool
+    batches: Sequence[_Sequences], tokens: int, dtype: torch.dtype, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[_Block, ...]]:
-    """Return what attention reads: the places of queries and keys, which query each token is, and the calls.
-
-    ``sequences [4, S]``: place and length of what precedes each sequence (length 0: nothing), then its own.
-    """
-    before, skipped, places, lengths = sequences
-    padded = -(-sequences[1::2] // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE
+    """Return what attention reads: the places of queries and keys, which query each token is, and the calls."""
+    longest = max(batch.places.shape[1] for batch in batches)
+    places = torch.cat([torch.nn.functional.pad(b.places, (0, longest - b.places.shape[1])) for b in batches])
+    starts, lengths, kinds = (torch.cat([getattr(b, n) for b in batches]) for n in ("starts", "lengths", "kinds"))
+    padded = -(-torch.stack([starts, lengths]) // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE
     if not exact:
-        for alike in (skipped == 0, skipped > 0):
-            padded[:, alike] = padded[:, alike].amax(dim=1, keepdim=True) if alike.any() else 0
+        for kind in kinds.unique().tolist():  # type: ignore[no-untyped-call]
+            padded[:, kinds == kind] = padded[:, kinds == kind].amax(dim=1, keepdim=True)
     answers = torch.zeros(tokens, dtype=torch.int64)
     queries, keys, blocks, start = [], [], [], 0
-    kinds, kind_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
+    sizes, size_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
     # Sequences of equal padded lengths share a call: one for each sequence would cost more than the padding does.
-    for kind, (prefix, width) in enumerate(kinds.T.tolist()):
-        own = torch.nonzero(kind_of == kind)[:, 0]
+    for size, (prefix, width) in enumerate(sizes.T.tolist()):
+        own = torch.nonzero(size_of == size)[:, 0]
         token = torch.arange(width).expand(len(own), width)
-        query = places[own, None] + torch.minimum(token, lengths[own, None] - 1)
+        query = places[own].gather(1, starts[own, None] + torch.minimum(token, lengths[own, None] - 1))
         real = token < lengths[own, None]
         answers[query[real]] = start + torch.nonzero(real.flatten())[:, 0]
         start += query.numel()
         key, mask = query, None
         if prefix:
-            earlier = torch.minimum(torch.arange(prefix), skipped[own, None] - 1)
-            key, mask = (
-                torch.cat([before[own, None] + earlier, query], dim=1),
-                _mask(skipped[own], prefix, width, dtype),
-            )
+            earlier = places[own].gather(1, torch.minimum(torch.arange(prefix), starts[own, None] - 1))
+            key, mask = torch.cat([earlier, query], dim=1), _mask(starts[own], prefix, width, dtype)
         queries.append(query.flatten())
         keys.append(key.flatten())
         blocks.append(_Block(len(own), width, prefix + width, mask))
@@ -225,6 +249,8 @@ class Packed:
     """Packed rows of each part of the batch: no packed row holds tokens of two parts."""
     source: Tensor
     """[B, T] index of each token in the flattened packed batch; 0 for padding."""
+    origins: Tensor
+    """[R C] index of each packed token in the flattened batch, on the CPU; 0 for padding."""
 
     def unpack(self, hidden: Tensor) -> Tensor:
         """Return hidden states ``[B, T, H]`` from packed ones ``[R, C, H]``; those of padding are meaningless."""
@@ -250,7 +276,7 @@ def pack(ids: Tensor, lengths: Tensor, parts: Sequence[int], *, whole: bool) -> 
         per_part.append(len(found))
     width = max((sum(sizes[row] for row in members) for members in rows), default=0)
     packed, positions = ids.new_zeros((len(rows), width)), ids.new_zeros((len(rows), width))
-    source = ids.new_zeros(ids.shape)
+    source, origins = ids.new_zeros(ids.shape), torch.zeros((len(rows), width), dtype=torch.int64)
     for place, group in enumerate(rows):
         at = 0
         for row in group:
@@ -258,8 +284,9 @@ def pack(ids: Tensor, lengths: Tensor, parts: Sequence[int], *, whole: bool) -> 
             packed[place, at:end] = ids[row, : sizes[row]]
             positions[place, at:end] = torch.arange(sizes[row], device=ids.device)
             source[row, : sizes[row]] = torch.arange(at, end, device=ids.device) + place * width
+            origins[place, at:end] = torch.arange(sizes[row]) + row * longest
             at = end
-    return Packed(packed, positions, tuple(per_part), source)
+    return Packed(packed, positions, tuple(per_part), source, origins.flatten())
 
 
 def _bins(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.arguments import reason
 from agilerl.data import Completion
+from agilerl.data.tree import TokenTree, token_tree
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.flat import Rows, flatten
@@ -315,6 +316,7 @@ class _Decoder:
         )
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
+        self._trees = _trees(requests) if self.base.flattens else {}
         self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
@@ -370,8 +372,9 @@ class _Decoder:
         prompts = [key for key, _ in groupby(asked)]
         prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
         per_unit = torch.bincount(torch.tensor([unit for unit, _ in prompts]), minlength=len(block.slots)).tolist()
-        requests, line = [self.requests[request] for _, request in prompts], PromptLine(self.base.num_layers)
-        hidden, places = self._prompts(requests, block.slots, per_unit, line)
+        numbers, line = [request for _, request in prompts], PromptLine(self.base.num_layers)
+        requests = [self.requests[number] for number in numbers]
+        hidden, places = self._prompts(numbers, block.slots, per_unit, line)
         lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
@@ -386,34 +389,37 @@ class _Decoder:
 
     def _prompts(
         self,
-        requests: Sequence[GenerationRequest],
+        numbers: Sequence[int],
         slots: Sequence[int | None],
         per_unit: Sequence[int],
         line: PromptLine,
     ) -> tuple[Tensor, Tensor]:
         """Compute the prompts of some units into ``line``; what a conversation has kept is not computed again.
 
-        Returns hidden states ``[N, H]``, and ``[prompts, length]`` with the place of each token in the line; computed
-        tokens have the same place among the states. Padding has the place of the prompt's last token.
+        ``numbers`` are those of the requests. Returns hidden states ``[N, H]``, and ``[prompts, length]`` with the
+        place of each token in the line; computed tokens have the same place among the states. Padding has the place of
+        the prompt's last token.
         """
-        base, store, prompts = self.base, self.engine.store, [request.prompt_ids for request in requests]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = padded_length(int(lengths.max()))
-        ids = torch.zeros((len(prompts), width), dtype=torch.int64)
-        ids[torch.arange(width) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
+        base, store, requests = self.base, self.engine.store, [self.requests[number] for number in numbers]
+        ids, lengths = _padded([request.prompt_ids for request in requests])
+        width = ids.shape[1]
         if base.flattens:
             known = torch.tensor([_known(request) for request in requests])
             line.known = _kept(requests, known.tolist(), base.num_layers)
-            columns = [ids, lengths] if line.known is None else [ids, lengths, known]
-            units = zip(*(torch.split(column, list(per_unit)) for column in columns))
-            of_units = [Rows(unit[0], unit[1], known=unit[2] if len(unit) > 2 else None) for unit in units]
+            columns = (torch.split(column, list(per_unit)) for column in (ids, lengths, known, torch.tensor(numbers)))
+            of_units = [
+                Rows(own_ids, own_lengths, known=own_known)
+                if line.known is not None
+                else Rows(own_ids, own_lengths, self._trees[slot].of(own_numbers))
+                for slot, own_ids, own_lengths, own_known, own_numbers in zip(slots, *columns)
+            ]
             rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
             with store.routed(_route(slots, rows.parts)):
                 return base.flat(rows.to(base.device), past_key_values=line), torch.cat(rows.sources)
         ids = torch.cat([ids, ids.new_zeros((-len(ids) % self.engine._row_multiple, width))])
         with store.routed(_route(slots, per_unit)):
             hidden = base.hidden(ids.to(base.device), past_key_values=line)
-        starts = torch.arange(len(prompts))[:, None] * width
+        starts = torch.arange(len(numbers))[:, None] * width
         return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(width), lengths[:, None] - 1)
 
     def _read(self, block: _Block) -> None:
@@ -466,6 +472,40 @@ class _Decoder:
         for block in self.blocks:
             block.logits = logits[start : start + len(block)]
             start += len(block)
+
+
+class _Tree(NamedTuple):
+    """What the prompts of a slot's requests have in common."""
+
+    whole: TokenTree
+    rows: dict[int, int]
+    """Of each request, its row of the tree."""
+
+    def of(self, requests: Tensor) -> TokenTree:
+        """Return the tree of some requests."""
+        return self.whole.select(torch.tensor([self.rows[number] for number in requests.tolist()]))
+
+
+def _trees(requests: Sequence[GenerationRequest]) -> dict[int | None, _Tree]:
+    """Return the tree of each slot: of all its requests, so that no bits depend on which of them are in flight."""
+    of_slot: dict[int | None, list[int]] = {}
+    for number, request in enumerate(requests):
+        of_slot.setdefault(request.slot, []).append(number)
+    return {
+        slot: _Tree(
+            token_tree(*_padded([requests[number].prompt_ids for number in own])),
+            {number: row for row, number in enumerate(own)},
+        )
+        for slot, own in of_slot.items()
+    }
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return prompts as right-padded ids ``[P, L]``, and their lengths ``[P]``."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.zeros((len(prompts), padded_length(int(lengths.max()))), dtype=torch.int64)
+    ids[torch.arange(ids.shape[1]) < lengths[:, None]] = torch.tensor(list(chain.from_iterable(prompts)))
+    return ids, lengths
 
 
 def _is_of_base(unit: _Unit) -> bool:

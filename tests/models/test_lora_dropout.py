@@ -56,14 +56,14 @@ class Mask(nn.Module):
 
 
 def row_keys(batch: RolloutBatch, draws: Tensor) -> list[list[int]]:
-    """Return the key of every token; that of a shared prompt's is the first of its rows'."""
-    numbers, prompts = [n % 2**32 for n in draws.tolist()], batch.prompts
-    found = []
-    for row in range(len(batch)):
-        of = int(prompts.of[row])
-        first, length = (numbers[int(prompts.rows[of])], int(prompts.lengths[of])) if of >= 0 else (0, 0)
-        width = batch.ids.shape[1]
-        found.append([key(first if place < length else numbers[row], place) for place in range(width)])
+    """Return the key of every token; that of a part that rows have in common is the first one's that has it."""
+    numbers, tree = [n % 2**32 for n in draws.tolist()], batch.tree
+    found = [[key(number, place) for place in range(batch.ids.shape[1])] for number in numbers]
+    for row, path in enumerate(tree.paths):
+        for part in path:
+            places = range(int(tree.starts[part]), int(tree.ends[part]))
+            for place in places:
+                found[row][place] = key(numbers[int(tree.rows[part])], place)
     return found
 
 
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_are_pefts_with_the_same_masks(checkpointing: bool
     runtime = runtime_of(in_fp64(random_model()), dtype=torch.float64, gradient_checkpointing=checkpointing)
     batch = two_batches()[0]
     own = draws(batch, 0)
-    assert (batch.prompts.of >= 0).any()
+    assert (batch.tree.of >= 0).any()
     found, grad = computed(runtime, [AgentRows(0, batch, TEMPERATURE, dropout=RATE, draws=own)], entropy=False)
 
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=RATE, task_type="CAUSAL_LM")
@@ -131,7 +131,7 @@ def test_bases_that_do_not_compute_lines(options: dict[str, Any]) -> None:
 
 
 def test_masks_are_even_and_independent() -> None:
-    keys = token_keys(draws(two_batches()[0], 3).repeat(40) ^ torch.arange(280, dtype=torch.int32) * 7919, 16).view(
+    keys = token_keys(draws(two_batches()[0], 3)[:7].repeat(40) ^ torch.arange(280, dtype=torch.int32) * 7919, 16).view(
         1, -1
     )
     run = _Run((0,), slice(0, 0), torch.zeros(1, 4, 64, dtype=torch.float64), torch.zeros(0), 0.25, keys)

@@ -96,6 +96,17 @@ def test_only_what_is_new_is_computed(runtime: Runtime) -> None:
     assert len(text) > 40 + 4 * 12
 
 
+def test_what_prompts_have_in_common_is_computed_once(runtime: Runtime) -> None:
+    common, questions = prompt(0, 40), [prompt(number, 12) for number in range(1, 7)]
+    texts = [[*common, *question] for question in questions]
+    # The first pass is that of two agents with two questions each.
+    assert computed(runtime, texts, [None] * 6)[0] == 2 * (40 + 2 * 12)
+    assert computed(runtime, questions, [None] * 6)[0] == 2 * 2 * CPU_ROWS
+    (alone,), (together, *_) = (runtime.engine.generate(turn(0, asked, [None] * 6)) for asked in (texts[:1], texts))
+    assert together[0].token_ids == alone[0].token_ids
+    assert together[0].logprobs == pytest.approx(alone[0].logprobs, abs=1e-4)
+
+
 def test_a_history_that_was_rewritten_is_computed_from_there(runtime: Runtime) -> None:
     conversation, text = Conversation(), prompt(0, 40)
     runtime.engine.generate(turn(0, [text], [conversation]))
