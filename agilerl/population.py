@@ -162,6 +162,8 @@ class Population:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
         self.test_prompts = test_prompts
+        self.exam_prompts: int | None = None
+        """Questions of the exam, and of the second panel; None: all that the task keeps for them."""
         self.objectives = tuple(objectives)
         if sharing:
             check_sharing(agents, task, sharing)
@@ -590,10 +592,13 @@ class Population:
         if split == "train":
             return "train", 0, TRIED_ROWS
         if split == "exam":
-            return "exam", 0, self.task.panel_size("exam")
+            size = self.task.panel_size("exam")
+            return "exam", 0, min(size, self.exam_prompts or size)
         size = self.task.panel_size("test")
         first = min(size, self.test_prompts or size)
-        return ("test", 0, first) if split == "test" else ("test", first, size)
+        return (
+            ("test", 0, first) if split == "test" else ("test", first, min(size, first + (self.exam_prompts or size)))
+        )
 
     def places(self, split: Split | Panels) -> list[Place]:
         """Return the places of a fixed panel; for training, those checked before it begins."""

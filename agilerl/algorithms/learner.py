@@ -284,7 +284,7 @@ class ReferenceLogprobs:
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
         found = {key: self._known[key] for key in keys if key in self._known}
         if missing:
-            part, runtime = batch.select(torch.tensor(missing)), self._runtime()
+            part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
             for place, row in enumerate(missing):

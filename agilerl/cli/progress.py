@@ -115,7 +115,7 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
             "max_tokens": config.training.max_tokens,
             "max_seconds": config.training.max_seconds,
             "price_per_hour": config.training.price_per_hour,
-            "exam_prompts": session.task.panel_size("exam"),
+            "exam_prompts": len(population.places("exam")),
             "test_prompts": len(session.population.places("test")),
             "agents_leave": config.smallest_population < len(indices),
         },
@@ -188,7 +188,9 @@ def print_plan(session: Session, out: Path, console: Console, sampled: Preflight
     low, high = batch["prompt_tokens"]
     table.add_row(
         "tokens",
-        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}; at most "
+        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}"
+        f"{' (the default: raise algorithm.max_output_tokens for longer ones)' * session.resolved.bounds_completions}"
+        f"; at most "
         f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
     )
     limits = [

@@ -160,8 +160,9 @@ class EnvironmentConfig(Section):
     sum, as in training."""
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
-    eval_prompts: Annotated[int, Field(ge=2, le=100_000)] = 128
-    """Size of the exam that selection uses; smaller, with a warning, if there are too few questions or rows."""
+    eval_prompts: Annotated[int | None, Field(ge=2, le=100_000)] = None
+    """Size of the exam that selection uses; smaller, with a warning, if there are too few questions or rows. None: 128,
+    or so many that an exam costs about a tenth of what an agent does between two of them, but at least 32."""
     test_prompts: Annotated[int, Field(ge=2, le=100_000)] = 400
     """Size of the test set that only the final numbers use; smaller if the exam has to be."""
     holdout: Literal["reserved", "any"] = "reserved"
@@ -179,6 +180,11 @@ class EnvironmentConfig(Section):
     """What an answer follows, for ``answer_format: after``."""
     conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None
     """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
+
+    @property
+    def exam_panel(self) -> int:
+        """Questions or rows that are kept for the exam."""
+        return self.eval_prompts or 128
 
     @model_validator(mode="after")
     def _has_conversations(self) -> Self:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from agilerl.data.tree import TokenTree, token_tree
+from agilerl.data.tree import TokenTree, token_tree, whole_prompts
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
@@ -145,6 +145,13 @@ class RolloutBatch:
     def tree(self) -> TokenTree:
         """What rows begin with in common, to be computed once. Parts of a batch keep the tree of the whole."""
         return token_tree(self.ids, self.lengths)
+
+    def with_prompts_once(self) -> "RolloutBatch":
+        """Return the batch with only whole prompts in common: a row's parts, and so its bits, depend on nothing else."""
+        starts = torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0).cpu()
+        batch = RolloutBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
+        batch.__dict__["tree"] = whole_prompts(self.ids, starts)
+        return batch
 
     @property
     def distinct_tokens(self) -> int:

@@ -87,3 +87,21 @@ def token_tree(ids: Tensor, lengths: Tensor) -> TokenTree:
         left += [(begin, stop, depth, parent) for begin, stop in pairwise(bounds)][::-1]
     rows, starts, ends, parents = torch.tensor(parts, dtype=torch.int64).reshape(-1, 4).T
     return TokenTree(rows, starts, ends, parents, torch.tensor(of, dtype=torch.int64))
+
+
+def whole_prompts(ids: Tensor, lengths: Tensor) -> TokenTree:
+    """Return a tree whose parts are the different prompts of rows ``ids [B, T]``, their first ``lengths [B]`` tokens.
+
+    A prompt is a part of its own even if one row has it, unless it is shorter than ``SHORTEST``.
+    """
+    first, of = dict[bytes, int](), list[int]()
+    rows: list[int] = []
+    for row, (tokens, length) in enumerate(zip(ids.cpu().numpy(), lengths.tolist())):
+        if length < SHORTEST:
+            of.append(-1)
+            continue
+        of.append(first.setdefault(tokens[:length].tobytes(), len(rows)))
+        if of[-1] == len(rows):
+            rows.append(row)
+    index = torch.tensor(rows, dtype=torch.int64)
+    return TokenTree(index, torch.zeros_like(index), lengths.cpu()[index], -torch.ones_like(index), torch.tensor(of))

@@ -470,7 +470,7 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
         return
     own = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
     if all(session.topology.peers.all(own)):
-        size = session.task.panel_size("exam")
+        size = len(population.places("exam"))
         error = RewardError(
             f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
             f"training completions of every agent so far, and for all {size} of its exam: nothing can be learned; "

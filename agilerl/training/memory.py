@@ -72,7 +72,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     trained, examined = (
         rows_at_once(count / workers, len(agents), config.training.max_rows_in_flight)
-        for count in (sum(rows), len(agents) * config.environment.eval_prompts * population.eval_samples)
+        for count in (sum(rows), len(agents) * len(population.places("exam")) * population.eval_samples)
     )
     group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
     passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
@@ -88,7 +88,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         decoded=max(trained, examined) if samples else None,
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
-        kept=_kept(population, rows, config.environment.eval_prompts),
+        kept=_kept(population, rows, len(population.places("exam"))),
         tokens=tokens,
         spoken=tokens,
         scored=max(scored for _, scored in passes),

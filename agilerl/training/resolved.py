@@ -37,6 +37,9 @@ from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
 
+COMPLETION = 64
+"""Most tokens of a completion in a run that bounds neither completions nor the context."""
+
 
 def usual_rate(base_name: str, hidden_size: int, family: str) -> float:
     """Return the learning rate with which a search on this base begins."""
@@ -67,6 +70,12 @@ class Resolved:
     def algorithm(self) -> type[LLMAlgorithm]:
         """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
+
+    @property
+    def bounds_completions(self) -> bool:
+        """Whether completions are as long as they are by default."""
+        given = "max_output_tokens" in self.config.algorithm
+        return not given and getattr(self.hyperparameters, "max_output_tokens", None) == COMPLETION
 
     def with_rate(self, base_name: str, hidden_size: int, family: str) -> "Resolved":
         """Return the settings with a learning rate for this base, if none was given and one is known.
@@ -200,6 +209,9 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
     check_hyperparameters(config, model.model_fields, GRPO.Config.model_fields)
     values.setdefault("seed", config.training.seed)
+    bounded = {"max_model_len", "min_output_tokens"} & values.keys() or config.network.max_context_length
+    if "max_output_tokens" in model.model_fields and not bounded:
+        values.setdefault("max_output_tokens", COMPLETION)
     limit = config.network.max_context_length
     if limit is not None and values.setdefault("max_model_len", limit) != limit:
         raise ConfigError(

@@ -42,16 +42,17 @@ from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
 from agilerl.training.probe import Probe
-from agilerl.training.resolved import Resolved, resolve, usual_rate
+from agilerl.training.resolved import COMPLETION, Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.tasks import task
+from agilerl.training.tasks import LEAST_PANEL, task
 from agilerl.training.trackers import Tracker, check_trackers, load_trackers
 
 GENERATIONS = 32
 """Generations that one agent alone would have in the whole budget, in searches that go by the budget."""
+LEAST_GENERATIONS = 8
+"""Generations below which an exam has fewer questions, rather than a run fewer generations."""
 EXAM = 0.1
-"""About the most that an agent's exam may cost, as a share of the tokens between two of them."""
-_COMPLETION = 64
+"""About the most that an agent's exam may cost, as a share of what it does between two of them."""
 
 
 @dataclass
@@ -312,9 +313,9 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     try_prompts(population)
     resolved = resolved.with_epochs(loaded.task.train_size if isinstance(loaded.task, Task) else None)
+    steps, population.exam_prompts = _generation(resolved, population)
     if config.training.evo_steps is None:
-        config = config.replaced(training=resolved.config.training)
-        resolved = resolved.with_evo_steps(_evo_steps(config, population))
+        resolved = resolved.with_evo_steps(steps)
     check_memory(estimate(config, population), t.device)
     start_sampling(config, population)
     return Session(resolved, loaded.task, population, saved, digests(config), topology, date)
@@ -382,26 +383,50 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
         agent.set_reference(factors)
 
 
-def _evo_steps(config: RunConfig, population: Population) -> int:
-    """Return the iterations of a generation in which one agent spends a 32nd of the budget, by what is known before.
+def _generation(resolved: Resolved, population: Population) -> tuple[int, int | None]:
+    """Return the iterations of a generation and the questions of its exam, None for all, by what is known before.
 
-    At least so many that an exam costs about a tenth of them: small budgets have fewer generations, because after one
-    iteration exams tell nothing and cost much.
+    One agent spends a 32nd of the budget in a generation, and an exam costs about a tenth of it. So small budgets have
+    fewer generations, because after one iteration exams tell nothing and cost much; and if the size of the exam is not
+    given, they have fewer questions rather than less than 8 generations.
     """
-    iterations, exam = lone_agent(config, population)
-    return max(1, round(iterations / GENERATIONS), round(exam / EXAM))
+    t, given = resolved.config.training, resolved.config.environment.eval_prompts is not None
+    iterations, _ = lone_agent(resolved.config, population)
+    # The size of a group is not that of the agents now: a resumed run has to find the same.
+    question = question_cost(population, resolved.hyperparameters.group_size)  # type: ignore[attr-defined]
+    kept = len(population.places("exam"))
+    affordable = kept * question / EXAM
+    if not given:
+        affordable = min(affordable, iterations / LEAST_GENERATIONS)
+    steps = t.evo_steps or max(1, round(iterations / GENERATIONS), round(affordable))
+    between = min(steps, t.evaluation_interval or steps)
+    return steps, None if given else min(kept, max(LEAST_PANEL, int(EXAM * between / question)))
+
+
+def question_cost(population: Population, group: int) -> float:
+    """Return what a question of the exam costs, in iterations of one agent with ``group`` completions a prompt.
+
+    Counted are tokens that pass the model forwards, backwards as two; a prompt once for its completions. These have
+    half of ``max_output_tokens``, at most 32.
+    """
+    lengths, samples = population.lengths("exam"), population.eval_samples
+    prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
+    completion = lengths.turns * min(population.eval_max_new_tokens or COMPLETION, COMPLETION) / 2
+    kl = 2 * samples * (prompt + completion) if "kl" in population.objectives else 0
+    trained = population.prompts_per_step * (prompt + group * completion)
+    return (prompt + samples * completion + kl) / (trained * (3 if population.learns_from_data else 4))
 
 
 def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
     """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
 
-    A completion counts as ``max_output_tokens``, or 64 tokens if that is not set. Real ones are at most as long, so a
+    A completion counts as ``max_output_tokens``, but 64 tokens at most. Real ones are at most as long, so a
     budget in tokens gives more iterations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
     lengths = population.lengths("exam")
-    completion = lengths.turns * min(population.eval_max_new_tokens or _COMPLETION, _COMPLETION)
+    completion = lengths.turns * min(population.eval_max_new_tokens or COMPLETION, COMPLETION)
     prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
     row = prompt + completion + (0 if population.learns_from_data else completion)  # sampled, then trained on
     iterations = t.max_steps / rows

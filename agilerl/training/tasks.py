@@ -88,7 +88,7 @@ def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
         name,
         params=e.params,
         seed=config.training.seed,
-        exam_prompts=e.eval_prompts,
+        exam_prompts=e.exam_panel,
         test_prompts=e.test_prompts + second,
         reward=e.reward,
         holdout=e.holdout,
@@ -107,21 +107,21 @@ def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
     except EnvError:
         return _procedural(config, name, 0)
     found = made.exam_prompts + made.test_prompts
-    if found == e.eval_prompts + e.test_prompts + second:
+    if found == e.exam_panel + e.test_prompts + second:
         return made
     made.close()
     # As many fewer again: the last questions of a task are found by luck.
-    left = found - e.eval_prompts - e.test_prompts
-    return _procedural(config, name, left // 2 if left >= _LEAST_PANEL else 0)
+    left = found - e.exam_panel - e.test_prompts
+    return _procedural(config, name, left // 2 if left >= LEAST_PANEL else 0)
 
 
-_LEAST_PANEL = 32
-"""Questions for a second panel below which there is none: it would choose by chance."""
+LEAST_PANEL = 32
+"""Questions below which a panel would choose by chance: an exam has as many, a second panel is left out."""
 
 
 def second_panel(config: RunConfig) -> int:
     """Return the questions of the panel that chooses among candidates; they follow those of the test."""
-    return config.environment.eval_prompts if config.candidates > 1 else 0
+    return config.environment.exam_panel if config.candidates > 1 else 0
 
 
 def _from_data(
@@ -138,7 +138,7 @@ def _from_data(
         _rows(config, dataset),
         exam=sides[0],
         test=sides[1],
-        exam_prompts=config.eval_prompts,
+        exam_prompts=config.exam_panel,
         test_prompts=test_prompts,
         grader=own,
         conversation_template=config.conversation_template,
@@ -180,7 +180,7 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episo
         params,
         name=code_name(env_id).removeprefix("agilerl/"),
         max_turns=config.max_turns,
-        exam_episodes=config.eval_prompts,
+        exam_episodes=config.exam_panel,
         test_episodes=test_episodes,
         seed=seed,
         apply_chat_template=config.apply_chat_template,

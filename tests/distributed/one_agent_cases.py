@@ -23,6 +23,7 @@ from agilerl.models.lora import attach, detach
 from agilerl.models.slots import AdapterStore
 from agilerl.processes import ALONE, Processes, joined
 from agilerl.runtime import Runtime
+from tests.models.test_flat import in_fp64
 from tests.algorithms.conftest import lora, make_agents, reward, sample
 from tests.algorithms.data_agents import agents_of, examples
 from tests.tiny_models import PAD, VOCABULARY, random_model
@@ -33,7 +34,7 @@ UPDATES = 2
 
 def new_runtime(processes: Processes, *, double: bool = False, sharding: str = "none") -> Runtime:
     """A small random model; with ``double`` base and adapters are fp64."""
-    model = random_model().double() if double else random_model()
+    model = in_fp64(random_model()) if double else random_model()
     runtime = Runtime.for_model(model, lora_config=lora(8), seed=5)
     if double:
         detach(model, runtime.store)
