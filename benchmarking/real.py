@@ -1,0 +1,154 @@
+"""Which score should one expect on a real model? Tasks and games on SmolLM2-135M-Instruct, base against elite.
+
+    python -m benchmarking.real --out benchmarking/results/real_smollm2.json [--model build/smollm2] [--seeds 42 1 2]
+                                [--only NAME ...] [--runs FOLDER] [--page docs/expected.md]
+
+Each row is a run of ``agilerl train`` with tutorials/manifests/real/smollm2.yaml and the settings below, which were
+chosen before the runs: 2,048 completions or episodes of four agents, 200 test questions. The file gets a row as soon as
+its run has ended. What it has is not run again; a run that was interrupted goes on, with its clock at 0. ``constant`` is
+what the commonest expected answer would earn on the same test questions. The clock is the CPU time of the command, in
+one thread.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from math import sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agilerl.config.manifest import load_manifest
+from agilerl.envs.core import Task
+from agilerl.training.tasks import task
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFEST = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
+BUDGET = ("training.threads=1", "training.max_steps=2048", "environment.test_prompts=200")
+WORDS = ("environment.answer_format=after", "environment.reward=score", "algorithm.max_output_tokens=8")
+
+
+def _task(name: str, *settings: str) -> tuple[str, ...]:
+    return (f"environment.task=reasoning_gym:{name}", "environment.params={}", *settings)
+
+
+def _game(name: str, params: str) -> str:
+    return (
+        f"environment={{env_type: multiturn, env_id: 'games.py:{name}', params: {params}, data_batch_size_per_gpu: 16, "
+        "test_prompts: 200}"
+    )
+
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "aiw": (),
+    "gcd": _task("gcd"),
+    "letter_counting": _task("letter_counting"),
+    "products": _task("products"),
+    "syllogism": _task("syllogism", *WORDS),
+    "isomorphic_strings": _task("isomorphic_strings", *WORDS),
+    "guess the number": (_game("Guess", "{max_number: 9}"), "algorithm.max_output_tokens=4"),
+    "sums with a calculator": (
+        _game("calculated", "{min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 3}"),
+        "algorithm.max_output_tokens=24",
+    ),
+}
+"""Of each row, its settings beside those of the manifest."""
+
+
+def arguments(name: str, seed: int, model: str) -> list[str]:
+    """Return the arguments of ``agilerl`` that begin a run, but for its folder."""
+    settings = (*BUDGET, *RUNS[name])
+    code = ["--allow-code"] if "games.py" in str(settings) else []
+    base = f"network.pretrained_model_name_or_path={model}"
+    return ["train", str(MANIFEST.relative_to(ROOT)), base, *settings, "--seed", str(seed), *code]
+
+
+def constant(given: list[str]) -> float | None:
+    """Return what the commonest expected answer would earn on the test questions; None for games."""
+    config = load_manifest(MANIFEST, [value for value in given if "=" in value])
+    if config.environment.env_type == "multiturn":
+        return None
+    made = task(config)
+    assert isinstance(made, Task)
+    answers = Counter(str(made.row("test", i)["answer"]) for i in range(config.environment.test_prompts))
+    return max(answers.values()) / answers.total()
+
+
+def run(name: str, seed: int, model: str, folder: Path) -> dict[str, Any]:
+    """Return the row of a run, which begins, goes on, or has ended already."""
+    given = arguments(name, seed, model)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "agilerl", *given, "--out", str(folder), "--resume", "auto", "--quiet"]
+    _, status, used = os.wait4(subprocess.Popen(command, cwd=ROOT, env=environment).pid, 0)
+    if status:
+        raise SystemExit(f"{name} with seed {seed} ended with {os.waitstatus_to_exitcode(status)}")
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "name": name,
+        "seed": seed,
+        "test": {who: summary["test"][who] for who in ("base", "elite")},
+        "constant": constant([*given, f"training.seed={seed}"]),
+        "hyperparameters": summary["elite"]["hyperparameters"],
+        "tokens": summary["tokens"],
+        "cpu_seconds": round(used.ru_utime + used.ru_stime),
+        "command": "agilerl " + shlex.join(given),
+    }
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return a line for each task: the mean of its seeds, with the standard error of the mean of all questions."""
+    lines = ["| task | seeds | constant answer | base | elite | completions' tokens | CPU min |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name in RUNS:
+        rows = [row for row in document["rows"] if row["name"] == name]
+        if not rows:
+            continue
+        known = [row["constant"] for row in rows if row["constant"] is not None]
+        scores = []
+        for who in ("base", "elite"):
+            tests = [row["test"][who] for row in rows]
+            error = sqrt(sum(test["stderr"] ** 2 for test in tests)) / len(tests)
+            scores.append(f"{fmean(test['mean'] for test in tests):.3f} ± {error:.3f}")
+        scores[1] += " (" + ", ".join(f"{row['test']['elite']['mean']:.2f}" for row in rows) + ")"
+        tokens = fmean(row["tokens"]["generated"] for row in rows)
+        minutes = fmean(row["cpu_seconds"] for row in rows) / 60
+        told = f"{fmean(known):.3f}" if known else ""
+        lines.append(f"| {name} | {len(rows)} | {told} | {' | '.join(scores)} | {tokens:,.0f} | {minutes:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+MARK = "<!-- real_smollm2 -->\n"
+
+
+def main() -> None:
+    """Make the rows that the file does not have yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="build/smollm2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2])
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--runs", type=Path, default=ROOT / "build" / "real", help="where the runs lie")
+    parser.add_argument("--page", type=Path, help="a page that ends with the table")
+    given = parser.parse_args()
+    document = (
+        json.loads(given.out.read_text()) if given.out.exists() else {"model": Path(given.model).name, "rows": []}
+    )
+    for seed in given.seeds:
+        for name in given.only:
+            if any((row["name"], row["seed"]) == (name, seed) for row in document["rows"]):
+                continue
+            folder = given.runs / f"{name.replace(' ', '_')}-{seed}"
+            document["rows"].append(run(name, seed, given.model, folder))
+            given.out.write_text(json.dumps(document, indent=1) + "\n")
+            print(json.dumps(document["rows"][-1]), flush=True)
+    if given.page is not None:
+        text = given.page.read_text(encoding="utf-8").partition(MARK)[0]
+        given.page.write_text(f"{text}{MARK}\n{table(document)}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
