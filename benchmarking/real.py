@@ -5,9 +5,9 @@
 
 Each row is a run of ``agilerl train`` with tutorials/manifests/real/smollm2.yaml and the settings below, which were
 chosen before the runs: 2,048 completions or episodes of four agents, 200 test questions. The file gets a row as soon as
-its run has ended. What it has is not run again; a run that was interrupted goes on, with its clock at 0. ``constant`` is
-what the commonest expected answer would earn on the same test questions. The clock is the CPU time of the command, in
-one thread.
+its run has ended. What it has is not run again; a run that was interrupted goes on, with its clock at 0. ``constant``
+is what the commonest expected answer would earn on the same test questions. The clock is the CPU time of the command,
+in one thread.
 """
 
 import argparse

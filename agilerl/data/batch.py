@@ -147,7 +147,7 @@ class RolloutBatch:
         return token_tree(self.ids, self.lengths)
 
     def with_prompts_once(self) -> "RolloutBatch":
-        """Return the batch with only whole prompts in common: a row's parts, and so its bits, depend on nothing else."""
+        """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
         starts = torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0).cpu()
         batch = RolloutBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
         batch.__dict__["tree"] = whole_prompts(self.ids, starts)

@@ -113,9 +113,9 @@ def problem(config: RunConfig, population: Population, found: Probe) -> str:
             "with its phrase as a prefill (environment.conversation_template)"
         )
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
-    asked = " that the prompt asks for its format (environment.answer_format=after)," if formats else ""
+    asked = "let the prompt ask for a format (environment.answer_format=after), " if formats else ""
     return (
-        f"{groups} earn {found.reward:g}, so {algorithm} has nothing to compare; see{asked} take easier questions "
+        f"{groups} earn {found.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
         f"(environment.params), a stronger base{easier}, or more answers to each (algorithm.group_size)"
     )
 

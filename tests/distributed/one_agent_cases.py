@@ -23,9 +23,9 @@ from agilerl.models.lora import attach, detach
 from agilerl.models.slots import AdapterStore
 from agilerl.processes import ALONE, Processes, joined
 from agilerl.runtime import Runtime
-from tests.models.test_flat import in_fp64
 from tests.algorithms.conftest import lora, make_agents, reward, sample
 from tests.algorithms.data_agents import agents_of, examples
+from tests.models.test_flat import in_fp64
 from tests.tiny_models import PAD, VOCABULARY, random_model
 
 Found = dict[str, torch.Tensor]

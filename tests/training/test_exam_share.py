@@ -1,4 +1,4 @@
-"""An exam costs about a tenth of what is done between two of them; completions are bounded unless a run says otherwise."""
+"""An exam costs about a tenth of what is done between two; completions are bounded unless a run says otherwise."""
 
 from pathlib import Path
 
