@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -78,9 +79,9 @@ def constant(given: list[str]) -> float | None:
     return max(answers.values()) / answers.total()
 
 
-def run(name: str, seed: int, model: str, folder: Path) -> dict[str, Any]:
+def run(name: str, seed: int, model: str, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Return the row of a run, which begins, goes on, or has ended already."""
-    given = arguments(name, seed, model)
+    given = [*arguments(name, seed, model), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "agilerl", *given, "--out", str(folder), "--resume", "auto", "--quiet"]
     _, status, used = os.wait4(subprocess.Popen(command, cwd=ROOT, env=environment).pid, 0)
