@@ -53,6 +53,7 @@ from agilerl.padding import padded, with_padding
 from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
+from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.collect import Collected, collect, generate_beside
 from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, RolloutEngine, SamplingSettings, custom_engine
 from agilerl.rollouts.torch_engine import Stops, TorchEngine
@@ -141,7 +142,12 @@ class Runtime:
         self._fingerprinted: tuple[Any, str | None] | None = None
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
+        self.invocation = tuple(getattr(self.lora_config, "alora_invocation_tokens", None) or ())
+        """Tokens of a prompt from which on adapters act (activated adapters); none: they act on all of it."""
+        self.prompts = PromptCache(base, self.store)
+        """What the base has computed of prompts, for activated adapters."""
         self.engine: RolloutEngine = TorchEngine(base, self.store, seed=seed, max_rows=max_rows, limits=self.limits)
+        self.engine.invocation, self.engine.prompts = self.invocation, self.prompts
         if engine is not None:
             self.engine = custom_engine(engine, self)
         self.processes: Processes = ALONE
@@ -227,6 +233,11 @@ class Runtime:
                 f"this model already carries a population whose adapters target {known.lora_config.target_modules!r}; "
                 f"found lora_config.target_modules={wanted.target_modules!r}. Agents on one base adapt the same layers"
             )
+        if wanted is not None and tuple(wanted.alora_invocation_tokens or ()) != known.invocation:
+            raise ConfigError(
+                f"this model already carries a population with alora_invocation_tokens={list(known.invocation)}; found "
+                f"{wanted.alora_invocation_tokens}. Agents on one base are activated by the same tokens"
+            )
         known.configure(options.get("options") or SharedOptions())
         return known
 
@@ -310,13 +321,31 @@ class Runtime:
                 f"stop_sequences={options.stop_sequences!r} and vllm_config.stop_sequences={given!r} contradict each "
                 "other; remove the second, which is the same for vLLM alone"
             )
+        before = self.base.options
         self.base.configure(options)
+        if self.invocation and (reason := self._not_activated(options)):
+            self.base.configure(before)
+            raise ConfigError(
+                f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
+            )
         own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(own, TorchEngine):
             own.prompts_at_once = options.hf_generate_chunk_size
             own.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
         self.engine = self._vllm(options, own) if options.use_vllm else own
         self.options = options
+
+    def _not_activated(self, options: SharedOptions) -> str | None:
+        """Return what does not know activated adapters; None: nothing."""
+        if options.use_vllm:
+            return "use_vllm=True"
+        if isinstance(self.engine, CustomEngine):
+            return "Runtime(engine=...)"
+        if self.base.experts_per_token is not None:
+            return "a mixture of experts"
+        if not self.base.flattens:
+            return f"a base whose rows are padded ({type(self.base.model).__name__} with these options)"
+        return None
 
     def _vllm(self, options: SharedOptions, own: RolloutEngine) -> VLLMEngine:
         config = options.vllm_config or VLLMConfig()
@@ -425,11 +454,18 @@ class Runtime:
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
-            own = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches]
+            own, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
+            adapted = [i for i, part in enumerate(parts) if part.slot is not None]
+            if self.invocation and adapted:
+                starts = [invocations(batches[i].ids, batches[i].prompt_lengths, self.invocation) for i in adapted]
+                begun = [Beginnings(batches[i].ids, s, batches[i].tree) for i, s in zip(adapted, starts)]
+                cache, places = self.prompts.computed(begun)
+                for i, known, at in zip(adapted, starts, places):
+                    own[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
             rows = flatten(own, self.base.dtype, exact=device.type == "cpu").to(device)
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
-                return self.base.flat(rows), list(rows.sources)
+                return self.base.flat(rows, **({} if cache is None else {"past_key_values": cache})), list(rows.sources)
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
         sources = torch.split(torch.arange(ids.numel()).view(ids.shape), counts)
         if self.options.use_sequence_packing and torch.is_grad_enabled():

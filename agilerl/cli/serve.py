@@ -83,7 +83,13 @@ def _room(folders: Iterable[Path]) -> int:
     """Return the value of --max-lora-rank that holds the adapters; raises CheckpointError for one that is damaged."""
     ranks = []
     for folder in folders:
-        rank = read_json(folder / ADAPTER_CONFIG).get("r")
+        written = read_json(folder / ADAPTER_CONFIG)
+        rank = written.get("r")
+        if written.get("alora_invocation_tokens"):
+            raise ConfigError(
+                f"the adapter in {shown(str(folder))} is activated (alora_invocation_tokens): vLLM does not know that, "
+                "and would let it act on prompts as well; use agilerl chat, or load it with PEFT"
+            )
         if type(rank) is not int or rank < 1:
             raise CheckpointError(f"{folder / ADAPTER_CONFIG}: expected a rank r of 1 or more, found {shown(rank)}")
         if not (folder / "adapter_model.safetensors").is_file():  # vLLM would look for pickled weights

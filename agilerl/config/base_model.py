@@ -159,6 +159,12 @@ class LoraSection(Section):
     """Scale by alpha / sqrt(r) instead."""
     init_lora_weights: Literal[True, "gaussian"] = True
     """How A starts, while B starts at 0: Kaiming-uniform, or normal with a standard deviation of 1 / r."""
+    alora_invocation_tokens: (
+        Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
+    ) = None
+    """Activated adapters (arXiv 2504.12397): they act from these tokens on, where a prompt has them last; what precedes
+    is the base's, and computed once for all agents. Token ids, or a text; ``generation_prompt`` is what the chat
+    template puts before an answer. None: they act on the whole prompt."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
 

@@ -146,11 +146,15 @@ class RolloutBatch:
         """What rows begin with in common, to be computed once. Parts of a batch keep the tree of the whole."""
         return token_tree(self.ids, self.lengths)
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] tokens before the first action of each row; 0 without one."""
+        return torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
+
     def with_prompts_once(self) -> "RolloutBatch":
         """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
-        starts = torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0).cpu()
         batch = RolloutBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
-        batch.__dict__["tree"] = whole_prompts(self.ids, starts)
+        batch.__dict__["tree"] = whole_prompts(self.ids, self.prompt_lengths.cpu())
         return batch
 
     @property

@@ -1,5 +1,6 @@
 """What rows of tokens begin with in common, so that it is computed once."""
 
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,6 +57,27 @@ class TokenTree(NamedTuple):
             number[self.parents[kept]],
             number[self.of[rows]],
         )
+
+    def after(self, known: Tensor) -> "TokenTree":
+        """Return the tree of what follows the first ``known [B]`` tokens of each row, fewer than it has in all.
+
+        Rows have a part in common only if the same number of tokens is known of each.
+        """
+        paths, counts = self.paths, known.tolist()
+        having: list[set[int]] = [set() for _ in range(len(self.rows))]
+        for row, path in enumerate(paths):
+            for part in path:
+                having[part].add(counts[row])
+        kept = [
+            part for part, ends in enumerate(self.ends.tolist()) if len(having[part]) == 1 and ends > max(having[part])
+        ]
+        number, starts, parents = {part: i for i, part in enumerate(kept)}, list[int](), list[int]()
+        for part in kept:
+            parents.append(number.get(int(self.parents[part]), -1))
+            starts.append(int(self.starts[part]) if parents[-1] >= 0 else max(having[part]))
+        of = [next((number[part] for part in reversed(path) if part in number), -1) for path in paths]
+        index, new = torch.tensor(kept, dtype=torch.int64), partial(torch.tensor, dtype=torch.int64)
+        return TokenTree(self.rows[index], new(starts), self.ends[index], new(parents), new(of))
 
 
 def token_tree(ids: Tensor, lengths: Tensor) -> TokenTree:

@@ -107,6 +107,11 @@ class Episode:
         return self._rows[-1].ids
 
     @property
+    def first_prompt(self) -> int:
+        """Tokens before the first completion of the row that the next one continues."""
+        return len(self._rows[-1].prompt_ids)
+
+    @property
     def error(self) -> str | None:
         """What went wrong in the environment, or None."""
         return self._error

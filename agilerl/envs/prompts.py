@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -214,6 +215,21 @@ def _check_system_role(tokenizer: Any) -> None:
             "the tokenizer's chat template drops system messages, so the model would never see this one; move its "
             "text into the user message"
         )
+
+
+def generation_prompt(tokenizer: Any) -> list[int]:
+    """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer.
+
+    Raises ConfigError if there are none.
+    """
+    first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
+    ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
+    if not ending:
+        raise ConfigError(
+            "network.lora_config.alora_invocation_tokens=generation_prompt: the chat template puts nothing between a "
+            "question and its answer; name tokens, or a text, that every prompt has"
+        )
+    return ending
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:

@@ -166,7 +166,6 @@ _VARIANTS: dict[str, str] = {
     "lora_bias": "the delta is B A alone, without a bias",
     "use_qalora": "QA-LoRA pools the input of A",
     "use_bdlora": "BD-LoRA makes one factor block-diagonal",
-    "alora_invocation_tokens": "Activated LoRA does not adapt the tokens before an invocation",
     "arrow_config": "Arrow routes tokens among adapters",
     "kasa_config": "KaSA changes the weights of the base",
     "monteclora_config": "it samples the factors",
@@ -211,6 +210,11 @@ def _wrong_shape(config: Any) -> str:
     alpha = config.lora_alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
         return f"lora_alpha must be a number from {LEAST_ALPHA:g} to {MOST_ALPHA:g}, found {shown(alpha)}"
+    tokens = getattr(config, "alora_invocation_tokens", None)
+    if tokens is not None and not (
+        isinstance(tokens, list) and tokens and all(type(token) is int and token >= 0 for token in tokens)
+    ):
+        return f"alora_invocation_tokens must be a list of token ids, found {shown(tokens)}"
     if type(config.use_rslora) is not bool:
         return f"use_rslora must be true or false, found {shown(config.use_rslora)}"
     return ""

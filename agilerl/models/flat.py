@@ -24,7 +24,9 @@ class Rows(NamedTuple):
     """What rows begin with in common, to be computed once; None: nothing."""
     known: Tensor | None = None
     """[B] tokens at the beginning of each row, not all of it, whose keys and values are known. Attention finds them
-    after those of the line, all rows' side by side. None: none are. Not together with ``tree``."""
+    after those of the line. None: none are. The ``tree`` is then that of what follows them."""
+    at: Tensor | None = None
+    """[B, K] place of each of them among all that are known; together with ``known``."""
 
 
 class _Block(NamedTuple):
@@ -129,15 +131,16 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
         line, origin = (torch.cat([x, x[:1].expand(-count % CPU_ROWS)]) for x in (line, origin))
         token = torch.minimum(torch.arange(width), own.ends[:, None] - 1)
         places = (firsts - own.starts)[:, None] + token
-        if batch.known is not None:
-            earlier = after + batch.known.cumsum(0) - batch.known
-            places = torch.where(token < own.starts[:, None], earlier[:, None] + token, places)
-            after += int(batch.known.sum())
-        elif batch.tree is not None:
+        if batch.known is not None and batch.at is not None:
+            known, at = batch.known[own.rows], batch.at[own.rows]
+            before = token[:, : at.shape[1]] < known[:, None]
+            places[:, : at.shape[1]] = torch.where(before, after + at, places[:, : at.shape[1]])
+        if batch.tree is not None:
             common = len(batch.tree.rows)
             for part, parent in enumerate(batch.tree.parents.tolist()):
-                places[part, : own.starts[part]] = places[parent, : own.starts[part]]
-            before = token[common:] < own.starts[common:, None]
+                if parent >= 0:
+                    places[part, : own.starts[part]] = places[parent, : own.starts[part]]
+            before = (batch.tree.of >= 0)[:, None] & (token[common:] < own.starts[common:, None])
             places[common:] = torch.where(before, places[batch.tree.of], places[common:])
         sequences[number] = own._replace(places=places)
         ids.append(batch.ids.flatten()[origin])
@@ -183,8 +186,9 @@ class _Sequences(NamedTuple):
 
 
 def _sequences(batch: Rows) -> _Sequences:
+    known = torch.zeros(len(batch.ids), dtype=torch.int64) if batch.known is None else batch.known
     tree = batch.tree or TokenTree(_NONE, _NONE, _NONE, _NONE, torch.full((len(batch.ids),), -1))
-    own = tree.own if batch.known is None else batch.known
+    own = torch.where(tree.of < 0, known, tree.own)
     starts = torch.cat([tree.starts, own])
     kinds = (starts > 0) * torch.cat([torch.ones_like(tree.starts), torch.full_like(own, 2)])
     rows = torch.cat([tree.rows, torch.arange(len(batch.ids))])

@@ -89,11 +89,11 @@ class Ask:
         return self.split if self.split != "train" else "trial" if self.is_trial else "rollout"
 
     def generation(
-        self, prompt_ids: Sequence[int], samples: int, *key: int, conversation: "Conversation | None" = None
+        self, prompt_ids: Sequence[int], samples: int, *key: int, **of_conversation: Any
     ) -> "GenerationRequest":
         """Return what the engine is asked for: completions of a prompt, with ``key`` added to the ask's own."""
         sampling, keys = self.sampling(len(prompt_ids)), (*self.key, *key)
-        return GenerationRequest(self.slot, prompt_ids, samples, sampling, self.purpose, keys, conversation)
+        return GenerationRequest(self.slot, prompt_ids, samples, sampling, self.purpose, keys, **of_conversation)
 
 
 @dataclass
@@ -126,6 +126,8 @@ class GenerationRequest:
     """Sample s draws from the stream ``(seed, purpose, *key, s)``: which rows share a batch cannot matter."""
     conversation: Conversation | None = field(default=None, compare=False)
     """The conversation that this completion continues, with one sample only. What it kept is not computed again."""
+    first_prompt: int | None = field(default=None, compare=False)
+    """Tokens before the first completion of a conversation, where activated adapters begin; None: all of the prompt."""
 
 
 OnCompletion = Callable[[int, int, Completion], None]

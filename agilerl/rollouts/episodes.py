@@ -158,7 +158,8 @@ def _act_early(
 def _request(p: _Playing, turn: int) -> GenerationRequest:
     """Return the request for the next completion of an episode."""
     # Turn t of sample s has its own random stream, so its draws do not depend on the rest of the batch.
-    return p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, conversation=p.conversation)
+    kept = {"conversation": p.conversation, "first_prompt": p.episode.first_prompt}
+    return p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, **kept)
 
 
 def _let_engine_keep(playing: Sequence[_Playing]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agilerl import streams
@@ -20,6 +21,7 @@ from agilerl.models.flat import Rows, flatten
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.padding import decoded
+from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import DecodingCache, GroupedCache, Kept, PromptLine, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
@@ -90,6 +92,9 @@ class TorchEngine:
         self.limits = MemoryLimits() if limits is None else limits
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
+        self.invocation: tuple[int, ...] = ()
+        """Tokens of a prompt from which on adapters act; none: all of it."""
+        self.prompts = PromptCache(base, store)
         self.stops: Stops | None = None
         """Texts that end completions, besides end tokens."""
         self.read_every = _READ_EVERY.get(base.device.type, _READ_ELSEWHERE)
@@ -406,12 +411,18 @@ class _Decoder:
         if base.flattens:
             known = torch.tensor([_known(request) for request in requests])
             line.known = _kept(requests, known.tolist(), base.num_layers)
-            columns = (torch.split(column, list(per_unit)) for column in (ids, lengths, known, torch.tensor(numbers)))
+            continued = line.known is not None
+            at = (known.cumsum(0) - known)[:, None] + torch.arange(width)
+            trees = [
+                self._trees[slot].of(own)
+                for slot, own in zip(slots, torch.split(torch.tensor(numbers), list(per_unit)))
+            ]
+            if self.engine.invocation and slots[0] is not None:
+                known, at = self._activate(requests, ids, known, at, trees, line)
+            columns = (torch.split(column, list(per_unit)) for column in (ids, lengths, known, at))
             of_units = [
-                Rows(own_ids, own_lengths, known=own_known)
-                if line.known is not None
-                else Rows(own_ids, own_lengths, self._trees[slot].of(own_numbers))
-                for slot, own_ids, own_lengths, own_known, own_numbers in zip(slots, *columns)
+                Rows(own_ids, count, None if continued else tree.after(own_known), own_known, own_at)
+                for tree, own_ids, count, own_known, own_at in zip(trees, *columns)
             ]
             rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
             with store.routed(_route(slots, rows.parts)):
@@ -421,6 +432,30 @@ class _Decoder:
             hidden = base.hidden(ids.to(base.device), past_key_values=line)
         starts = torch.arange(len(numbers))[:, None] * width
         return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(width), lengths[:, None] - 1)
+
+    def _activate(
+        self,
+        requests: Sequence[GenerationRequest],
+        ids: Tensor,
+        known: Tensor,
+        at: Tensor,
+        trees: Sequence[TokenTree],
+        line: PromptLine,
+    ) -> tuple[Tensor, Tensor]:
+        """Let the base compute what precedes the invocations, and add it to what ``line`` knows.
+
+        Returns how many tokens of each prompt are known now, and where.
+        """
+        firsts = torch.tensor([r.first_prompt or len(r.prompt_ids) for r in requests])
+        starts = invocations(ids, firsts, self.engine.invocation)
+        fresh = known <= starts  # the others continue a conversation in which adapters act already
+        columns = (torch.split(column, [len(tree.of) for tree in trees]) for column in (ids, starts * fresh))
+        found, places = self.engine.prompts.computed(list(map(Beginnings, *columns, trees)))
+        parts = [part for part in (line.known, found.known) if part is not None]
+        before = len(parts[0][0][0]) if len(parts) > 1 else 0
+        line.known = [(torch.cat(keys), torch.cat(values)) for keys, values in (zip(*layer) for layer in zip(*parts))]
+        of_base = torch.cat([F.pad(p, (0, ids.shape[1] - p.shape[1])) for p in places]) + before
+        return torch.where(fresh, starts, known), torch.where(fresh[:, None], of_base, at)
 
     def _read(self, block: _Block) -> None:
         """Read what a block has drawn; hand out the rows that have ended, which leave once they are enough of them."""

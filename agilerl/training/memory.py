@@ -97,7 +97,8 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         chunk_rows=options.fused_logprobs_chunk_rows,
         vllm=vllm,
     )
-    return footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
+    found = footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
+    return found | ({"prompts": float(runtime.prompts.most)} if runtime.invocation else {})
 
 
 def _kept(population: Population, rows: Sequence[int], exam: int) -> int:

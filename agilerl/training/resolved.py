@@ -37,7 +37,7 @@ from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
 
-COMPLETION = 64
+COMPLETION = 128
 """Most tokens of a completion in a run that bounds neither completions nor the context."""
 
 

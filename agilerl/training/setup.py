@@ -25,6 +25,7 @@ from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.prompts import generation_prompt, text_ids
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
@@ -275,6 +276,11 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
             "made from: network.pretrained_model_name_or_path=..."
         )
     options, settings = resolve(config).options, read_config(folder)
+    if settings.alora_invocation_tokens:
+        raise ConfigError(
+            f"the adapter in {str(folder)!r} is activated (alora_invocation_tokens): it does not act on prompts, so it "
+            "cannot be merged into the weights; load it with PEFT, or use agilerl chat and agilerl eval"
+        )
     # All that changes the function; the merged model's config.json has it.
     overrides = {key: value for key, value in (options.config_overrides or {}).items() if "dtype" not in key}
     changed = SharedOptions(config_overrides=overrides or None)
@@ -371,6 +377,11 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     store = runtime.store
     factors, found = read_adapter(folder, store.layers)
     warn_of_another_base(folder, runtime.base, runtime.loaded)
+    if found.alora_invocation_tokens != wanted.alora_invocation_tokens:
+        raise ConfigError(
+            f"network.adapter={shown(str(folder))} has alora_invocation_tokens={found.alora_invocation_tokens}, this "
+            f"run {wanted.alora_invocation_tokens}; set network.lora_config.alora_invocation_tokens to the same"
+        )
     if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
         raise ConfigError(
             f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "
@@ -472,7 +483,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
-    settings = _lora(network)
+    settings = _lora(network, tokenizer)
     layers = lora_layers(base.model, settings, options.lora_target_scope)
     sizes = {
         "base": base.weight_bytes,
@@ -502,8 +513,12 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
         raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
 
 
-def _lora(config: NetworkConfig) -> Any:
-    return imported_peft().LoraConfig(**config.lora_config.model_dump(), task_type="CAUSAL_LM")
+def _lora(config: NetworkConfig, tokenizer: Any) -> Any:
+    tokens = config.lora_config.alora_invocation_tokens
+    if isinstance(tokens, str):
+        tokens = generation_prompt(tokenizer) if tokens == "generation_prompt" else text_ids(tokenizer, tokens)
+    given = {**config.lora_config.model_dump(), "alora_invocation_tokens": tokens}
+    return imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
 
 
 def _spare_retries(name: str) -> None:
