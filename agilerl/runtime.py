@@ -542,6 +542,11 @@ class Runtime:
                 f"use_vllm=True compares vLLM with the whole base, of which sharding={sharding!r} leaves each "
                 "process a part; leave one of the two out"
             )
+        if sharding != "none" and self.invocation:
+            raise ConfigError(
+                f"activated adapters (lora_config.alora_invocation_tokens) keep prompts that each process computes by "
+                f"itself, which sharding={sharding!r} does not let it; leave one of the two out"
+            )
         self.lockstep = shard_base(self.base, self.store, processes, sharding)
         self.processes = processes
 

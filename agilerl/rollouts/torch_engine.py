@@ -417,13 +417,13 @@ class _Decoder:
                 self._trees[slot].of(own)
                 for slot, own in zip(slots, torch.split(torch.tensor(numbers), list(per_unit)))
             ]
-            if self.engine.invocation and slots[0] is not None:
+            if activated := bool(self.engine.invocation) and slots[0] is not None:
                 known, at = self._activate(requests, ids, known, at, trees, line)
+            of_units = []
             columns = (torch.split(column, list(per_unit)) for column in (ids, lengths, known, at))
-            of_units = [
-                Rows(own_ids, count, None if continued else tree.after(own_known), own_known, own_at)
-                for tree, own_ids, count, own_known, own_at in zip(trees, *columns)
-            ]
+            for whole, own_ids, count, own_known, own_at in zip(trees, *columns):
+                tree = None if continued else whole.after(own_known) if activated else whole
+                of_units.append(Rows(own_ids, count, tree, own_known, own_at))
             rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
             with store.routed(_route(slots, rows.parts)):
                 return base.flat(rows.to(base.device), past_key_values=line), torch.cat(rows.sources)
