@@ -69,7 +69,8 @@ class RolloutLLMConfig(LLMConfig):
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits of tokens that occurred before. Biases the log-probs likewise."""
     max_output_tokens: Annotated[int | None, Field(ge=1), Evolve(8, 8192, unless_named=False)] = None
-    """Most tokens of a completion; None leaves what ``max_model_len`` leaves. As a gene, best ``monotone: up``."""
+    """Most tokens of a completion; None leaves what ``max_model_len`` leaves. A run that sets neither, nor a context
+    length, has 128. As a gene, best ``monotone: up``."""
     min_output_tokens: Annotated[int | None, Field(ge=0)] = None
     """The end token cannot be drawn before this many tokens. Biases the log-probs likewise."""
     reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)

@@ -32,7 +32,8 @@ class DataConfig(LLMConfig):
     group_size: ClassVar[int] = 1
     """Rows that one row of the data set becomes."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Most tokens of a completion when the agent is examined; None: as many as ``max_model_len`` leaves."""
+    """Most tokens of a completion when the agent is examined; None: as many as ``max_model_len`` leaves. A run that
+    sets neither, nor a context length, has 128."""
 
 
 class DataAlgorithm(LLMAlgorithm):
