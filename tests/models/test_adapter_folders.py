@@ -26,7 +26,6 @@ REFUSED: dict[str, Any] = {
     "layer_replication": [[0, 2]],
     "lora_bias": True,
     "use_qalora": True,
-    "alora_invocation_tokens": [1],
     "megatron_config": {"hidden_size": 8},
 }
 

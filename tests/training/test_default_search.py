@@ -353,4 +353,4 @@ def test_an_agent_that_broke_at_the_end_is_replaced_by_an_earlier_one(tmp_path: 
 
 
 def test_generations_are_longer_where_exams_would_cost_much() -> None:
-    assert [made("training.max_steps=64", f"environment.eval_prompts={size}").evo_steps for size in (8, 160)] == [2, 34]
+    assert [made("training.max_steps=64", f"environment.eval_prompts={size}").evo_steps for size in (8, 160)] == [2, 49]
