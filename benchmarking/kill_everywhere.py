@@ -6,7 +6,7 @@ First at random moments; then at every failpoint (before each operation on the r
 write, before and after each clone and mutation) of a process that resumes a run, goes through a selection and two
 checkpoints, and finishes it. Failpoints that leave the same files but for what lies under hidden temporary
 names are one case (see ``Surveyor``), of which one failpoint is tried; ``--every`` tries them all, ``--few`` one of
-as many cases as it takes for each operation on each kind of file. Prints one JSON object; the exit code is 1 where
+as many cases as it takes for each operation and each kind of file. Prints one JSON object; the exit code is 1 where
 anything differs.
 """
 
@@ -202,13 +202,13 @@ class EveryPoint:
 
 
 def _covering(cases: list[list[int]], points: list[tuple[int, str, str]]) -> list[list[int]]:
-    """Return the cases that bring an operation on a kind of file (its name without numbers) not seen before them."""
-    seen: set[tuple[str, str]] = set()
+    """Return the cases that bring an operation or a kind of file (its name without numbers) not seen before them."""
+    seen: set[str] = set()
     found = []
     for numbers in sorted(cases, key=len, reverse=True):
-        kinds = {(operation, re.sub(r"\d+", "", name)) for _, operation, name in (points[n] for n in numbers)}
-        if not kinds <= seen:
-            seen |= kinds
+        new = {what for n in numbers for what in (points[n][1], re.sub(r"\d+", "", points[n][2]))} - seen
+        if new:
+            seen |= new
             found.append(numbers)
     return found
 
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=10, metavar="N", help="kills at random moments")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--every", action="store_true", help="every failpoint instead of one of each case")
-    which.add_argument("--few", action="store_true", help="each operation on each kind of file instead of each case")
+    which.add_argument("--few", action="store_true", help="each operation and each kind of file instead of each case")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()

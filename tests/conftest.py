@@ -1,7 +1,9 @@
 """What holds for every test: no network, one thread, the same examples each time, long files first."""
 
 import os
+import shutil
 import sys
+from pathlib import Path
 
 # Set before the libraries read them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +11,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+
+# Runs save with fsync, which on a disk takes as long as all else of a small one. Tests leave less than a gigabyte.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # Else every start of pytest rewrites the assertions of hypothesis and of the tests again: 4 to 12 seconds.
 sys.dont_write_bytecode = False

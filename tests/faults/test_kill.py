@@ -19,13 +19,13 @@ KILLS = 10
 
 @pytest.fixture(scope="module", params=["few", pytest.param("each case", marks=pytest.mark.nightly)])
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A failpoint of each case takes two minutes; of ``few``, one for each operation on each kind of file."""
+    """A failpoint of each case takes two minutes; of ``few``, one for each operation and each kind of file."""
     few = ("--few",) if request.param == "few" else ()
     command = (ROOT / "benchmarking" / "kill_everywhere.py", "out", "--random", KILLS, *few)
     done = programs.run(*command, cwd=tmp_path_factory.mktemp("killed"), env=environment(), timeout=290)
     assert done.stdout, done.stderr
     found = dict(json.loads(done.stdout))
-    found["points"]["least"] = 20 if few else found["points"]["cases"]
+    found["points"]["least"] = 10 if few else found["points"]["cases"]
     return found
 
 
