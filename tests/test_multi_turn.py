@@ -245,7 +245,9 @@ LEARNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "GRPO by turn")) for name in LEARNERS]
+)
 def test_it_learns_to_walk(name: str) -> None:
     """Two steps on three cells, paid at the end; the best return is 1. Staying put, or one same step, gets a third."""
     kind, settings = LEARNERS[name]
