@@ -16,12 +16,13 @@ pytestmark = pytest.mark.model
 
 
 def tree(root: Path, *, less: Path | None = None) -> dict[str, tuple[int, int]]:
-    """Return size and time of change of everything below a folder."""
+    """Return size and time of change of every file below a folder, and the folders."""
     found = {}
     for path in sorted(root.rglob("*")):
         if less is None or (path != less and less not in path.parents):
             status = path.lstat()
-            found[path.relative_to(root).as_posix()] = (status.st_size, status.st_mtime_ns if path.is_file() else 0)
+            changed = (status.st_size, status.st_mtime_ns) if path.is_file() else (0, 0)
+            found[path.relative_to(root).as_posix()] = changed
     return found
 
 
