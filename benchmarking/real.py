@@ -29,6 +29,7 @@ from agilerl.training.tasks import task
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
+GAMES = MANIFEST.parent.relative_to(ROOT) / "games.py"
 BUDGET = ("training.threads=1", "training.max_steps=2048", "environment.test_prompts=200")
 WORDS = ("environment.answer_format=after", "environment.reward=score", "algorithm.max_output_tokens=8")
 
@@ -39,7 +40,7 @@ def _task(name: str, *settings: str) -> tuple[str, ...]:
 
 def _game(name: str, params: str) -> str:
     return (
-        f"environment={{env_type: multiturn, env_id: 'games.py:{name}', params: {params}, data_batch_size_per_gpu: 16, "
+        f"environment={{env_type: multiturn, env_id: '{GAMES}:{name}', params: {params}, data_batch_size_per_gpu: 16, "
         "test_prompts: 200}"
     )
 

@@ -8,7 +8,9 @@ from types import ModuleType
 import pytest
 
 from agilerl.config.manifest import load_manifest
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.models.base import load_tokenizer
+from agilerl.training.tasks import task
 from benchmarking.real import MANIFEST, MARK, RUNS, arguments, table
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,8 @@ def test_each_row_is_a_manifest(name: str) -> None:
     config = load_manifest(MANIFEST, [value for value in given if "=" in value])
     assert (config.training.max_steps, config.environment.test_prompts) == (2048, 200)
     assert ("--allow-code" in given) == (config.environment.env_type == "multiturn")
+    if config.environment.env_id is not None:  # a row that no run can begin would be found hours later
+        assert isinstance(task(config, allow_code=True), EpisodeTask)
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
