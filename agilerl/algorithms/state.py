@@ -80,6 +80,7 @@ class _Lora(SavedValues):
     use_rslora: bool
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     init_lora_weights: Literal["gaussian"] | None = None
+    alora_invocation_tokens: list[Annotated[int, Field(ge=0)]] | None = None
 
 
 class _Loaded(SavedValues):
@@ -238,7 +239,8 @@ def capture(agent: Stateful) -> AgentState:
         genes={name: gene.state() for name, gene in agent.genes.items()},
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
         | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {})
-        | ({"init_lora_weights": "gaussian"} if lora.init_lora_weights == "gaussian" else {}),
+        | ({"init_lora_weights": "gaussian"} if lora.init_lora_weights == "gaussian" else {})
+        | ({"alora_invocation_tokens": list(agent.runtime.invocation)} if agent.runtime.invocation else {}),
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),
         counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS if hasattr(agent, name)},
@@ -432,7 +434,16 @@ def _scaling(state: AgentState) -> float:
 
 
 def check_base(state: AgentState, runtime: Runtime) -> None:
-    """Warn if a state was saved on another base or tokenizer: matching shapes do not make it the same model."""
+    """Warn if a state was saved on another base or tokenizer: matching shapes do not make it the same model.
+
+    Raises CheckpointError for an adapter that acts on other tokens of a prompt than those of this runtime.
+    """
+    saved, here = tuple(state.lora.get("alora_invocation_tokens") or ()), runtime.invocation
+    if saved != here:
+        raise CheckpointError(
+            f"the checkpoint's adapter has alora_invocation_tokens={list(saved) or None}, this runtime's adapters "
+            f"{list(here) or None}; give the runtime a lora_config with the same"
+        )
     for difference in differences(state.base, state.loaded, runtime.base, runtime.loaded):
         warnings.warn(difference, stacklevel=3)
 

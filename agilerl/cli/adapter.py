@@ -31,7 +31,7 @@ _TRAINING = (
 _OF_TRAINING = {"network": ("adapter", "lora_config"), "environment": ("data_batch_size_per_gpu", "eval_prompts")}
 """Settings of these two sections that an evaluation does not take from the command line."""
 _OF_SAMPLING = ("use_vllm", "vllm_config")
-_SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules")
+_SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules", "alora_invocation_tokens")
 _ALL = 100_000
 """The largest test that there is."""
 _CONTACTS = ("judge", "pairwise_judge")

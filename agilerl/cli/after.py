@@ -340,6 +340,9 @@ def run_export(run: Path, out: Path, *, quiet: bool) -> None:
         places |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
     console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})", soft_wrap=True)
     text = (out / "README.md").read_text(encoding="utf-8")
+    if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
+        console.print("It is activated (alora_invocation_tokens): load it with PEFT. vLLM does not know such adapters.")
+        return
     for name, what in (("vllm serve", "vLLM"), ("python convert_lora_to_gguf.py", "llama.cpp")):
         command = next(line for line in text.splitlines() if line.startswith(name))
         placed = re.sub(

@@ -37,6 +37,7 @@ from agilerl.models.base import check_device, is_of_hub, load_base, load_tokeniz
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
 from agilerl.population import Population
+from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
@@ -458,6 +459,9 @@ def try_prompts(population: Population) -> None:
             population.examples(position)
     else:
         population.places("train")
+    if (tokens := population.runtime.invocation) and isinstance(population.task, Task):
+        for place in (*population.places("exam"), *population.places("test")):
+            invocations(torch.tensor([place.prompt_ids]), torch.tensor([len(place.prompt_ids)]), tokens)
 
 
 # -- the base model: found, loaded, and checked against the machine and its tokenizer ---------------------------------

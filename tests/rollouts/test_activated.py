@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import agilerl
+from agilerl import GRPO
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.envs.prompts import render_prompt
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Conversation
@@ -276,10 +277,37 @@ def test_what_does_not_know_them_is_refused(run: Path, tmp_path: Path) -> None:
     for wrong in ("algorithm.use_vllm=true", "algorithm.attn_implementation=eager"):
         with pytest.raises(ConfigError, match=r"activated adapters|vLLM"):
             build(load_manifest(None, [*SMALL, ACTIVATED, wrong]))
-    with pytest.raises(EnvError, match="activated adapters begin at the tokens"):
-        run_here(tmp_path / "run", "network.lora_config.alora_invocation_tokens=[5, 6, 7, 8]")
     ordinary = run_here(tmp_path / "ordinary")
     with pytest.raises(ConfigError, match="has alora_invocation_tokens=None"):
         build(load_manifest(None, [*SMALL, ACTIVATED, f"network.adapter={ordinary / 'elite'}"]))
     with pytest.raises(ConfigError, match="must be a list of token ids"):
         Runtime.for_model(random_model(), lora_config=lora([-1]))
+
+
+def test_it_is_examined_talked_to_and_handed_on(run: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["eval", str(run), "--json"], catch_exceptions=False)
+    greedy = json.loads(done.stdout)["adapter"]["greedy"]["mean"]
+    assert greedy == json.loads((run / "summary.json").read_text())["test"]["elite"]["mean"]
+    talk = runner.invoke(
+        app, ["chat", str(run), "--temperature", "0", "--json"], input="12, 18\n", catch_exceptions=False
+    )
+    assert json.loads(talk.stdout.splitlines()[-1])["user"] == "12, 18"
+    handed = runner.invoke(app, ["export", str(run), str(tmp_path / "out")], catch_exceptions=False)
+    assert "load it with PEFT" in handed.stdout
+    assert "vllm serve" not in handed.stdout
+
+
+def test_an_adapter_of_another_kind_is_not_taken_for_this_one(run: Path) -> None:
+    agent = GRPO(runtime=Runtime.from_pretrained("embedded"), max_output_tokens=4)
+    with pytest.raises(CheckpointError, match=r"has alora_invocation_tokens=\[3\], this runtime's adapters None"):
+        agent.load_checkpoint(run / "elite")
+    assert agent.runtime.invocation == ()
+    assert GRPO.load(run / "elite").runtime.invocation == (3,)
+
+
+def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
+    settings = [*SMALL, "network.lora_config.alora_invocation_tokens=zzz"]
+    with pytest.raises(EnvError, match="activated adapters begin at the tokens"):
+        CliRunner().invoke(app, ["train", *settings, "--out", str(tmp_path / "run")], catch_exceptions=False)
+    assert not (tmp_path / "run").exists()

@@ -190,7 +190,9 @@ def test_every_setting_given_in_python(name: str, runtime: Runtime) -> None:
             assert field in why  # it needs another setting
             continue
         trainer = LocalTrainer({"name": name, **own}, environment)
-        assert resolve(trainer.config).hyperparameters.model_fields_set - ({*DERIVED, "max_output_tokens"} - {field}) == {field}
+        assert resolve(trainer.config).hyperparameters.model_fields_set - (
+            {*DERIVED, "max_output_tokens"} - {field}
+        ) == {field}
         chosen = run_overrides({"environment": environment}, algorithm={"name": name, **own})
         config = load_manifest(None, chosen)
         assert config.algorithm[field] == json.loads(json.dumps(value))
