@@ -15,6 +15,7 @@ from agilerl.sizes import padded_length
 
 Kept = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
+_FREED = (torch.empty(0), torch.empty(0))
 _FIRST_ROOM = 32
 """Tokens that a row has room for at first; a full row gets twice as many."""
 
@@ -65,12 +66,16 @@ class PromptLine(_Layers):
         """Take what a layer has computed, ``[rows, heads, n, head_dim]``; returns it with what is known."""
         if self.known is not None:
             keys, values = (torch.cat(pair) for pair in zip((keys, values), self.known[layer]))
+            self.known[layer] = (
+                _FREED  # many episodes fill the memory: no layer's are held twice for longer than needed
+            )
         self.found.append((keys, values))
         return self.found[-1]
 
-    def at(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``."""
+    def take(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``, once."""
         keys, values = (part.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2) for part in self.found[layer])
+        self.found[layer] = _FREED
         return keys.contiguous(), values.contiguous()
 
 
@@ -168,7 +173,7 @@ class _Block:
     """Rows that were admitted together, and so have generated equally many tokens."""
 
     def __init__(self, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int) -> None:
-        self.prompts = [line.at(layer, places) for layer in range(len(line.found))]
+        self.prompts = [line.take(layer, places) for layer in range(len(line.found))]
         """Of each layer, keys and values ``[P, heads, L, head_dim]``."""
         self.lengths, self.prompt_of, self.longest = lengths.tolist(), prompt_of, places.shape[1]
         keys, _ = self.prompts[0]
@@ -307,7 +312,7 @@ class RaggedCache(_Layers):
         places = places[self._padded(prompt_of).to(places.device)]
         self._rows = []
         for layer in range(len(line.found)):
-            parts = line.at(layer, places)
+            parts = line.take(layer, places)
             # Zeros, not uninitialised memory: the mask hides what is not there yet, but 0 x NaN is NaN.
             buffers = [part.new_zeros((*part.shape[:2], capacity, part.shape[3])) for part in parts]
             for buffer, part in zip(buffers, parts):
