@@ -418,8 +418,8 @@ def _generation(resolved: Resolved, population: Population) -> tuple[int, int | 
 def question_cost(population: Population, group: int) -> float:
     """Return what a question of the exam costs, in iterations of one agent with ``group`` completions a prompt.
 
-    Counted are tokens that pass the model forwards, backwards as two; a prompt once for its completions. These have
-    half of ``max_output_tokens``, at most 32.
+    Counted are tokens that pass the model forwards, backwards as two; a prompt once for its completions. These count as
+    half of ``max_output_tokens``, but ``COMPLETION / 2`` at most.
     """
     lengths, samples = population.lengths("exam"), population.eval_samples
     prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
@@ -432,7 +432,7 @@ def question_cost(population: Population, group: int) -> float:
 def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
     """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
 
-    A completion counts as ``max_output_tokens``, but 64 tokens at most. Real ones are at most as long, so a
+    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most. Real ones are at most as long, so a
     budget in tokens gives more iterations, not fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
