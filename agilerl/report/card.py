@@ -123,6 +123,7 @@ def _card(
         called=called,
         base=base if is_hub_name(base) else "BASE",
         is_embedded=base == EMBEDDED,
+        is_activated=bool((config["network"].get("lora_config") or {}).get("alora_invocation_tokens")),
         rank=rank,
         vllm_options=" ".join(
             adapter_options({called: "FOLDER"}, next((most for most in LORA_RANKS if most >= rank), rank))

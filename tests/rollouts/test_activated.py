@@ -296,6 +296,9 @@ def test_it_is_examined_talked_to_and_handed_on(run: Path, tmp_path: Path) -> No
     handed = runner.invoke(app, ["export", str(run), str(tmp_path / "out")], catch_exceptions=False)
     assert "load it with PEFT" in handed.stdout
     assert "vllm serve" not in handed.stdout
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert "The adapter is activated (aLoRA)" in card
+    assert not any(command in card for command in ("vllm serve", "agilerl merge", "llama-cli"))
 
 
 def test_an_adapter_of_another_kind_is_not_taken_for_this_one(run: Path) -> None:
