@@ -682,7 +682,7 @@ def probe(
     questions: Annotated[int, typer.Option("--questions", min=1, max=10_000, help="Training questions of a row.")] = 16,
     samples: Annotated[
         int | None,
-        typer.Option("--samples", min=1, max=10_000, help="Answers to each; default: algorithm.group_size."),
+        typer.Option("--samples", min=2, max=10_000, help="Answers to each; default: algorithm.group_size."),
     ] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,

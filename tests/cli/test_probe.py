@@ -64,7 +64,7 @@ def test_every_task_is_listed(agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch)
     known = upstream.known_tasks()
     assert len(known) > 100
     monkeypatch.setattr(upstream, "known_tasks", lambda: ["composite", *known[:2]])
-    done = agilerl("probe", "--all", "--questions", "1", "--samples", "1", "--json")
+    done = agilerl("probe", "--all", "--questions", "1", "--samples", "2", "--json")
     assert [row["task"] for row in json.loads(done.output)["rows"]] == known[:2]
 
 
