@@ -462,7 +462,7 @@ class Runtime:
                 cache, places = self.prompts.computed(begun)
                 for i, known, at in zip(adapted, starts, places):
                     own[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
-            rows = flatten(own, self.base.dtype, exact=device.type == "cpu").to(device)
+            rows = flatten(own, self.base.activation_dtype, exact=device.type == "cpu").to(device)
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows, **({} if cache is None else {"past_key_values": cache})), list(rows.sources)

@@ -4,7 +4,8 @@
                                 [--only NAME ...] [--runs FOLDER] [--page docs/expected.md]
 
 Each row is a run of ``agilerl train`` with tutorials/manifests/real/smollm2.yaml and the settings below, which were
-chosen before the runs: 2,048 completions or episodes of four agents, 200 test questions. The file gets a row as soon as
+chosen before the runs: 2,048 completions of four agents and 200 test questions; of the games, whose episodes cost ten
+times as much, 1,024 episodes and 100 test games, with products in bfloat16. The file gets a row as soon as
 its run has ended. What it has is not run again; a run that was interrupted goes on, with its clock at 0. ``constant``
 is what the commonest expected answer would earn on the same test questions. The clock is the CPU time of the command,
 in one thread.
@@ -31,30 +32,33 @@ ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
 GAMES = MANIFEST.parent.relative_to(ROOT) / "games.py"
 BUDGET = ("training.threads=1", "training.max_steps=2048", "environment.test_prompts=200")
+GAME_BUDGET = ("training.threads=1", "training.max_steps=1024", "training.dtype=bfloat16")
 WORDS = ("environment.answer_format=after", "environment.reward=score", "algorithm.max_output_tokens=8")
 
 
 def _task(name: str, *settings: str) -> tuple[str, ...]:
-    return (f"environment.task=reasoning_gym:{name}", "environment.params={}", *settings)
+    return (*BUDGET, f"environment.task=reasoning_gym:{name}", "environment.params={}", *settings)
 
 
-def _game(name: str, params: str) -> str:
-    return (
-        f"environment={{env_type: multiturn, env_id: '{GAMES}:{name}', params: {params}, data_batch_size_per_gpu: 16, "
-        "test_prompts: 200}"
+def _game(name: str, params: str, *settings: str) -> tuple[str, ...]:
+    environment = (
+        f"environment={{env_type: multiturn, env_id: '{GAMES}:{name}', params: {params}, data_batch_size_per_gpu: 4, "
+        "test_prompts: 100}"
     )
+    return (*GAME_BUDGET, environment, *settings)
 
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "aiw": (),
+    "aiw": BUDGET,
     "gcd": _task("gcd"),
     "letter_counting": _task("letter_counting"),
     "products": _task("products"),
     "syllogism": _task("syllogism", *WORDS),
     "isomorphic_strings": _task("isomorphic_strings", *WORDS),
-    "guess the number": (_game("Guess", "{max_number: 9}"), "algorithm.max_output_tokens=4"),
-    "sums with a calculator": (
-        _game("calculated", "{min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 3}"),
+    "guess the number": _game("Guess", "{max_number: 9}", "algorithm.max_output_tokens=4"),
+    "sums with a calculator": _game(
+        "calculated",
+        "{min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 3}",
         "algorithm.max_output_tokens=24",
     ),
 }
@@ -63,7 +67,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 def arguments(name: str, seed: int, model: str) -> list[str]:
     """Return the arguments of ``agilerl`` that begin a run, but for its folder."""
-    settings = (*BUDGET, *RUNS[name])
+    settings = RUNS[name]
     code = ["--allow-code"] if "games.py" in str(settings) else []
     base = f"network.pretrained_model_name_or_path={model}"
     return ["train", str(MANIFEST.relative_to(ROOT)), base, *settings, "--seed", str(seed), *code]

@@ -52,8 +52,10 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
             model = auto_class(found).from_config(found, trust_remote_code=False)
         lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
         scope = resolved.options.lora_target_scope
-        shape = shape_of(model, lora, name=name, width=_width(config, found, device), scope=scope)
-        return replace(shape, linear_width=_quantised(resolved.options) or shape.width)
+        width = _width(config, found, device)
+        rounded = device == "cpu" and config.training.dtype == "bfloat16"  # see round_products
+        shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
+        return replace(shape, linear_width=_quantised(resolved.options) or width)
     except AgileRLError:
         raise
     except Exception as error:  # from any library that reads files: no list of their errors is complete
@@ -226,12 +228,12 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
 # -- this machine ---------------------------------------------------------------------------------------------------
 
 
-def measured_machine(clock: Callable[[], float] = perf_counter) -> Machine:
-    """Return the CPU with its rates, measured with the current number of threads; takes about a second."""
+def measured_machine(clock: Callable[[], float] = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:
+    """Return the CPU with its rates, that of products in ``dtype``, with the current threads; takes about a second."""
     bandwidth = copy_rate(clock=clock)
     return Machine(
         name="cpu",
-        flops=matmul_rate(clock=clock),
+        flops=matmul_rate(dtype=dtype, clock=clock),
         bandwidth=bandwidth,
         memory=available_bytes("cpu") or 0,
         # Processes of one machine exchange bytes through its memory: one writes, another reads.

@@ -31,8 +31,10 @@ from agilerl.models.layers import (
     decoding_attention,
     offloaded,
     register_experts,
+    round_products,
 )
 from agilerl.models.loading import check_complete, loading
+from agilerl.models.lora import RoundedLinear
 from agilerl.models.model_config import (
     auto_class,
     check_attention,
@@ -101,6 +103,9 @@ class BaseModel:
                 "llm_int8_skip_modules=['lm_head']"
             )
         self._head = head
+        rounded = any(isinstance(module, RoundedLinear) for module in self.model.modules())
+        self.activation_dtype = torch.float32 if rounded else self.dtype
+        """Data type of hidden states, keys and values."""
         exact = (torch.float32, torch.float64)
         self._wide = self.quantisation is None and all(p.dtype in exact for p in self.model.parameters())
         config = self.model.config.get_text_config()
@@ -392,7 +397,8 @@ class BaseModel:
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
         ids[1, :9] = ids[0, :9]  # two rows with one beginning, and one without
         lengths = torch.tensor([12, 11, 7])
-        rows = flatten([Rows(ids, lengths, token_tree(ids, lengths))], self.dtype, exact=True).to(self.device)
+        rows = flatten([Rows(ids, lengths, token_tree(ids, lengths))], self.activation_dtype, exact=True)
+        rows = rows.to(self.device)
         try:
             found = self.flat(rows)[rows.sources[0].to(self.device)]
             self.flat(rows, past_key_values=_PassedOn())
@@ -495,6 +501,8 @@ def load_base(
             **quantised,
         )
         model = model if quantised else model.to(device)
+        if model.dtype == torch.bfloat16 and torch.device(device).type == "cpu" and not quantised:
+            round_products(model)
     check_complete(name, found)
     base = from_model(model, name)
     base.source, base.original = path, name if Path(name).expanduser().is_file() else path

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agilerl.config.base_model import AttentionKind, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.models.lora import StackedLoRALinear
+from agilerl.models.lora import RoundedLinear, StackedLoRALinear
 from agilerl.models.slots import AdapterStore
 from agilerl.sizes import CPU_ROWS, LONG_SUM, LONG_SUM_ROWS
 
@@ -137,6 +137,34 @@ def apply_liger_kernels(model: Any, device: torch.device) -> None:
     # Liger's head and loss stay off: they would compute logits for a whole batch, and of one agent only.
     off = ("cross_entropy", "fused_linear_cross_entropy")
     patch(model=model, **{name: False for name in off if name in signature(patch).parameters})
+
+
+# -- bfloat16 on a CPU ----------------------------------------------------------------------------------------------
+
+
+def round_products(model: nn.Module) -> None:
+    """Let a bf16 model compute in fp32 on a CPU, but for the products of its linear layers.
+
+    CPUs multiply matrices in bf16 twice as fast as in fp32, but what lies between products (norms, rotations, softmax)
+    is slow there in bf16, and rounds more. Weights outside of linear layers and embeddings become fp32. A model in
+    which they are more than a tenth (fused experts, GPT-2's layers) is left as it is.
+    """
+    linear = [module for module in model.modules() if type(module) is nn.Linear]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    kept = {id(weight) for module in (*linear, *tables) for weight in module.parameters()}
+    rest = [weight for weight in model.parameters() if id(weight) not in kept]
+    if sum(w.numel() for w in rest) > 0.1 * sum(w.numel() for w in model.parameters()):
+        return
+    for weight in rest:
+        weight.data = weight.data.float()
+    for module in linear:
+        module.__class__ = RoundedLinear
+    for table in tables:
+        table.register_forward_hook(_in_fp32)
+
+
+def _in_fp32(table: nn.Module, given: Any, vectors: Tensor) -> Tensor:
+    return vectors.float()
 
 
 # -- the layers in training: compiled, recomputed in the backward pass, or with offloaded activations -----------------

@@ -13,6 +13,19 @@ from agilerl.models.slots import AdapterStore, LinearShape, Route
 from agilerl.sizes import LONG_SUM, LONG_SUM_ROWS
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x weight^T + bias`` in the type of x; the product is computed in that of the weight."""
+    return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+
+class RoundedLinear(nn.Linear):
+    """A frozen layer with bf16 weights among layers that compute in fp32: only its product is in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x ``[..., in]`` to ``[..., out]`` of the same type."""
+        return product(x, self.weight, self.bias)
+
+
 class StackedLoRALinear(nn.Module):
     """Wrap a frozen linear layer: the base layer once over all rows, then each row's low-rank delta.
 
@@ -54,7 +67,7 @@ class StackedLoRALinear(nn.Module):
     def dense(self) -> tuple[Tensor, Tensor | None] | None:
         """Return the frozen weight ``[out, in]`` and bias of a plain linear layer; None for any other."""
         base, transposed = self.base_layer, self._store.layers[self._index].fan_in_fan_out
-        plain = type(base) is nn.Linear or transposed
+        plain = type(base) in (nn.Linear, RoundedLinear) or transposed
         if not plain or type(base.weight) is not nn.Parameter or base.weight.requires_grad:
             return None
         return self.weight.T if transposed else self.weight, self.bias
@@ -260,7 +273,7 @@ class _WithLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tape: Tensor, dense: tuple[Tensor, Tensor | None], place: _Place) -> Tensor:
-        out = nn.functional.linear(x, *dense)
+        out = product(x, *dense)
         lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
         ctx.save_for_backward(x, *lows)
         ctx.weight, ctx.place = dense[0], place
@@ -276,9 +289,11 @@ class _WithLinear(torch.autograd.Function):
 
 
 def _times(rows: Tensor, weight: Tensor) -> Tensor:
-    """Return ``rows @ weight``; on a CPU the bits of a row do not depend on the number of rows."""
+    """Return ``rows @ weight`` in the type of rows; on a CPU a row's bits do not depend on the number of rows."""
+    wanted, rows = rows.dtype, rows.to(weight.dtype)
     missing = LONG_SUM_ROWS - len(rows) if rows.device.type == "cpu" and len(weight) >= LONG_SUM else 0
-    return rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
+    found = rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
+    return found.to(wanted)
 
 
 def _by_slot(values: Tensor, run: _Run) -> Tensor:

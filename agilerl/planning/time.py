@@ -59,7 +59,7 @@ class Widths:
             kv_width=int(getattr(config, "num_key_value_heads", None) or heads) * size,
             feed_forward=int(inner),
             vocabulary=base.vocabulary_size,
-            width=base.dtype.itemsize if width is None else width,
+            width=base.activation_dtype.itemsize if width is None else width,
         )
 
 

@@ -121,7 +121,7 @@ class PromptCache:
         lengths = torch.tensor([len(text) for text, _ in rows])
         tree = TokenTree(first, starts, ends, parents, torch.tensor(of))
         ids, line = pad_sequence([text for text, _ in rows], batch_first=True), PromptLine(self.base.num_layers)
-        flat = flatten([Rows(ids, lengths, tree)], self.base.dtype, exact=self.base.device.type == "cpu")
+        flat = flatten([Rows(ids, lengths, tree)], self.base.activation_dtype, exact=self.base.device.type == "cpu")
         with torch.no_grad(), self.store.routed(None):
             self.base.flat(flat.to(self.base.device), past_key_values=line)
         for places, (_, path) in zip(flat.sources[0], rows):

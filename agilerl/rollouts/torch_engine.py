@@ -317,7 +317,7 @@ class _Decoder:
         self.cache: DecodingCache = (
             GroupedCache(layers)
             if self.base.flattens
-            else RaggedCache(layers, multiple, self.base.dtype, self.base.window)
+            else RaggedCache(layers, multiple, self.base.activation_dtype, self.base.window)
         )
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
@@ -424,7 +424,7 @@ class _Decoder:
             for whole, own_ids, count, own_known, own_at in zip(trees, *columns):
                 tree = None if continued else whole.after(own_known) if activated else whole
                 of_units.append(Rows(own_ids, count, tree, own_known, own_at))
-            rows = flatten(of_units, base.dtype, exact=base.device.type == "cpu")
+            rows = flatten(of_units, base.activation_dtype, exact=base.device.type == "cpu")
             with store.routed(_route(slots, rows.parts)):
                 return base.flat(rows.to(base.device), past_key_values=line), torch.cat(rows.sources)
         ids = torch.cat([ids, ids.new_zeros((-len(ids) % self.engine._row_multiple, width))])
