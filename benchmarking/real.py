@@ -1,7 +1,7 @@
 """Which score should one expect on a real model? Tasks and games on SmolLM2-135M-Instruct, base against elite.
 
     python -m benchmarking.real --out benchmarking/results/real_smollm2.json [--model build/smollm2] [--seeds 42 1 2]
-                                [--only NAME ...] [--runs FOLDER] [--page docs/expected.md]
+                                [--only NAME ...] [--runs FOLDER] [--page docs/expected.md] [--set KEY.PATH=VALUE ...]
 
 Each row is a run of ``agilerl train`` with tutorials/manifests/real/smollm2.yaml and the settings below, which were
 chosen before the runs: 2,048 completions of four agents and 200 test questions; of the games, whose episodes cost ten
@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "real", help="where the runs lie")
     parser.add_argument("--page", type=Path, help="a page that ends with the table")
+    parser.add_argument("--set", nargs="+", default=[], help="further settings of all runs, for another file of results")
     given = parser.parse_args()
     document = (
         json.loads(given.out.read_text()) if given.out.exists() else {"model": Path(given.model).name, "rows": []}
@@ -148,7 +149,7 @@ def main() -> None:
             if any((row["name"], row["seed"]) == (name, seed) for row in document["rows"]):
                 continue
             folder = given.runs / f"{name.replace(' ', '_')}-{seed}"
-            document["rows"].append(run(name, seed, given.model, folder))
+            document["rows"].append(run(name, seed, given.model, folder, given.set))
             given.out.write_text(json.dumps(document, indent=1) + "\n")
             print(json.dumps(document["rows"][-1]), flush=True)
     if given.page is not None:
