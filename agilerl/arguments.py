@@ -219,14 +219,20 @@ def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
     try:
         return _taken(annotation, value)
     except _Misfit as misfit:
-        hint = f"; {misfit.hint}" if misfit.hint else ""
-        raise ConfigError(
-            f"{owner}: expected {misfit.expected} for {name}{misfit.place}, found {described(misfit.found)}{hint}"
-        ) from None
+        raise _refusal(misfit, owner, name) from None
 
 
 def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, annotation: Any, value: Any) -> Any:
-    return taken(annotation, value, _called(function, args), name)
+    try:
+        return _taken(annotation, value)
+    except _Misfit as misfit:
+        raise _refusal(misfit, _called(function, args), name) from None
+
+
+def _refusal(misfit: _Misfit, owner: str, name: str) -> ConfigError:
+    hint = f"; {misfit.hint}" if misfit.hint else ""
+    found = described(misfit.found)
+    return ConfigError(f"{owner}: expected {misfit.expected} for {name}{misfit.place}, found {found}{hint}")
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -254,9 +260,9 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _taken(wanted: Any, value: Any) -> Any:
-    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
-    if wanted is Any:
+    if wanted is Any or (type(value) is wanted and wanted in (str, int, bool)):  # most calls: they come by the row
         return value
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if isinstance(wanted, TypeVar):
         return value if wanted.__bound__ is None else _taken(wanted.__bound__, value)
     if origin is Annotated:

@@ -98,6 +98,7 @@ class Conversing(Letters):
         return self(text)["input_ids"] if tokenize else text
 
 
+@pytest.mark.filterwarnings("ignore:Dice.reset")
 @pytest.mark.parametrize(("tokenizer", "shown"), [(Letters(), "ab"), (Conversing(), "user:ab;assistant:")])
 def test_a_tokenizer_is_what_has_its_methods(tokenizer: Any, shown: str) -> None:
     rows, template = [{"question": "ab", "answer": "b"}] * 2, [{"role": "user", "content": "{question}"}]
