@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "real", help="where the runs lie")
     parser.add_argument("--page", type=Path, help="a page that ends with the table")
-    parser.add_argument("--set", nargs="+", default=[], help="further settings of all runs, for another file of results")
+    parser.add_argument("--set", nargs="+", default=[], help="further settings, for another file of results")
     given = parser.parse_args()
     document = (
         json.loads(given.out.read_text()) if given.out.exists() else {"model": Path(given.model).name, "rows": []}
