@@ -21,12 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FIRST_TOKEN = 5
 """Prompts are made of the tokens from here on."""
+MARK = 4
+"""The last token of every prompt, from which activated adapters act."""
 
 
-def prompt_ids(index: int, length: int, vocabulary: int) -> list[int]:
-    """Return the tokens of a prompt, which are the same in every arm."""
-    draw = random.Random(index)
-    return [draw.randrange(FIRST_TOKEN, vocabulary) for _ in range(length)]
+def prompt_ids(index: int, length: int, vocabulary: int, common: int = 0) -> list[int]:
+    """Return the tokens of a prompt, which are the same in every arm; the first ``common`` are the same in all."""
+    draws = [random.Random(seed) for seed in ("common", index)]
+    return [draws[i >= common].randrange(FIRST_TOKEN, vocabulary) for i in range(length - 1)] + [MARK]
 
 
 def reward_of(token_ids: Sequence[int]) -> float:
@@ -133,7 +135,7 @@ def trainer_of(load: Mapping[str, Any], callbacks: Sequence[Any], out: str) -> A
 
     rows, vocabulary = load["prompts"] * load["group"], AutoConfig.from_pretrained(load["model"]).vocab_size
     count = load["prompts"] * load["steps"]
-    prompts = [{"prompt": said(prompt_ids(i, load["prompt_tokens"], vocabulary))} for i in range(count)]
+    prompts = [{"prompt": said(prompt_ids(i, load["prompt_tokens"], vocabulary, load["common"]))} for i in range(count)]
     settings = GRPOConfig(
         output_dir=out,
         model_init_kwargs={"dtype": "float32"},

@@ -2,9 +2,10 @@
 
     python benchmarking/peers.py [--trl-python .venv-trl/bin/python] [--models embedded 1.25M 30M]
                                  [--prompt-tokens 32 256] [--tokens 32] [--prompts 2] [--group 8] [--rank 8]
-                                 [--agents 8] [--rounds 15] [--out FILE]
+                                 [--agents 8] [--common 0] [--arms trl ours together alone] [--rounds 15] [--out FILE]
 
-All arms load the same folder (random weights, but for ``embedded``) and read the same prompts; each completion has the
+All arms load the same folder (random weights, but for ``embedded``) and read the same prompts, of which the first
+``--common`` tokens are the same; each completion has the
 same number of tokens, for no model can draw an end token. LoRA on all linear layers with alpha twice the rank, no KL,
 one epoch, one optimizer step, fp32, no gradient checkpointing. What peer_arm.py does not say of TRL is its default.
 
@@ -12,6 +13,8 @@ one epoch, one optimizer step, fp32, no gradient checkpointing. What peer_arm.py
 * ``ours``: one agent, as ``Population`` runs it.
 * ``together``: N agents in one batch.
 * ``alone``: the same N agents one at a time.
+* ``activated``, ``activated alone``: the same two with activated adapters, which act from the last token of a prompt.
+* ``bfloat16``: ``together`` with ``training.dtype=bfloat16``.
 
 Each arm is a process of its own that stays alive and makes one step when told. Arms take turns within a round, the
 order changes with the round, and a ratio is the median over rounds of the ratio within a round, with a bootstrap
@@ -30,7 +33,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -49,13 +52,17 @@ from benchmarking.population import Bench  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import SIZES, made_model, named, surroundings, written  # noqa: E402
 
-ARMS = ("trl", "ours", "together", "alone")
-RATIOS: dict[str, Callable[[Mapping[str, float], int], float]] = {
-    "trl / ours": lambda s, n: s["trl"] / s["ours"],
-    "N trl / together": lambda s, n: n * s["trl"] / s["together"],
-    "alone / together": lambda s, n: s["alone"] / s["together"],
-}
-"""From the seconds of a round and the number of agents, how many times less ours needs."""
+ARMS = ("trl", "ours", "together", "alone", "activated", "activated alone", "bfloat16")
+RATIOS = (
+    ("trl", "ours"),
+    ("trl", "together"),
+    ("trl", "activated"),
+    ("trl", "bfloat16"),
+    ("alone", "together"),
+    ("activated alone", "activated"),
+    ("together", "bfloat16"),
+)
+"""Pairs of arms: how many times less the second needs."""
 VERSIONS = "import json, sys, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
 
@@ -96,7 +103,24 @@ class Arm:
         self._process.communicate()
 
 
-def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -> dict[str, Any]:
+def agents_of(arm: str, load: Mapping[str, Any]) -> int:
+    """Return the number of agents that an arm trains in a step."""
+    return 1 if arm in ("trl", "ours") else int(load["agents"])
+
+
+def ratios(seconds: Mapping[str, float], load: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much less an arm needs than another, from the seconds of a round; TRL's count once for an agent."""
+    found = {}
+    for more, less in RATIOS:
+        if more in seconds and less in seconds:
+            times = agents_of(less, load) if more == "trl" else 1
+            found[f"{'N ' if times > 1 else ''}{more} / {less}"] = times * seconds[more] / seconds[less]
+    return found
+
+
+def compared(
+    name: str, load: Mapping[str, Any], rounds: int, trl_python: str, names: Sequence[str] = ARMS[:4]
+) -> dict[str, Any]:
     """Return the seconds, tokens and memory of all arms on one model, and their ratios."""
     with tempfile.TemporaryDirectory() as folder:
         model, here = made_model(name, "cpu"), Path(folder)
@@ -104,8 +128,9 @@ def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -
         parameters = model.num_parameters()
         del model
         said = json.dumps({**load, "model": str(here / "model"), "steps": rounds + 2})
-        commands = {arm: [sys.executable, __file__, "--arm", arm, said] for arm in ARMS}
-        commands["trl"] = [trl_python, str(ROOT / "benchmarking" / "peer_arm.py"), said]
+        commands = {arm: [sys.executable, __file__, "--arm", arm, said] for arm in names}
+        if "trl" in names:
+            commands["trl"] = [trl_python, str(ROOT / "benchmarking" / "peer_arm.py"), said]
         arms: dict[str, Arm] = {}
         try:
             for arm, command in commands.items():
@@ -115,7 +140,7 @@ def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -
             for opened in arms.values():
                 opened.close()
         whole = load["prompts"] * load["group"] * (load["prompt_tokens"] + load["tokens"])
-        if (found := arms["trl"].tokens["with_gradient"]) != whole:
+        if "trl" in names and (found := arms["trl"].tokens["with_gradient"]) != whole:
             raise RuntimeError(f"TRL trained on {found} tokens instead of {whole}: its prompts or lengths are others")
         return {
             "model": name,
@@ -123,7 +148,7 @@ def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -
             **load,
             "arms": {
                 name: {
-                    "agents": 1 if name in ("trl", "ours") else load["agents"],
+                    "agents": agents_of(name, load),
                     "seconds": median(s[name] for s in seconds),
                     "each": [round(s[name], 5) for s in seconds],
                     "tokens": arm.tokens,
@@ -132,7 +157,7 @@ def compared(name: str, load: Mapping[str, Any], rounds: int, trl_python: str) -
                 }
                 for name, arm in arms.items()
             },
-            "ratios": {name: interval([ratio(s, load["agents"]) for s in seconds]) for name, ratio in RATIOS.items()},
+            "ratios": {pair: interval([ratios(s, load)[pair] for s in seconds]) for pair in ratios(seconds[0], load)},
         }
 
 
@@ -149,10 +174,12 @@ def in_turns(arms: Mapping[str, Arm], rounds: int) -> list[dict[str, float]]:
 
 def train_with_ours(arm: str, load: Mapping[str, Any], turns: Turns) -> None:
     """Make the steps that are asked for: one agent's, or all agents' in one batch or one at a time."""
-    bench = Bench("", 1 if arm == "ours" else load["agents"], load, folder=load["model"])
+    dtype = "bfloat16" if arm == "bfloat16" else "float32"
+    activated = arm.startswith("activated")
+    bench = Bench("", agents_of(arm, load), load, folder=load["model"], dtype=dtype, activated=activated)
     turns.ready(bench.runtime.base.model)
     while turns.begin():
-        bench.step(bench.alone if arm == "alone" else bench.together)
+        bench.step(bench.alone if arm.endswith("alone") else bench.together)
         turns.end()
 
 
@@ -166,10 +193,11 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
                 f"| {named(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
                 f"{arm['peak_bytes'] / 2**20:,.0f} |"
             )
-    lines += ["", f"| model | prompt | {' | '.join(RATIOS)} |", "|---|---" + "|---" * len(RATIOS) + "|"]
+    pairs = list(results[0]["ratios"]) if results else []
+    lines += ["", f"| model | prompt | common | {' | '.join(pairs)} |", "|---|---|---" + "|---" * len(pairs) + "|"]
     for r in results:
         found = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in r["ratios"].values())
-        lines.append(f"| {named(r)} | {r['prompt_tokens']} | {' | '.join(found)} |")
+        lines.append(f"| {named(r)} | {r['prompt_tokens']} | {r['common']} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
@@ -188,6 +216,8 @@ def main() -> None:
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of TRL's arm; default: this one")
     parser.add_argument("--models", nargs="+", default=["embedded", "1.25M", "30M"], choices=["embedded", *SIZES])
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[32])
+    parser.add_argument("--common", type=int, default=0, help="tokens with which all prompts begin")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS[:4])
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each completion")
     parser.add_argument("--prompts", type=int, default=2, help="of each agent in a step")
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
@@ -209,15 +239,18 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "clock": "cpu seconds, one thread",
         "malloc": {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")},
-        "versions": {"ours": {"torch": torch.__version__}, "trl": versions(arguments.trl_python)},
+        "versions": {
+            "ours": {"torch": torch.__version__},
+            "trl": versions(arguments.trl_python) if "trl" in arguments.arms else {},
+        },
         "load_average": [],
         "results": [],
     }
-    names = ("tokens", "prompts", "group", "rank", "agents")
+    names = ("common", "tokens", "prompts", "group", "rank", "agents")
     for model in arguments.models:
         for length in arguments.prompt_tokens:
             load = {"prompt_tokens": length, **{name: getattr(arguments, name) for name in names}}
-            document["results"].append(compared(model, load, arguments.rounds, arguments.trl_python))
+            document["results"].append(compared(model, load, arguments.rounds, arguments.trl_python, arguments.arms))
             document["load_average"].append(round(os.getloadavg()[0], 1))
             if arguments.out is not None:
                 written(arguments.out, document)

@@ -44,7 +44,7 @@ from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E
 from agilerl.population import Population  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
 from agilerl.sizes import MAX_ROWS, padded_length  # noqa: E402
-from benchmarking.peer_arm import prompt_ids, reward_of, written_tokenizer  # noqa: E402
+from benchmarking.peer_arm import MARK, prompt_ids, reward_of, written_tokenizer  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import (  # noqa: E402
     SIZES,
@@ -63,8 +63,8 @@ class FixedPrompts(Task):
 
     name = "fixed prompts"
 
-    def __init__(self, length: int, vocabulary: int) -> None:
-        self.length, self.vocabulary = length, vocabulary
+    def __init__(self, length: int, vocabulary: int, common: int = 0) -> None:
+        self.length, self.vocabulary, self.common = length, vocabulary, common
 
     def row(self, split: Split, index: int) -> Row:
         return {"question": str(index), "answer": None}
@@ -73,7 +73,7 @@ class FixedPrompts(Task):
         return reward_of(row["completion_ids"])
 
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
-        return Place(self.row(split, index), prompt_ids(index, self.length, self.vocabulary))
+        return Place(self.row(split, index), prompt_ids(index, self.length, self.vocabulary, self.common))
 
 
 class Bench:
@@ -88,11 +88,12 @@ class Bench:
         max_rows: int = MAX_ROWS,
         max_tokens: int | None = None,
         folder: str | None = None,
+        dtype: str = "float32",
+        activated: bool = False,
     ) -> None:
-        lora = LoraConfig(
-            r=load["rank"], lora_alpha=2 * load["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
-        )
-        base = from_model(made_model(name, "cpu"), "model") if folder is None else load_base(folder)
+        shape = {"r": load["rank"], "lora_alpha": 2 * load["rank"], "target_modules": "all-linear"}
+        lora = LoraConfig(**shape, task_type="CAUSAL_LM", alora_invocation_tokens=[MARK] if activated else None)
+        base = from_model(made_model(name, "cpu"), "model") if folder is None else load_base(folder, dtype=dtype)
         tokenizer = load_tokenizer("embedded") if folder is None else written_tokenizer(folder)
         tokenizer.eos_token = None  # no completion ends by itself
         sizes = {"max_rows": max_rows, "max_tokens": max_tokens}
@@ -111,7 +112,7 @@ class Bench:
             )
             for i in range(agents)
         ]
-        task = FixedPrompts(load["prompt_tokens"], min(base.vocabulary_size, len(tokenizer)))
+        task = FixedPrompts(load["prompt_tokens"], min(base.vocabulary_size, len(tokenizer)), load.get("common", 0))
         self.together = [Population(self.agents, task, prompts_per_step=load["prompts"])]
         self.alone = [Population([agent], task, prompts_per_step=load["prompts"]) for agent in self.agents]
 

@@ -36,6 +36,8 @@ from agilerl.sizes import CPU_ROWS, PASS_TOKENS  # noqa: E402
 SIZES: dict[str, dict[str, int]] = {
     "1M": {"hidden": 128, "feed_forward": 384, "layers": 4, "heads": 4, "kv_heads": 2, "vocabulary": 1024},
     "30M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 4, "vocabulary": 8192},
+    # The shape of SmolLM2-135M.
+    "135M": {"hidden": 576, "feed_forward": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "vocabulary": 49152},
     "0.5B": {"hidden": 896, "feed_forward": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
     "1.5B": {"hidden": 1536, "feed_forward": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151936},
     # For population.py only: eight query heads share two heads of keys and values.

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarking.peer_arm import Turns, prompt_ids, said, written_model, written_tokenizer
-from benchmarking.peers import RATIOS, ROOT, Arm, in_turns, table, train_with_ours
+from benchmarking.peer_arm import MARK, Turns, prompt_ids, said, written_model, written_tokenizer
+from benchmarking.peers import ROOT, Arm, in_turns, ratios, table, train_with_ours
 from benchmarking.roofline import made_model
 
 pytestmark = pytest.mark.model
 
 # Sixteen rows fill the tiles of a CPU, so that no padding is counted.
-LOAD = {"prompt_tokens": 16, "tokens": 3, "prompts": 1, "group": 16, "rank": 2, "agents": 2, "steps": 2}
+LOAD = {"prompt_tokens": 16, "common": 0, "tokens": 3, "prompts": 1, "group": 16, "rank": 2, "agents": 2, "steps": 2}
 # A prompt is computed once, the last token of a completion is not decoded.
 OURS = {"with_gradient": 16 + 16 * 3, "without_gradient": 16 + 16 * 2}
 TRL = {"with_gradient": 16 * (16 + 3), "without_gradient": 16 * 16 + 16 * 2}
@@ -60,7 +60,10 @@ def test_a_prompt_is_the_same_tokens_in_every_arm(tmp_path: Path, model: str) ->
     written_model(made_model(model, "cpu"), tmp_path)
     ids = prompt_ids(3, 12, 105)
     assert written_tokenizer(tmp_path)(text=said(ids))["input_ids"] == ids
-    assert ids != prompt_ids(4, 12, 105)
+    other = prompt_ids(4, 12, 105, common=7)
+    assert ids != other
+    assert prompt_ids(3, 12, 105, common=7)[:7] == other[:7]
+    assert ids[-1] == other[-1] == MARK
 
 
 def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
@@ -81,13 +84,10 @@ def test_arms_take_turns_and_the_first_round_does_not_count() -> None:
 
 def test_ratios_are_by_how_much_ours_needs_less() -> None:
     seconds = {"trl": 2.0, "ours": 1.0, "together": 4.0, "alone": 6.0}
-    assert {name: ratio(seconds, 8) for name, ratio in RATIOS.items()} == {
-        "trl / ours": 2.0,
-        "N trl / together": 4.0,
-        "alone / together": 1.5,
-    }
+    found = ratios(seconds, {"agents": 8})
+    assert found == {"trl / ours": 2.0, "N trl / together": 4.0, "alone / together": 1.5}
     arms = {"trl": {"agents": 1, "seconds": 2.0, "tokens": TRL, "peak_bytes": 2**20}}
-    ratios = {"trl / ours": (2.0, 1.5, 2.5)}
-    shown = table([{"model": "tiny", "parameters": 1e6, "prompt_tokens": 16, "arms": arms, "ratios": ratios}])
+    row = {"model": "tiny", "parameters": 1e6, "prompt_tokens": 16, "common": 8, "arms": arms}
+    shown = table([{**row, "ratios": {"trl / ours": (2.0, 1.5, 2.5)}}])
     assert "| tiny (1.00M) | 16 | trl | 1 | 2.000 | 304 | 288 | 1 |" in shown
     assert shown.endswith("2.00 [1.50-2.50] |")
