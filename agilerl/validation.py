@@ -50,8 +50,8 @@ def check_booleans(model: type[BaseModel], values: Mapping[str, Any]) -> None:
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """Turn a validation error into sentences that name the key and, for an unknown key, the nearest known one."""
-    found: dict[str, str] = {}
-    wrong_type: set[str] = set()
+    found: dict[str, list[str]] = {}
+    ranks: dict[str, tuple[bool, int]] = {}
     for item in error.errors()[:_MOST_FINDINGS]:
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
@@ -67,12 +67,17 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
             text = f"{key}: {message}, found {shown(item['input'])}"
-        # A union has one error for each of its types; an error about the value says more than one about the type.
-        is_type = item["type"].endswith(("_type", "_parsing"))
-        if key not in found or (key in wrong_type and not is_type):
-            found[key] = text
-            wrong_type = wrong_type | {key} if is_type else wrong_type - {key}
-    return "; ".join(dict.fromkeys(found.values())) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
+        # A union has an error for each of its types: one about the value says more than one about the type, and one
+        # about an item more than one about the whole. Of types that fit equally little, all are named.
+        rank = (not item["type"].endswith(("_type", "_parsing")), len(item["loc"]))
+        if key not in found or rank > ranks[key]:
+            found[key], ranks[key] = [text], rank
+        elif rank == ranks[key] and text.startswith(f"{key}: input should be "):
+            found[key].append(text.removeprefix(f"{key}: input should be "))
+    texts = dict.fromkeys(
+        " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in found.values()
+    )
+    return "; ".join(texts) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
 
 
 def _in_a_section(key: str, model: type[BaseModel]) -> str:

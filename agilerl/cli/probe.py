@@ -85,6 +85,9 @@ def run_probe(
         print(json.dumps({"rows": [result.document() for result in results]}, indent=1, allow_nan=False))
         return
     tell_line("differ: share of questions whose answers earn different rewards: those teach")
+    for result in results:
+        if result.error is not None and _line(result, width).endswith("..."):
+            tell_line(f"{result.row.name}: {result.error}")
     if single:
         _show(results[0])
 

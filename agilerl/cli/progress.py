@@ -206,7 +206,7 @@ def print_plan(session: Session, out: Path, console: Console, sampled: Preflight
         f"{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
     asked = length["exam_prompts"]
-    if asked < _SMALL_EXAM and plan["compares"]:
+    if session.config.environment.eval_prompts is not None and asked < _SMALL_EXAM and plan["compares"]:
         table.add_row(
             "",
             f"warning: an exam of {asked} questions tells agents apart only if they differ by about "

@@ -238,11 +238,14 @@ def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> No
     ]
     # What was set comes before what follows from it, as the seed of the algorithm does.
     for section, name in sorted(different, key=lambda setting: setting[1] not in given.get(setting[0], {})):
-        before = shown(info["config"].get(section, {}).get(name))
-        now = shown(wanted[section][name]) if name in given.get(section, {}) else "left out"
+        before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
+        while isinstance(before, Mapping) and isinstance(now, Mapping):
+            key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
+            before, now, path = before.get(key), now.get(key), f"{path}.{key}"
         raise ConfigError(
-            f"the run in {str(root)!r} was started with {section}.{name}={before}, now it is {now}; use the same "
-            "settings, or another directory"
+            f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is "
+            f"{shown(now) if name in given.get(section, {}) else 'left out'}; use the same settings, or another "
+            "directory"
         )
 
 

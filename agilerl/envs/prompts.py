@@ -224,6 +224,9 @@ def generation_prompt(tokenizer: Any) -> list[int]:
     """
     first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
     ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
+    # Line breaks at the end may merge with those of a prefill into another token.
+    while len(ending) > 1 and not tokenizer.decode(ending[-1:]).strip():
+        ending.pop()
     if not ending:
         raise ConfigError(
             "network.lora_config.alora_invocation_tokens=generation_prompt: the chat template puts nothing between a "

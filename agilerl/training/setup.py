@@ -26,7 +26,7 @@ from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import generation_prompt, text_ids
-from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, lacks_memory
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
 from agilerl.hpo.mutation import Mutations
@@ -124,9 +124,9 @@ class Session:
         if first >= later.until:
             alone = min(pace.knockout(t.pop_size, strategy.period)[1], 1)
             found.append(
-                f"selection_strategy.pulses: with {t.pop_size} agents the knockout takes up to {alone:.0%} of the "
-                f"budget and the first challenger is due at up to {first:.0%}, but none comes after pulses.until="
-                f"{later.until:g}; raise the budget or until, or lower training.evo_steps or training.pop_size"
+                f"no challengers (selection_strategy.pulses): with {t.pop_size} agents the knockout takes up to "
+                f"{alone:.0%} of the budget and the first challenger is due at up to {first:.0%}, but none comes after "
+                f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or training.pop_size"
             )
         return found
 
@@ -460,8 +460,16 @@ def try_prompts(population: Population) -> None:
     else:
         population.places("train")
     if (tokens := population.runtime.invocation) and isinstance(population.task, Task):
-        for place in (*population.places("exam"), *population.places("test")):
-            invocations(torch.tensor([place.prompt_ids]), torch.tensor([len(place.prompt_ids)]), tokens)
+        text = population.runtime.tokenizer.decode
+        for ids in (place.prompt_ids for split in ("exam", "test") for place in population.places(split)):
+            try:
+                invocations(torch.tensor([ids]), torch.tensor([len(ids)]), tokens)
+            except EnvError as error:
+                raise ConfigError(
+                    f"network.lora_config.alora_invocation_tokens: expected {text(list(tokens))!r} in every prompt "
+                    f"(the tokens {list(tokens)}), found one that ends with {text(ids[-12:])!r}; name a text or tokens "
+                    "with which the chat template begins an answer"
+                ) from error
 
 
 # -- the base model: found, loaded, and checked against the machine and its tokenizer ---------------------------------

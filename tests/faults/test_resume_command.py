@@ -124,6 +124,8 @@ def test_other_settings_are_refused_and_the_first_is_named(
         "error: the run in 'run' was started with algorithm.lr=1e-05, now it is 0.0003; use the same settings, or "
         "another directory",
     )
+    shape = agilerl("train", *TINY, "network.lora_config={r: 3}", "--out", "run", "--resume", "auto")
+    assert "was started with network.lora_config.r=4, now it is 3;" in shape.errors
     assert evidence(root) == evidence(kept / name)
 
 

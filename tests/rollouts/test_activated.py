@@ -17,16 +17,18 @@ from agilerl import GRPO
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.envs.prompts import render_prompt
+from agilerl.envs.prompts import generation_prompt, render_prompt
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.engine import Conversation
 from agilerl.runtime import AgentRows, Runtime
 from agilerl.sizes import CPU_ROWS
 from agilerl.training.loop import IterationDone, resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
+from tests.envs.tools.family_tokenizers import hermes
 from tests.faults.test_resume_kinds import KINDS
 from tests.models.test_flat import computed, in_fp64, one_thread
 from tests.models.two_agents import with_adapters
@@ -311,6 +313,16 @@ def test_an_adapter_of_another_kind_is_not_taken_for_this_one(run: Path) -> None
 
 def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = [*SMALL, "network.lora_config.alora_invocation_tokens=zzz"]
-    with pytest.raises(EnvError, match="activated adapters begin at the tokens"):
+    with pytest.raises(ConfigError, match=r"expected 'zzz' in every prompt .*ends with '.*<sep>'"):
         CliRunner().invoke(app, ["train", *settings, "--out", str(tmp_path / "run")], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_mark_is_found_before_a_prefill_that_begins_with_line_breaks() -> None:
+    tokenizer = hermes()
+    tokens = generation_prompt(tokenizer)
+    assert tokenizer.decode(tokens).endswith("<|im_start|>assistant")
+    asked = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "\n\nSo"}]
+    ids = torch.tensor([render_prompt(tokenizer, asked)])
+    start = int(invocations(ids, torch.tensor([ids.shape[1]]), tokens))
+    assert ids[0, start : start + len(tokens)].tolist() == tokens

@@ -183,6 +183,8 @@ NOT_FINITE = {
 }
 WRONG_TYPE = {
     "training.pop_size=many": "training.pop_size: input should be a valid integer",
+    "network.lora_config.alora_invocation_tokens=3": "tokens: input should be a valid string or a valid list, found 3",
+    "network.lora_config.alora_invocation_tokens=[1, a]": "tokens: input should be a valid integer",
     "training.pop_size=4.5": "training.pop_size: input should be a valid integer, got a number with a fractional part",
     "training.evo_steps=true": "training.evo_steps: input should be a number, found a boolean",
     "training.pop_size=": "training.pop_size: input should be a valid integer, found None",
