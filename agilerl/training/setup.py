@@ -126,7 +126,8 @@ class Session:
             found.append(
                 f"no challengers (selection_strategy.pulses): with {t.pop_size} agents the knockout takes up to "
                 f"{alone:.0%} of the budget and the first challenger is due at up to {first:.0%}, but none comes after "
-                f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or training.pop_size"
+                f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or "
+                "training.pop_size"
             )
         return found
 
