@@ -5,6 +5,7 @@ The shape comes from config.json alone: the modules are made on the meta device,
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from math import ceil
 from time import perf_counter
 from typing import Any
@@ -138,6 +139,8 @@ class Lengths:
     longest: int
     said: tuple[str, ...]
     """A sentence about each number that was not given."""
+    common: int = 0
+    """With which all prompts begin."""
 
 
 def lengths(
@@ -150,9 +153,9 @@ def lengths(
     values = resolved.hyperparameters.model_dump()
     limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
     said = []
-    mean: float = prompt or 0
+    mean, common = float(prompt or 0), 0
     if prompt is None:
-        mean, sentence = _exam_prompts(resolved.config, limit, allow_code=allow_code)
+        mean, common, sentence = _exam_prompts(resolved.config, limit, allow_code=allow_code)
         said.append(sentence)
     room = limit - int(mean)
     if room < 1 or (completion or 1) > room:
@@ -169,16 +172,16 @@ def lengths(
             if known
             else f"completions of {completion:,} tokens: assumed; give --completion-tokens"
         )
-    return Lengths(mean, completion, max(completion, 1), tuple(said))
+    return Lengths(mean, completion, max(completion, 1), tuple(said), common)
 
 
-def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, str]:
-    """Return the mean length of the exam's prompts, in tokens of the model if its tokenizer is available."""
+def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, int, str]:
+    """Return the mean length of the exam's prompts and of what they begin with, in the model's tokens if possible."""
     name = config.network.pretrained_model_name_or_path
     assumed = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {{}}; give --prompt-tokens"
     try:
         if is_of_hub(name) and is_out_of_reach():
-            return ASSUMED_PROMPT, assumed.format("the model's tokenizer is not available")
+            return ASSUMED_PROMPT, 0, assumed.format("the model's tokenizer is not available")
         tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
         made = task(config, allow_code=allow_code)
         made.fit(tokenizer, limit - 1)
@@ -186,9 +189,15 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
         found = made.lengths(places, tokenizer, limit).prompts
         made.close()
     except AgileRLError as error:
-        return ASSUMED_PROMPT, assumed.format(str(error))
+        return ASSUMED_PROMPT, 0, assumed.format(str(error))
     mean, of_exam = sum(found) / len(found), "the mean of the exam's"
-    return mean, f"prompts of {mean:,.0f} tokens: {'the first of an episode' if made.multi_turn else of_exam}"
+    common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(place.prompt_ids for place in places))))
+    begins = f", of which all begin with {common:,}" * (common > 0)
+    return (
+        mean,
+        common,
+        f"prompts of {mean:,.0f} tokens{begins}: {'first of an episode' if made.multi_turn else of_exam}",
+    )
 
 
 def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
@@ -205,6 +214,7 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
         prompts=config.environment.data_batch_size_per_gpu,
         group=group,
         prompt=found.prompt,
+        common=found.common,
         completion=found.completion,
         longest=found.longest,
         window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,

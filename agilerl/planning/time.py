@@ -5,7 +5,7 @@ one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row.
 time that the machine's matmul rate F and copy rate BW allow (Williams et al. 2009, the roofline model).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
@@ -115,6 +115,8 @@ class Workload:
     """Completions per prompt."""
     prompt: float
     """Mean length of a prompt."""
+    common: float = field(default=0, kw_only=True)
+    """Tokens with which all prompts begin: a forward pass computes them once."""
     completion: float
     """Mean length of a completion."""
     longest: int
@@ -163,8 +165,10 @@ class Workload:
         return self.prompts * (1 - none)
 
     def tokens(self, rows: float) -> float:
-        """Return the tokens that a forward pass computes for so many rows of one agent: each prompt once."""
-        return rows * self.completion + self.different_prompts(rows) * self.prompt
+        """Return the tokens that forward passes compute for so many rows of one agent: each prompt once."""
+        apart = rows * self.completion + self.different_prompts(rows) * (self.prompt - self.common)
+        passes = max(1, apart / max(1, min(self.micro_tokens, self.max_tokens) - self.common))
+        return apart + passes * self.common * bool(rows)
 
 
 @dataclass(frozen=True)
@@ -276,7 +280,7 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
     if not count:
         return Work()
     calls = max(1, ceil(count * group / rows_at_once(count * group, local.agents, load.max_rows)))
-    tokens = count * load.prompt
+    tokens = count * (load.prompt - load.common) + min(local.agents, count) * load.common
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
     drawn = 2 * tokens * shape.kv_bytes + rows * shape.vocabulary * DRAWING_BYTES

@@ -109,6 +109,11 @@ def test_a_prompt_counts_once_for_all_its_rows_of_a_step() -> None:
     assert load.different_prompts(16) == pytest.approx(np.mean([len(set(drawn)) for drawn in draws]), rel=0.01)
     assert load.tokens(80) == 80 * 32 + 10 * 32
     assert load.tokens(1) == pytest.approx(64)
+    begun = replace(load, common=20)  # once in each of the passes
+    assert begun.tokens(80) == 80 * 32 + 10 * 12 + 20 * (80 * 32 + 10 * 12) / (2048 - 20)
+    assert (begun.tokens(1), begun.tokens(0)) == (pytest.approx(64), 0)
+    prefill = (work(SHAPE, one)["prefill"] for one in (load, begun))
+    assert next(prefill).flops - next(prefill).flops == LOAD.agents * 9 * 20 * 2 * (100 + 30)
     whole, halves = (work(SHAPE, replace(load, window=window))["train"] for window in (80, 40))
     assert whole.flops < halves.flops < 2 * whole.flops
 
