@@ -193,11 +193,17 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
                 f"| {named(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
                 f"{arm['peak_bytes'] / 2**20:,.0f} |"
             )
-    pairs = list(results[0]["ratios"]) if results else []
-    lines += ["", f"| model | prompt | common | {' | '.join(pairs)} |", "|---|---|---" + "|---" * len(pairs) + "|"]
+    return "\n".join([*lines, "", ratio_table(results)])
+
+
+def ratio_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each result."""
+    pairs = list(dict.fromkeys(pair for r in results for pair in r["ratios"]))
+    lines = [f"| model | prompt | common | {' | '.join(pairs)} |", "|---|---|---" + "|---" * len(pairs) + "|"]
     for r in results:
-        found = (f"{middle:.2f} [{low:.2f}-{high:.2f}]" for middle, low, high in r["ratios"].values())
-        lines.append(f"| {named(r)} | {r['prompt_tokens']} | {r['common']} | {' | '.join(found)} |")
+        known = {pair: f"{middle:.2f} [{low:.2f}-{high:.2f}]" for pair, (middle, low, high) in r["ratios"].items()}
+        found = (known.get(pair, "") for pair in pairs)
+        lines.append(f"| {named(r)} | {r['prompt_tokens']} | {r.get('common', 0)} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
