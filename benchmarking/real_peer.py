@@ -118,6 +118,14 @@ def score(trainer: Any, rows: list[dict[str, str]]) -> float:
     return total / len(rows)
 
 
+def table(document: dict[str, Any]) -> str:
+    """Return a line for each arm."""
+    lines = ["| arm | base | trained | CPU min |", "| --- | ---: | ---: | ---: |"]
+    for name, arm in document["arms"].items():
+        lines.append(f"| {name} | {arm['base']:.3f} | {arm['trained']:.3f} | {arm['cpu_seconds'] / 60:.0f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the arms that the file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
