@@ -16,9 +16,7 @@ class Declared(NamedTuple):
     """Those that may evolve; entries of a mapping as ``field.<name>``."""
 
 
-FAMILY = (
-    *("GRPO", "CISPO", "DPPO", "GSPO", "MaxRL", "REINFORCE", "RLOO"),
-)
+FAMILY = (*("GRPO", "CISPO", "DPPO", "GSPO", "MaxRL", "REINFORCE", "RLOO"),)
 """GRPO and its relatives: what ``choice[...]`` may name."""
 
 ALGORITHMS = {
@@ -203,9 +201,7 @@ ALGORITHMS = {
             *("loss_weights", "nll_alpha", "label_smoothing", "discopop_tau", "simpo_gamma"),
             *("reference_free", "ld_alpha", "use_weighting"),
         ),
-        (
-            *("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta", "nll_alpha"),
-        ),
+        (*("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "beta", "nll_alpha"),),
     ),
     "KTO": Declared(
         "unpaired",
@@ -229,8 +225,6 @@ ALGORITHMS = {
             *("micro_batch_size_per_gpu", "max_model_len", "seed", "max_output_tokens", "loss_type"),
             *("packing",),
         ),
-        (
-            *("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "loss_type"),
-        ),
+        (*("lr", "batch_size", "update_epochs", "max_grad_norm", "weight_decay", "loss_type"),),
     ),
 }
