@@ -74,10 +74,10 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
             found[key], ranks[key] = [text], rank
         elif rank == ranks[key] and text.startswith(f"{key}: input should be "):
             found[key].append(text.removeprefix(f"{key}: input should be "))
-    texts = dict.fromkeys(
+    sentences = dict.fromkeys(
         " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in found.values()
     )
-    return "; ".join(texts) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
+    return "; ".join(sentences) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
 
 
 def _in_a_section(key: str, model: type[BaseModel]) -> str:

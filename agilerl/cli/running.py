@@ -240,8 +240,10 @@ def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> No
     for section, name in sorted(different, key=lambda setting: setting[1] not in given.get(setting[0], {})):
         before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
         while isinstance(before, Mapping) and isinstance(now, Mapping):
-            key = next(key for key in {**now, **before} if before.get(key) != now.get(key))
-            before, now, path = before.get(key), now.get(key), f"{path}.{key}"
+            keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
+            if not keys:
+                break
+            before, now, path = before.get(keys[0]), now.get(keys[0]), f"{path}.{keys[0]}"
         raise ConfigError(
             f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is "
             f"{shown(now) if name in given.get(section, {}) else 'left out'}; use the same settings, or another "
