@@ -53,10 +53,10 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
             model = auto_class(found).from_config(found, trust_remote_code=False)
         lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
         scope = resolved.options.lora_target_scope
-        width = _width(config, found, device)
-        rounded = device == "cpu" and config.training.dtype == "bfloat16"  # see round_products
+        width, quantised = _width(config, found, device), _quantised(resolved.options)
+        rounded = device == "cpu" and config.training.dtype == "bfloat16" and quantised is None  # see round_products
         shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
-        return replace(shape, linear_width=_quantised(resolved.options) or width)
+        return replace(shape, linear_width=quantised or width)
     except AgileRLError:
         raise
     except Exception as error:  # from any library that reads files: no list of their errors is complete
@@ -140,7 +140,7 @@ class Lengths:
     said: tuple[str, ...]
     """A sentence about each number that was not given."""
     common: int = 0
-    """With which all prompts begin."""
+    """Tokens with which all prompts begin."""
 
 
 def lengths(

@@ -55,9 +55,8 @@ def run_plan(
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
     shape = model_shape(resolved, device="cpu" if known is None else "cuda")
-    machine = (
-        measured_machine(dtype=torch.bfloat16 if shape.linear_width == 2 else torch.float32) if known is None else known
-    )
+    products = torch.bfloat16 if config.training.dtype == "bfloat16" else torch.float32
+    machine = measured_machine(dtype=products) if known is None else known
     costs = CPU_COSTS if known is None else GPU_COSTS
     found = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
     usual = pass_tokens(

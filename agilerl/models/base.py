@@ -478,7 +478,7 @@ def load_base(
     dtype = overridden_dtype(dtype, overrides)
     attention = options.attn_implementation or overrides.pop("attn_implementation", None)
     check_attention("attn_implementation", attention)
-    # On a CPU "auto" means fp32: half precision is slow there, and rounds away what the tiny adapters learn.
+    # On a CPU "auto" means fp32: many CPUs have no bf16, and learning has not been compared over seeds.
     chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
     expected = f"a local folder with config.json and *.safetensors, {_ELSEWHERE}"
     with loading("the model", name, expected, of_hub=is_of_hub(name)):

@@ -81,6 +81,7 @@ def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
     assert 9 <= found["workload"]["prompt"] <= 10.5
     assert found["workload"]["completion"] == 10
     assert "the mean of the exam's" in found["assumed"][0]
+    assert 1 <= found["workload"]["common"] < 9
     assert found["proposal"]["devices"] == 1
     assert found["proposal"]["command"].startswith("agilerl train training.max_tokens_in_flight=")
 
@@ -91,6 +92,13 @@ def test_this_machine_is_measured(agilerl: Agilerl) -> None:
     assert 1e9 < found["machine"]["flops"] < 1e13
     assert found["model"]["width"] == 4
     assert "measured" in found["machine"]["costs"]
+
+
+def test_a_cpu_is_planned_for_in_bf16_as_it_computes(agilerl: Agilerl) -> None:
+    found = planned(agilerl, "training.dtype=bfloat16", "--gpu", "cpu")["model"]
+    assert (found["width"], found["linear_width"]) == (4, 2)
+    quantised = planned(agilerl, "training.dtype=bfloat16", "network.quantization=int8", "--gpu", "cpu")["model"]
+    assert (quantised["width"], quantised["linear_width"]) == (2, 1)
 
 
 def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:

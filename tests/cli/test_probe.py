@@ -46,6 +46,10 @@ def test_a_row_for_each_task_and_setting_and_reasons_for_the_others(agilerl: Agi
     assert rows[1].split()[4] != "0%"  # some answers would be longer
     assert int(rows[1].split()[5]) <= 2
     assert all("expected the name of a reasoning_gym task" in row for row in rows[2:])
+    (whole,) = {
+        line.partition(": ")[2] for line in done.output.splitlines() if line.startswith("chain_summ ") and ": " in line
+    }
+    assert "did you mean 'chain_sum'?" in whole
 
 
 def test_rows_as_json(agilerl: Agilerl) -> None:

@@ -11,7 +11,7 @@ from agilerl.algorithms.update import learn_together
 from agilerl.data import collate
 from agilerl.models.base import load_base
 from agilerl.models.layers import round_products
-from agilerl.models.lora import RoundedLinear
+from agilerl.models.lora import RoundedLinear, _times
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import equal, make_agents, sample, weights
@@ -45,12 +45,18 @@ def test_it_is_nearer_to_fp32_than_a_model_that_computes_in_bf16(config: Any) ->
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]])
 def test_products_are_in_bf16_and_nothing_else(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    types, linear, attend = set(), torch.nn.functional.linear, torch.nn.functional.silu
+    types, linear, silu = set(), torch.nn.functional.linear, torch.nn.functional.silu
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: types.add(x.dtype) or linear(x, *rest))
     runtime = make_runtime(rounded(), targets)
-    monkeypatch.setattr(torch.nn.functional, "silu", lambda x, **rest: types.add((x.dtype, 0)) or attend(x, **rest))
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x, **rest: types.add((x.dtype, 0)) or silu(x, **rest))
     train_pass(runtime)
     assert types == {torch.bfloat16, (torch.float32, 0)}
+    assert runtime.base.model.get_input_embeddings()(torch.tensor([3])).dtype == torch.float32
+    rows, weight = torch.full((3, 4), 1 / 3), torch.full((4, 2), 1 / 7, dtype=torch.bfloat16)
+    gradient = _times(rows, weight)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, (rows.bfloat16() @ weight).float())
+    assert not torch.equal(gradient, rows @ weight.float())
     assert {p.dtype for name, p in runtime.base.model.named_parameters() if "norm" in name} == {torch.float32}
     assert {p.dtype for name, p in runtime.base.model.named_parameters() if "proj" in name} == {torch.bfloat16}
 
