@@ -30,7 +30,7 @@ settings.load_profile("repeatable")
 LONGEST = (
     *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
-    *("test_isolated", "test_command_line", "test_templates", "test_what_scorers_evaluate", "test_user_types"),
+    *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types"),
     *(
         "test_agents_arguments",
         "test_other_arguments",

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import httpx2
 import regex
 from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field
 
 from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
@@ -20,7 +21,7 @@ from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.waiting import Answer, WaitingGrader
 from agilerl.servers import Many, Reply, RequestError, Retries, Server
-from agilerl.templates import BoundedEnvironment, rendered
+from agilerl.templates import rendered
 
 TEMPLATE = """\
 Grade the answer of an assistant to a question, from {{ low }} (useless) to {{ high }} (perfect).
@@ -251,7 +252,7 @@ def _checked_variable(name: str | None) -> str | None:
 
 
 def _compiled(template: str, judged: Sequence[str]) -> Template:
-    environment = BoundedEnvironment(undefined=StrictUndefined)
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         compiled, read = environment.from_string(template), meta.find_undeclared_variables(environment.parse(template))
     except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:

@@ -443,16 +443,11 @@ HUNDRED = "range(100000)"
 BACKTRACKING = r"(\w+\.?)+\d\d\d"
 
 REFUSED: dict[str, Attack] = {
-    # Chat templates; tests/test_templates.py has many more.
-    "template: nested loops": template(
-        f"{{% for a in {HUNDRED} %}}{{% for b in {HUNDRED} %}}{{% endfor %}}{{% endfor %}}{{{{ messages[0].content }}}}"
-    ),
-    "template: three billion letters": template("{{ 'a' * 3000000000 }}"),
+    # Chat templates; tests/test_templates.py has more.
     "template: a division by zero": template("{{ 1 / 0 }}"),
     "template: recursion": template("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
     "template: a range of a million million": template("{% for a in range(10 ** 12) %}{% endfor %}"),
     "template: python": template("{{ ''.__class__.__mro__[1].__subclasses__() }}"),
-    "template: a megabyte of source": template("{# " + "x" * 2**20 + " #}"),
     # Models.
     "config: a billion layers": model_json("config.json", num_hidden_layers=10**9),
     "config: thousands of wide layers": model_json("config.json", num_hidden_layers=1000, hidden_size=3 * 2**16),
