@@ -113,13 +113,6 @@ def test_names_without_a_template_are_refused() -> None:
         with_chat_template(tokenizer, None, {"enable_thinking": False})
 
 
-def test_a_template_that_would_never_end_is_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "t.jinja"
-    path.write_text("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}{{ messages }}")
-    with pytest.raises(ConfigError, match="steps"):
-        render_prompt(load_tokenizer("embedded", chat_template_path=path), ASKED)
-
-
 def test_the_plan_says_what_pads_and_that_there_is_no_template(tmp_path: Path) -> None:
     def plan(*changes: str) -> tuple[dict[str, Any], str]:
         session, console = build(load_manifest(None, [*TINY, *changes])), Console(record=True, width=300)
