@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import json_line, one_line, shown_samples
+from agilerl.cli.output import genes_text, json_line, one_line, shown_samples
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
@@ -616,11 +616,6 @@ def _fitted(columns: Sequence[Column], width: int) -> Table:
     for row in zip(*(column.cells for column in shown)):
         table.add_row(*row)
     return table
-
-
-def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
-    """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
-    return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def _counts(failures: Mapping[str, int] | None) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agilerl.cli.progress import _print_answers, genes_text, log, watch
+from agilerl.cli.output import genes_text
+from agilerl.cli.progress import _print_answers, log, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import read_completions
