@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME = 255
 """Most bytes of a name on common file systems; otherwise its parent folders would be made before the error."""
-_REMEDIES = {
+REMEDIES = {
     "nonfinite": "a loss or gradient that was not finite: lower algorithm.lr",
     "oom": "too little memory for a single row: lower network.max_context_length or algorithm.max_output_tokens",
     "reward_error": "no sample graded: fix the grader or the environment",
     "timeout": "a timeout in grading: raise the grader's timeout, or make it faster",
 }
+"""By the outcome of an update that failed: what was wrong, and what to do."""
 
 
 def configuration(arguments: Sequence[str], seed: int | None = None, replay: Path | None = None) -> RunConfig:
@@ -125,7 +126,7 @@ def _likely_cause(outcomes: Counter[str]) -> str:
         )
     (outcome, count), total = failures.most_common(1)[0], outcomes.total()
     many = "every update of every agent" if count == total else f"{count} of {total} updates"
-    return f"{many} ended with {_REMEDIES.get(outcome, outcome)}"
+    return f"{many} ended with {REMEDIES.get(outcome, outcome)}"
 
 
 def found_text(root: Path, session: "Session") -> str:
