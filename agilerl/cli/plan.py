@@ -76,7 +76,7 @@ def run_plan(
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
         "machine": asdict(machine) | {"source": source, "costs": costs.origin},
         "workload": asdict(best.load),
-        "assumed": list(rows.said),
+        "assumed": list(rows.notes),
         "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings])},
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
