@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
@@ -47,25 +48,24 @@ def run_eval(
     path: Adapter,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[KEY.PATH=VALUE ...]",
             help="Settings that replace the run's; for an adapter without a run also a manifest.",
         ),
     ] = None,
     *,
     samples: Annotated[
-        int, typer.Option("--samples", min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
+        int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
     ] = 4,
     temperature: Temperature = 1.0,
     full: Annotated[
-        float, typer.Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
+        float, Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
     ] = 1.0,
-    with_base: Annotated[bool, typer.Option("--base/--no-base", help="Ask the base the same questions.")] = True,
-    worst: Annotated[int, typer.Option("--worst", min=0, help="Questions to list, the worst first.")] = 5,
+    with_base: Annotated[bool, Option("--base/--no-base", help="Ask the base the same questions.")] = True,
+    worst: Annotated[int, Option(min=0, help="Questions to list, the worst first.")] = 5,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
+        Option(
             parser=as_path,
             metavar="FOLDER",
             help="Write all answers, a task and results of lm-eval, and a log of Inspect.",
@@ -73,7 +73,7 @@ def run_eval(
     ] = None,
     allow_code: AllowCode = False,
     allow_addresses: Annotated[
-        bool, typer.Option("--allow-addresses", help="Contact the addresses that the run names (judges, servers).")
+        bool, Option("--allow-addresses", help="Contact the addresses that the run names (judges, servers).")
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -193,12 +193,12 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
 def run_chat(
     path: Adapter,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.")
+        list[str] | None, Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.")
     ] = None,
     *,
     temperature: Temperature = 0.7,
-    most_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
-    beside_base: Annotated[bool, typer.Option("--base", help="Show the answers of the base as well.")] = False,
+    most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    beside_base: Annotated[bool, Option("--base", help="Show the answers of the base as well.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -298,11 +298,11 @@ def _reply(
 
 def run_merge(
     path: Adapter,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.", parser=as_path)],
+    out: Annotated[Path, Argument(metavar="OUT", help="New folder.", parser=as_path)],
     *,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option("--dtype", help="Type of the weights; auto: that of the base's files."),
+        Option("--dtype", help="Type of the weights; auto: that of the base's files."),
     ] = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -338,17 +338,12 @@ def run_merge(
 
 def run_export(
     run: FinishedRun,
-    out: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="New folder for the elite.", parser=as_path)
-    ] = None,
+    out: Annotated[Path | None, Argument(metavar="[OUT]", help="New folder for the elite.", parser=as_path)] = None,
     *,
     optuna: Annotated[
-        str | None,
-        typer.Option("--optuna", metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db."),
+        str | None, Option(metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="STUDY", help="Name of the study; default: the run's folder.")
-    ] = None,
+    name: Annotated[str | None, Option(metavar="STUDY", help="Name of the study; default: the run's folder.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Write the elite as a PEFT folder with its model card; or a run to an Optuna storage, for its dashboard.
@@ -415,10 +410,10 @@ def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str 
 
 def run_push(
     run: FinishedRun,
-    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face hub.")],
+    repository: Annotated[str, Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face hub.")],
     *,
-    private: Annotated[bool, typer.Option("--private/--public", help="Who can see a new repository.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    private: Annotated[bool, Option("--private/--public", help="Who can see a new repository.")] = True,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be uploaded.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
@@ -465,11 +460,10 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def run_compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="Run directories.", parser=as_path)],
     *,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=as_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here."),
+        Path | None, Option(parser=as_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from agilerl.cli.process_settings import apply, debug, loading_done
@@ -77,10 +78,9 @@ def _debug(value: bool) -> bool:
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[
-        bool,
-        typer.Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries print."),
+        bool, Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries print.")
     ] = False,
 ) -> None:
     """Evolve a population of LoRA agents on one frozen base model."""

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 import yaml
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def run_check(
     arguments: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
             help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
             "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
@@ -34,8 +34,7 @@ def run_check(
         ),
     ],
     tokenizer: Annotated[
-        str | None,
-        typer.Option("--tokenizer", metavar="MODEL", help="Also check that this model's chat template works with it."),
+        str | None, Option(metavar="MODEL", help="Also check that this model's chat template works with it.")
     ] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,
@@ -120,18 +119,17 @@ _RELOAD = 10
 
 
 def run_report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run directories.", parser=as_path)],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
+        Option(
             parser=as_path,
             metavar="FILE",
             help="HTML file; default: report.html in the run; for several runs, report-NAME-NAME.html here.",
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
+        bool, Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
     ] = False,
     price: Price = None,
 ) -> None:
@@ -219,9 +217,7 @@ def _check_file(out: Path) -> None:
 def run_lineage(
     run: OneRun,
     *,
-    agent: Annotated[
-        int | None, typer.Option("--agent", metavar="N", help="Tell the life of this agent alone.")
-    ] = None,
+    agent: Annotated[int | None, Option(metavar="N", help="Tell the life of this agent alone.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show who lived, who left and why: all agents of a run in a table, or one agent's life, exam by exam.
@@ -285,12 +281,10 @@ def run_schedule(
     run: OneRun,
     *,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=as_path, metavar="FILE", help="YAML file; default: schedule.yaml here."),
+        Path | None, Option(parser=as_path, metavar="FILE", help="YAML file; default: schedule.yaml here.")
     ] = None,
     extrapolate: Annotated[
-        int | None,
-        typer.Option("--extrapolate", metavar="TOKENS", help="Stretch it to this many tokens of training.", min=1),
+        int | None, Option(metavar="TOKENS", help="Stretch it to this many tokens of training.", min=1)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from agilerl.arguments import nearest, shown
 from agilerl.cli.options import Quiet, as_path
@@ -60,9 +60,9 @@ MODELS = {
 
 
 def run_fetch(
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="smollm2.")],
+    name: Annotated[str, Argument(metavar="MODEL", help="smollm2.")],
     path: Annotated[
-        Path | None, typer.Argument(metavar="[PATH]", help="The new folder; default: the model's name.", parser=as_path)
+        Path | None, Argument(metavar="[PATH]", help="The new folder; default: the model's name.", parser=as_path)
     ] = None,
     *,
     quiet: Quiet = False,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 import yaml
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.options import Quiet, as_path
@@ -61,19 +62,16 @@ def reward(completion: str, answer: str) -> float:
 
 
 def run_init(
-    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="The new manifest.", parser=as_path)] = Path(
-        "my.yaml"
-    ),
+    manifest: Annotated[Path, Argument(metavar="MANIFEST", help="The new manifest.", parser=as_path)] = Path("my.yaml"),
     *,
     model: Annotated[
-        str | None, typer.Option("--model", help="A folder, a .gguf file, a name on the Hugging Face hub, or embedded.")
+        str | None, Option(help="A folder, a .gguf file, a name on the Hugging Face hub, or embedded.")
     ] = None,
     source: Annotated[
-        str | None,
-        typer.Option("--data", help="A file of rows, a dataset on the hub, reasoning_gym:NAME, or sample."),
+        str | None, Option("--data", help="A file of rows, a dataset on the hub, reasoning_gym:NAME, or sample.")
     ] = None,
-    reward: Annotated[str | None, typer.Option("--reward", help="function, exact or accuracy.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take the defaults.")] = False,
+    reward: Annotated[str | None, Option(help="function, exact or accuracy.")] = None,
+    yes: Annotated[bool, Option("--yes", "-y", help="Ask nothing: take the defaults.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Ask three questions (model, data or task, reward), and write a manifest and the files it needs.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from agilerl.addresses import check_cluster
 from agilerl.arguments import shown
@@ -103,31 +104,27 @@ def run_train(
     arguments: Arguments = None,
     *,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=as_path, metavar="DIRECTORY", help="Run directory; default runs/<task>-<time>."),
+        Path | None, Option(parser=as_path, metavar="DIRECTORY", help="Run directory; default runs/<task>-<time>.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of the run (training.seed).", min=0)] = None,
+    seed: Annotated[int | None, Option(help="Seed of the run (training.seed).", min=0)] = None,
     resume: Annotated[
         Literal["never", "auto"],
-        typer.Option(
-            "--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."
-        ),
+        Option("--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."),
     ] = "never",
     replay: Annotated[
         Path | None,
-        typer.Option(
-            "--replay",
+        Option(
             parser=as_path,
             metavar="FILE",
             help="Train one agent with the hyperparameters of this schedule, from agilerl schedule.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan only.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print the plan only.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start even if nothing can be learned from the first answers.")
+        bool, Option("--force", help="Start even if nothing can be learned from the first answers.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete the run in --out, if no process uses it, and start a new one.")
+        bool, Option("--overwrite", help="Delete the run in --out, if no process uses it, and start a new one.")
     ] = False,
     allow_code: AllowCode = False,
     quiet: Quiet = False,
@@ -175,12 +172,11 @@ def run_train(
 
 def run_resume(
     run: OneRun,
-    settings: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    settings: Annotated[list[str] | None, Argument(hidden=True, metavar="")] = None,
     *,
     allow_code: AllowCode = False,
     allow_changes: Annotated[
-        bool,
-        typer.Option("--allow-changes", help="Resume even if files that the run reads (data or code) have changed."),
+        bool, Option("--allow-changes", help="Resume even if files that the run reads (data or code) have changed.")
     ] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 
 def as_path(text: str) -> Path:
@@ -41,7 +42,7 @@ def _price(text: str) -> float:
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
         help="A YAML manifest (without one: the embedded default) and settings that override it.",
         autocompletion=_settings,
@@ -49,35 +50,34 @@ Arguments = Annotated[
 ]
 Adapter = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="RUN_OR_ADAPTER",
         help="A run directory, which stands for its elite; or an adapter: RUN/elite, an agent of a checkpoint, a PEFT "
         "folder.",
         parser=as_path,
     ),
 ]
-OneRun = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.", parser=as_path)]
-FinishedRun = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished run.", parser=as_path)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for programs to read.")]
+OneRun = Annotated[Path, Argument(metavar="RUN", help="Run directory.", parser=as_path)]
+FinishedRun = Annotated[Path, Argument(metavar="RUN", help="Directory of a finished run.", parser=as_path)]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="Print errors only.")]
+AsJson = Annotated[bool, Option("--json", help="Print one JSON object for programs to read.")]
 LogFormat = Annotated[
-    Literal["text", "json"],
-    typer.Option("--log-format", help="json: plan, progress and result as JSON objects, one a line."),
+    Literal["text", "json"], Option("--log-format", help="json: plan, progress and result as JSON objects, one a line.")
 ]
 AllowCode = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--allow-code",
         help="Run the Python code that the manifest names (rewards.py:my_reward, module:Name); read it first.",
     ),
 ]
 Price = Annotated[
     float | None,
-    typer.Option(
+    Option(
         "--price",
         parser=_price,
         metavar="NUMBER",
         help="What an hour of all machines costs (default: training.price_per_hour); costs are shown then.",
     ),
 ]
-Temperature = Annotated[float, typer.Option("--temperature", min=0.0, max=100.0, help="0: the most likely token.")]
+Temperature = Annotated[float, Option("--temperature", min=0.0, max=100.0, help="0: the most likely token.")]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
 from agilerl.cli.output import columns, console, tell_line
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 def run_plan(
     arguments: Arguments = None,
     *,
-    gpus: Annotated[int, typer.Option("--gpus", help="Number of devices.", min=1, max=4096)] = 1,
+    gpus: Annotated[int, Option(help="Number of devices.", min=1, max=4096)] = 1,
     kind: Annotated[
-        str, typer.Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
+        str, Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
     ] = "cpu",
     prompt: Annotated[
-        int | None, typer.Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", min=1)
+        int | None, Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", min=1)
     ] = None,
     completion: Annotated[
-        int | None, typer.Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
+        int | None, Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
     ] = None,
     price: Price = None,
     allow_code: AllowCode = False,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from agilerl.cli.options import AllowCode, Arguments, AsJson
 from agilerl.cli.output import console as new_console
@@ -59,17 +60,16 @@ def run_probe(
     arguments: Arguments = None,
     *,
     task: Annotated[
-        list[str] | None, typer.Option("--task", metavar="NAME", help="A task of reasoning_gym; several: a row each.")
+        list[str] | None, Option(metavar="NAME", help="A task of reasoning_gym; several: a row each.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every task of reasoning_gym.")] = False,
+    every: Annotated[bool, Option("--all", help="Every task of reasoning_gym.")] = False,
     tries: Annotated[
         list[str] | None,
-        typer.Option("--try", metavar="'KEY.PATH=VALUE ...'", help="Settings of a row; several: a row each."),
+        Option("--try", metavar="'KEY.PATH=VALUE ...'", help="Settings of a row; several: a row each."),
     ] = None,
-    questions: Annotated[int, typer.Option("--questions", min=1, max=10_000, help="Training questions of a row.")] = 16,
+    questions: Annotated[int, Option(min=1, max=10_000, help="Training questions of a row.")] = 16,
     samples: Annotated[
-        int | None,
-        typer.Option("--samples", min=2, max=10_000, help="Answers to each; default: algorithm.group_size."),
+        int | None, Option(min=2, max=10_000, help="Answers to each; default: algorithm.group_size.")
     ] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,

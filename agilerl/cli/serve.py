@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
@@ -39,18 +39,14 @@ _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
 
 def run_serve(
     path: Adapter,
-    more: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- VLLM_OPTIONS]", help="Options for vllm serve.")
-    ] = None,
+    more: Annotated[list[str] | None, Argument(metavar="[-- VLLM_OPTIONS]", help="Options for vllm serve.")] = None,
     *,
     population: Annotated[
-        bool, typer.Option("--population", help="Serve all agents of the run's newest checkpoint as well.")
+        bool, Option("--population", help="Serve all agents of the run's newest checkpoint as well.")
     ] = False,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0: other machines can ask.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 8000,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: other machines can ask.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the command, and start nothing.")] = False,
 ) -> None:
     """Serve an adapter with vLLM, behind the API of OpenAI; with --population each agent under a name of its own.
 
