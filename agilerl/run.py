@@ -100,9 +100,8 @@ def train(
     }
     settings |= {name: value for name, value in given.items() if value is not None}
     if evolve is not None:
-        settings["mutation.rl_hp_selection"] = dict(
-            evolve if isinstance(evolve, Mapping) else dict.fromkeys(evolve, {})
-        )
+        genes = evolve if isinstance(evolve, Mapping) else {name: {} for name in evolve}
+        settings["mutation.rl_hp_selection"] = dict(genes)
         if not evolve:
             settings["selection_strategy.name"] = "none"
     if max_tokens is not None:  # a sample has at least one token, so these end no run before

@@ -23,8 +23,8 @@ from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, 
 from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import loading_done
-from agilerl.cli.running import check_vacant, quieten_libraries, whole_folder
-from agilerl.cli.serve import base_place
+from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
+from agilerl.cli.serve import servable_base
 from agilerl.config.named_files import check_allowed
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.report.load import number
@@ -92,7 +92,7 @@ def run_eval(
     if samples and not temperature:
         raise ConfigError("answers drawn at --temperature 0 are all alike; raise it, or give --samples 0")
     if out is not None:
-        check_vacant(out)
+        check_new_folder(out)
     if not allow_code:
         check_allowed(adapter.config)
     console = new_console(quiet=quiet or as_json)
@@ -150,7 +150,7 @@ def _show_evaluation(document: Mapping[str, Any], kind: str) -> None:
         )
     if difference is not None:
         both = [[scores[who].get(name) for who in ("adapter", "base")] for name in passed]
-        gains = [f"{own['mean'] - base['mean']:+.3f}" if base else "-" for own, base in both]
+        gains = [f"{adapter['mean'] - base['mean']:+.3f}" if base else "-" for adapter, base in both]
         table.add_row("difference", *_score(difference, sign="+"), *gains)
     new_console().print(table)
     if passed:
@@ -248,16 +248,12 @@ def run_chat(
 
 def _lines(*, quiet: bool) -> Iterator[str]:
     """Yield what the user types, or the lines of a pipe."""
-    from rich.prompt import Prompt
-
     if sys.stdin.isatty() and not quiet:
-        console = new_console()
-        while True:
-            try:
-                yield Prompt.ask("you", console=console, default="", show_default=False).strip()
-            except EOFError:
-                console.print()
-                return
+        with suppress(EOFError):
+            while True:
+                yield input("you: ").strip()
+        print()
+        return
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:
@@ -311,7 +307,7 @@ def run_merge(
     agilerl merge runs/mine merged
     """
     adapter = subject(path, examined=False)
-    check_vacant(out)
+    check_new_folder(out)
     console = new_console(quiet=quiet)
     console.print(f"Merging {shown(str(adapter.folder))} into {shown(adapter.base)}.")
     quieten_libraries()
@@ -361,12 +357,12 @@ def run_export(
         return
     if out is None or optuna is not None:
         raise typer.BadParameter("expected a folder for the elite or --optuna STORAGE, one of the two")
-    check_vacant(out)
+    check_new_folder(out)
     with whole_folder(out):
         export_elite(run, out)
     console, names = new_console(quiet=quiet), {"FOLDER": str(out)}
     with suppress(ConfigError):  # the base may have moved since
-        base = base_place(subject(run, examined=False, loaded=False).base)
+        base = servable_base(subject(run, examined=False, loaded=False).base)
         names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
     console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
@@ -474,8 +470,12 @@ def run_compare(
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     records = [load_run(run) for run in runs]
-    settings = [dict(_flat(record.info["config"])) | _fingerprints(record.info) for record in records]
-    for one in settings:
+    settings = []
+    for record in records:
+        files = (record.info.get("files") or {}).values()
+        digests = {f"sha256 of {Path(name).name}": sha[:12] for kind in files for name, sha in kind.items()}
+        one = dict(_flat(record.info["config"])) | digests
+        settings.append(one)
         if one.get("algorithm.seed") == one.get("training.seed"):
             one.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
     differ = {}
@@ -503,12 +503,6 @@ def run_compare(
     run_report(runs, out)
 
 
-def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
-    """Return the beginning of the sha256 of each file of code or rows that a run read."""
-    files = info.get("files") or {}
-    return {f"sha256 of {Path(name).name}": sha[:12] for kind in files.values() for name, sha in kind.items()}
-
-
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -520,10 +514,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _result(run: Any) -> dict[str, Any]:
     from agilerl.hpo.fitness import interval
 
-    tests = {}
-    for who, (_, score) in run.tests.items():
-        ends = list(interval(score.mean, score.stderr, score.n))
-        tests[who] = {"mean": score.mean, "ci95": ends, "n": score.n} if score.is_finite else None
+    tests = {
+        who: {"mean": score.mean, "ci95": list(interval(score.mean, score.stderr, score.n)), "n": score.n}
+        if score.is_finite
+        else None
+        for who, (_, score) in run.tests.items()
+    }
     tokens, seconds = run.summary.get("tokens"), run.summary.get("seconds")
     return {
         "finished": run.is_finished,
@@ -536,9 +532,11 @@ def _result(run: Any) -> dict[str, Any]:
 def _show_comparison(
     names: Sequence[str], differ: Mapping[str, Sequence[Any]], results: Sequence[Mapping[str, Any]]
 ) -> None:
-    table = columns("", *map(one_line, names), left=("", *map(one_line, names)))
-    for number_of, column in enumerate(table.columns):
-        column.no_wrap, column.overflow = not number_of, "fold"
+    titles = ["", *map(one_line, names)]
+    table = columns(*titles, left=titles)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.overflow = "fold"
     for setting, values in differ.items():
         table.add_row(one_line(setting), *("-" if value is None else one_line(str(value)) for value in values))
     for who in ("base", "elite"):

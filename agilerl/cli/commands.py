@@ -51,7 +51,17 @@ def run_check(
     target, *settings = arguments
     findings: list[dict[str, str]] = []
     if not _is_manifest(target):
-        findings = _check_environment(target, _keywords(settings), tokenizer)
+        from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
+        from agilerl.envs.check import check_env
+
+        make = partial(make_env, target, **_keywords(settings))
+        make().close()  # a name that does not exist is a mistake in the command, not a finding
+        tokens = None
+        if tokenizer is not None:
+            from agilerl.models.base import load_tokenizer
+
+            tokens = load_tokenizer(tokenizer)
+        findings = [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in check_env(make, tokens)]
     elif tokenizer is not None:
         raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
     else:
@@ -72,20 +82,6 @@ def run_check(
         tell_line(f"{target}: {' and '.join(parts) or 'nothing wrong'}")
     if errors:
         sys.exit(1)
-
-
-def _check_environment(name: str, settings: dict[str, Any], model: str | None) -> list[dict[str, str]]:
-    from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
-    from agilerl.envs.check import check_env
-
-    make_env(name, **settings).close()  # a name that does not exist is a mistake in the command, not a finding
-    tokenizer = None
-    if model is not None:
-        from agilerl.models.base import load_tokenizer
-
-        tokenizer = load_tokenizer(model)
-    findings = check_env(partial(make_env, name, **settings), tokenizer)
-    return [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in findings]
 
 
 def _is_manifest(name: str) -> bool:
@@ -194,17 +190,14 @@ def _check_file(out: Path) -> None:
     """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
     try:
         mode = out.stat().st_mode
-    except OSError:
-        return  # nothing there, or writing reports the reason
-    if stat.S_ISDIR(mode):
-        raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
-    try:
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
         with open(out, "rb") as file:
             begins = file.read(500).strip().lower()
     except OSError:
-        return
+        return  # nothing there, or writing reports the reason
     if begins and not begins.startswith((b"<!doctype html", b"<html")):
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"

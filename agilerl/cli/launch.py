@@ -31,9 +31,9 @@ from agilerl.cli.running import (
     check_same,
     configuration,
     fail_without_elite,
-    found_text,
     manifests_in,
     quieten_libraries,
+    resume_text,
     say_at_once,
     stoppable,
 )
@@ -69,6 +69,10 @@ class Request:
     as_json: bool = False
     log_json: bool = False
     """Print plan, progress and result as lines of JSON."""
+
+    def __post_init__(self) -> None:
+        if self.as_json and self.log_json:
+            raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
 
     @property
     def silent(self) -> bool:
@@ -141,7 +145,6 @@ def run_train(
     agilerl train my.yaml training.pop_size=8 --out runs/mine --seed 1
     """
     arguments = arguments or []
-    log_json = _logs_json(log_format, as_json=as_json)
     config: RunConfig | ConfigError
     try:
         config = configuration([*arguments, *["training.preflight=warn"] * force], seed, replay)
@@ -154,17 +157,8 @@ def run_train(
             raise ConfigError("expected --resume auto or --overwrite, found both; leave out one of them")
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
-    request = Request(
-        config,
-        out,
-        resume == "auto",
-        allow_code=allow_code,
-        dry_run=dry_run,
-        overwrite=overwrite,
-        quiet=quiet,
-        as_json=as_json,
-        log_json=log_json,
-    )
+    options = {"allow_code": allow_code, "dry_run": dry_run, "overwrite": overwrite, "log_json": log_format == "json"}
+    request = Request(config, out, resume == "auto", quiet=quiet, as_json=as_json, **options)
     manifests = manifests_in(arguments)
     with_yours = ", with your settings" * (len(arguments) > len(manifests))
     launch(request, f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}")
@@ -191,15 +185,8 @@ def run_resume(
             f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a "
             f"new one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
         )
-    log_json = _logs_json(log_format, as_json=as_json)
-    options = {"allow_code": allow_code, "allow_changes": allow_changes}
-    launch(Request(None, run, True, **options, quiet=quiet, as_json=as_json, log_json=log_json))
-
-
-def _logs_json(log_format: str, *, as_json: bool) -> bool:
-    if log_format == "json" and as_json:
-        raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
-    return log_format == "json"
+    options = {"allow_code": allow_code, "allow_changes": allow_changes, "log_json": log_format == "json"}
+    launch(Request(None, run, True, quiet=quiet, as_json=as_json, **options))
 
 
 def launch(request: Request, manifest: str = "") -> None:
@@ -273,12 +260,12 @@ def _run(request: Request, *, together: bool) -> Path | None:
                 _work(request, job, topology or SOLITARY, console)
             return request.root if writes and not request.dry_run else None
     except AgileRLError as error:
-        if not together or not _is_said_elsewhere(error, topology):
+        if not together or not _is_reported_elsewhere(error, topology):
             raise
         sys.exit(1 if isinstance(error, WriteError) else 2)
 
 
-def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
+def _is_reported_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
     """Return whether another process prints the error; ``topology`` None: it occurred before they were divided."""
     if topology is None:
         return error.everywhere and os.environ["RANK"] != "0"
@@ -379,7 +366,7 @@ def _work(
         with topology.peers.telling():
             sampled = tried(session)
     if job.saved is not None:
-        console.print(found_text(job.root, session))
+        console.print(resume_text(job.root, session))
     elif topology.is_writer and request.dry_run and (request.as_json or (request.log_json and not request.quiet)):
         document = plan_document(session, job.root, sampled)
         tell(json_line("plan", **document) if request.log_json else json.dumps(document, indent=1))

@@ -129,7 +129,7 @@ def _likely_cause(outcomes: Counter[str]) -> str:
     return f"{many} ended with {REMEDIES.get(outcome, outcome)}"
 
 
-def found_text(root: Path, session: "Session") -> str:
+def resume_text(root: Path, session: "Session") -> str:
     """Return a sentence about where a run is resumed."""
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
@@ -158,19 +158,21 @@ def check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> Non
         for name in {**settings, **asked.get(section, {})}
         if settings.get(name) not in (info["config"].get(section, {}).get(name), asked.get(section, {}).get(name))
     ]
+    if not different:
+        return
     # What was set comes before what follows from it, as the seed of the algorithm does.
-    for section, name in sorted(different, key=lambda setting: setting[1] not in given.get(setting[0], {})):
-        before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
-        while isinstance(before, Mapping) and isinstance(now, Mapping):
-            keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-            if not keys:
-                break
-            before, now, path = before.get(keys[0]), now.get(keys[0]), f"{path}.{keys[0]}"
-        raise ConfigError(
-            f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is "
-            f"{shown(now) if name in given.get(section, {}) else 'left out'}; use the same settings, or another "
-            "directory"
-        )
+    section, name = min(different, key=lambda setting: setting[1] not in given.get(setting[0], {}))
+    before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
+    while isinstance(before, Mapping) and isinstance(now, Mapping):
+        key = next((key for key in {**now, **before} if before.get(key) != now.get(key)), None)
+        if key is None:
+            break
+        before, now, path = before.get(key), now.get(key), f"{path}.{key}"
+    now_is = shown(now) if name in given.get(section, {}) else "left out"
+    raise ConfigError(
+        f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is {now_is}; use the same settings, "
+        "or another directory"
+    )
 
 
 def say_at_once(sentence: str) -> None:
@@ -207,7 +209,7 @@ def check_place(root: Path, *, overwrite: bool = False) -> None:
         raise CheckpointError(f"the run directory {shown(str(root))} cannot be made: {shown(str(above))} {problem}")
 
 
-def check_vacant(out: Path) -> None:
+def check_new_folder(out: Path) -> None:
     """Raise ConfigError unless a folder can be made here; nothing is replaced."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{shown(str(out))} exists; choose another folder, or delete that one first")

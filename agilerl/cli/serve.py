@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +70,7 @@ def run_serve(
         *_ON_A_CPU * of_a_cpu,
         *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
     ]
-    command = [*program, base_place(adapter.base), *options, *(more or ())]
+    command = [*program, servable_base(adapter.base), *options, *(more or ())]
     for sentence in _differences(adapter.config, adapter.run):
         say(f"note: {sentence}")
     if dry_run:
@@ -123,7 +123,7 @@ def _room(folders: Iterable[Path]) -> int:
     return lora_capacity(max(ranks))
 
 
-def base_place(name: str) -> str:
+def servable_base(name: str) -> str:
     """Return what vLLM loads: a folder, or a name on the hub; nothing that it would read as an option or an address."""
     folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():
@@ -166,7 +166,8 @@ def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
     environment, algorithm = config.environment, config.algorithm
     for message in environment.conversation_template or ():
         if message.get("role") == "system":
-            yield f"the run's prompts begin with a system message, which a client has to send: {_line(message)}"
+            text = shown(" ".join(message.get("content", "").split()))
+            yield f"the run's prompts begin with a system message, which a client has to send: {text}"
     if instruction := AnswerFormat.of(environment).instruction:
         yield f"the run's questions end with an instruction, which a client has to send: {shown(instruction)}"
     if not environment.apply_chat_template:
@@ -177,10 +178,6 @@ def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
         yield "the run has a chat template of its own, which will be in its elite/: name it after --, --chat-template"
     if overrides := algorithm.get("config_overrides"):
         yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"
-
-
-def _line(message: Mapping[str, str]) -> str:
-    return shown(" ".join(message.get("content", "").split()))
 
 
 def _written(command: Sequence[str]) -> str:
