@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import replace
 from io import StringIO
 from math import isfinite
 from pathlib import Path
@@ -35,7 +34,6 @@ from agilerl.runs.strict_json import read_json
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
-    from agilerl.rollouts import SamplingSettings
 
 _OFTEN_CUT = 0.05
 """The share of answers cut at the limit from which it is shown."""
@@ -213,7 +211,6 @@ def run_chat(
     console.print(f"Loading {shown(str(adapter.folder))} on {shown(adapter.base)}.")
     quieten_libraries()
     from agilerl.envs.answer_format import AnswerFormat
-    from agilerl.rollouts import SamplingSettings
     from agilerl.training.setup import load_agent
 
     agent = load_agent(adapter.config)
@@ -222,7 +219,6 @@ def run_chat(
     environment = adapter.config.environment
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
-    sampling = SamplingSettings(max_new_tokens=most_tokens, temperature=temperature)
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
     conversations = {who: list(system) for who in slots}
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
@@ -235,10 +231,12 @@ def run_chat(
         replies = {}
         for who, messages in conversations.items():
             messages.append(answers.ask([*system, {"role": "user", "content": line}])[-1])
-            before = len(messages)
-            replies[who] = _reply(agent, messages, len(system), sampling=sampling, slot=slots[who], turn=turn)
-            if len(messages) < before:
+            if _forget(agent, messages, len(system), most_tokens):
                 say("(the context is full: the beginning of the conversation is forgotten)")
+            limits = {"max_new_tokens": most_tokens, "seed": turn}
+            context = agent.context_length
+            reply = agent.runtime.answers(slots[who], messages, context, temperature=temperature, **limits)
+            replies[who] = str(reply)
             messages.append({"role": "assistant", "content": replies[who]})
         if as_json:
             print(json.dumps({"user": line, **replies}), flush=True)
@@ -260,33 +258,24 @@ def _lines(*, quiet: bool) -> Iterator[str]:
         yield line.strip()
 
 
-def _reply(
-    agent: "LLMAlgorithm",
-    messages: list[dict[str, str]],
-    system: int,
-    *,
-    sampling: "SamplingSettings",
-    slot: int | None,
-    turn: int,
-) -> str:
-    """Return the answer to a conversation, whose oldest turns are removed if it has become too long."""
-    from agilerl.envs.prompts import PromptTooLongError, decode_completions, render_prompt
-    from agilerl.rollouts import GenerationRequest
+def _forget(agent: "LLMAlgorithm", messages: list[dict[str, str]], system: int, most_tokens: int) -> bool:
+    """Remove the oldest turns of a conversation that leaves the answer too little room; return whether there were any.
 
-    runtime, most_tokens, room = agent.runtime, sampling.max_new_tokens, agent.context_length
+    An answer gets the room for its most tokens, or half of the context.
+    """
+    from agilerl.envs.prompts import PromptTooLongError, render_prompt
+
+    context, before = agent.context_length, len(messages)
+    room = max(1, context - min(most_tokens, context // 2))
     while True:
         try:
-            ids = render_prompt(runtime.tokenizer, messages, max_tokens=max(1, room - min(most_tokens, room // 2)))
-            break
+            render_prompt(agent.runtime.tokenizer, messages, max_tokens=room)
+            return len(messages) < before
         except PromptTooLongError:
             if len(messages) <= system + 1:
                 messages.pop()
                 raise
             del messages[system : system + 2]
-    sampling = replace(sampling, max_new_tokens=max(1, min(most_tokens, room - len(ids))))
-    request = GenerationRequest(slot, ids, 1, sampling, "chat", (turn,))
-    ((completion,),) = runtime.complete([request])
-    return decode_completions(runtime.tokenizer, [completion.token_ids])[0]
 
 
 # -- ``agilerl merge``: base and adapter as one model ------------------------------------------------------------------
