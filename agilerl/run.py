@@ -8,7 +8,7 @@ import html
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import monotonic
@@ -76,40 +76,49 @@ def train(
     """
     if display and _in_notebook():  # of a library: about bars that this package does not show
         warnings.filterwarnings("ignore", message="IProgress not found")
-    from agilerl.config.manifest import load_manifest
     from agilerl.config.run import place_of_run
     from agilerl.training.given import in_manifest, rows_beside
 
-    unknown = next((name for name in sections if name not in SECTIONS), None)
-    if unknown is not None:
-        raise ConfigError(f"train() has no argument {unknown!r}; {_meant(unknown)}")
-    chosen = _overrides(
-        sections,
-        model=model,
-        task=task,
-        algorithm=algorithm,
-        population=population,
-        evolve=evolve,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    given, rows = in_manifest(dataset, reward, sections.get("environment"))
-    file = None if manifest is None else Path(manifest)
+    settings: dict[str, Any] = {}
+    for section, values in sections.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"train() has no argument {section!r}; {_meant(section)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
+        settings |= {f"{section}.{name}": value for name, value in values.items()}
+    if task is not None and "/" in task and not task.startswith("reasoning_gym:"):
+        settings |= {"environment.env_type": "multiturn", "environment.env_id": task}
+    elif task is not None:
+        settings["environment.task"] = task
+    hyperparameters = {"name": algorithm} if isinstance(algorithm, str) else algorithm or {}
+    settings |= {f"algorithm.{name}": value for name, value in hyperparameters.items()}
+    given = {
+        "network.pretrained_model_name_or_path": model,
+        "training.pop_size": population,
+        "training.max_tokens": max_tokens,
+        "training.seed": seed,
+    }
+    settings |= {name: value for name, value in given.items() if value is not None}
+    if evolve is not None:
+        genes = evolve if isinstance(evolve, Mapping) else {name: {} for name in evolve}
+        settings["mutation.rl_hp_selection"] = dict(genes)
+        if not evolve:
+            settings["selection_strategy.name"] = "none"
+    if max_tokens is not None:  # a sample has at least one token, so these end no run before
+        settings.setdefault("training.max_steps", max_tokens)
+    environment, rows = in_manifest(dataset, reward, sections.get("environment"))
+    settings |= {f"environment.{name}": value for name, value in environment.items()}
 
-    def configured(**environment: Any) -> "RunConfig":
-        own = [f"environment.{name}={json.dumps(value)}" for name, value in {**given, **environment}.items()]
-        return load_manifest(file, [*chosen, *own])
-
-    config = configured()
+    config = _configured(manifest, settings)
     with place_of_run(config, None if out is None else Path(out)) as root:
-        with rows_beside(root, rows) as place:
+        with rows_beside(root, rows) as file:
             from agilerl.training.loop import train as events_of
             from agilerl.training.setup import build
 
-            if place is not None:
-                config = configured(dataset=place)
+            if file is not None:
+                config = _configured(manifest, {**settings, "environment.dataset": file})
             session = build(config, allow_code=allow_code)
-        _follow(lambda: events_of(session, root), session, root, display)
+        _follow(events_of(session, root), session, root, display)
     return Run(root)
 
 
@@ -123,55 +132,17 @@ def _meant(name: str) -> str:
 
     if name == "loss":
         return "a custom loss is for agents in a loop of your own: docs/losses.md"
-    places = [place.split(".") for place in addresses_of(name)]
-    return (
-        " or ".join(f'give {section}={{"{key}": ...}}' for section, key in places)
-        or ours(name)
-        or nearest(name, [*_NAMES, *SECTIONS])
-    )
+    addresses = [address.split(".") for address in addresses_of(name)]
+    as_sections = " or ".join(f'give {section}={{"{key}": ...}}' for section, key in addresses)
+    return as_sections or ours(name) or nearest(name, [*_NAMES, *SECTIONS])
 
 
-def _overrides(
-    sections: Mapping[str, Mapping[str, Any]],
-    *,
-    model: str | None,
-    task: str | None,
-    algorithm: str | Mapping[str, Any] | None,
-    population: int | None,
-    evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None,
-    max_tokens: int | None,
-    seed: int | None,
-) -> list[str]:
-    """Return the arguments as settings of the command line, which says what is wrong with them."""
-    settings: dict[str, Any] = {}
-    for section, values in sections.items():
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
-        settings |= {f"{section}.{name}": value for name, value in values.items()}
-    if task is not None:
-        is_environment = not task.startswith("reasoning_gym:") and "/" in task
-        settings |= (
-            {"environment.env_type": "multiturn", "environment.env_id": task}
-            if is_environment
-            else {"environment.task": task}
-        )
-    own = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm or {})
-    settings |= {f"algorithm.{name}": value for name, value in own.items()}
-    given = {
-        "network.pretrained_model_name_or_path": model,
-        "training.pop_size": population,
-        "training.max_tokens": max_tokens,
-        "training.seed": seed,
-    }
-    settings |= {name: value for name, value in given.items() if value is not None}
-    if evolve is not None:
-        names = evolve if isinstance(evolve, Mapping) else {name: {} for name in evolve}
-        settings["mutation.rl_hp_selection"] = dict(names)
-        if not names:
-            settings["selection_strategy.name"] = "none"
-    if max_tokens is not None:  # a sample has at least one token, so these end no run before
-        settings.setdefault("training.max_steps", max_tokens)
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":
+    """Return the settings as the command line reads them, which says what is wrong with them."""
+    from agilerl.config.manifest import load_manifest
+
+    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+    return load_manifest(None if manifest is None else Path(manifest), overrides)
 
 
 class Run:
@@ -287,7 +258,7 @@ class Run:
         except BaseException:
             saved.run.close()
             raise
-        _follow(lambda: resume(session, saved.run), session, self.path, display)
+        _follow(resume(session, saved.run), session, self.path, display)
         return self
 
     def __repr__(self) -> str:
@@ -301,8 +272,8 @@ class Run:
         return _html_table(["test", "mean", "stderr", "n"], rows) + f"<code>{html.escape(str(self.path))}</code>"
 
     def _known(self) -> "dict[str, Score]":
-        found = self.test
-        return {who: found[who] for who in ("base", "median_first_generation", "elite") if who in found}
+        test = self.test
+        return {who: test[who] for who in ("base", "median_first_generation", "elite") if who in test}
 
 
 def _code_in(config: Mapping[str, Any]) -> list[str]:
@@ -316,11 +287,10 @@ def _code_in(config: Mapping[str, Any]) -> list[str]:
 # -- following a run ----------------------------------------------------------------------------------------------
 
 
-def _follow(start: "Callable[[], Iterator[Event]]", session: "Session", root: Path, display: bool) -> None:
+def _follow(events: "Generator[Event, None, None]", session: "Session", root: Path, display: bool) -> None:
     """Carry out a run, showing it where a person is looking."""
     from agilerl.custom_code import contained
 
-    events: Any = start()
     try:
         with closing(events), contained():
             if not display:
@@ -329,13 +299,11 @@ def _follow(start: "Callable[[], Iterator[Event]]", session: "Session", root: Pa
             elif _in_notebook():
                 _show_in_notebook(events, session)
             else:
-                from rich.console import Console
-
+                from agilerl.cli.output import console
                 from agilerl.cli.progress import print_plan, watch
 
-                console = Console(markup=False, emoji=False, highlight=False)
-                print_plan(session, root, console)
-                watch(events, session, console)
+                print_plan(session, root, console())
+                watch(events, session, console())
     except KeyboardInterrupt:
         print(f"interrupted; continue with agilerl.Run({str(root)!r}).resume()")
         raise
@@ -357,31 +325,27 @@ def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:
     from rich.console import Console
 
     from agilerl.cli.progress import View
-    from agilerl.training.events import IterationDone, PhaseStarted
 
-    made: Any = IPython.display.HTML
+    page: Any = IPython.display.HTML
     display: Any = IPython.display.display
-
-    def page(*, done: float, phase: str, view: "View") -> Any:
-        columns = view.columns()
-        rows = [list(row) for row in zip(*(column.cells for column in columns))]
-        notes = "".join(f"<div>{html.escape(note.plain)}</div>" for note in view.notes)
-        bar = f'<progress value="{done:.3f}" max="1" style="width:24em"></progress> {done:.0%} {html.escape(phase)}'
-        return made(_html_table([column.name for column in columns], rows) + notes + f"<div>{bar}</div>")
-
-    view = View(session, Console(quiet=True))
-    done, phase, shown_at = 0.0, "start", 0.0
-    handle: Any = display(made("<div>start</div>"), display_id=True)
+    view, shown_at = View(session, Console(quiet=True)), 0.0
+    handle: Any = display(page("<div>start</div>"), display_id=True)
     for event in events:
         view.show(event)
-        if isinstance(event, IterationDone):
-            done = min(1.0, event.progress)
-        elif isinstance(event, PhaseStarted):
-            phase = event.name
         if monotonic() - shown_at > 0.25:
-            handle.update(page(done=done, phase=phase, view=view))
+            run, phase = view.bars.tasks
+            handle.update(page(_page(view, min(1.0, run.completed), phase.description)))
             shown_at = monotonic()
-    handle.update(page(done=1.0, phase="finished", view=view))
+    handle.update(page(_page(view, 1.0, "finished")))
+
+
+def _page(view: "View", done: float, phase: str) -> str:
+    """Return the table of agents, what may keep them from learning, and a bar, as HTML."""
+    columns = view.columns()
+    rows = [list(row) for row in zip(*(column.cells for column in columns))]
+    notes = "".join(f"<div>{html.escape(note.plain)}</div>" for note in view.notes)
+    bar = f'<progress value="{done:.3f}" max="1" style="width:24em"></progress> {done:.0%} {html.escape(phase)}'
+    return _html_table([column.name for column in columns], rows) + notes + f"<div>{bar}</div>"
 
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

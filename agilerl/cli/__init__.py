@@ -32,7 +32,7 @@ def main() -> None:
     failure: OSError | None = None
     code = 0
     try:
-        _command()
+        code = _command()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except OSError as error:
@@ -42,12 +42,12 @@ def main() -> None:
         if failure.filename is None and failure.errno != errno.EIO:
             raise failure  # not about the output, a named file, or a disk that breaks while a folder is listed
         # Whatever is wrong with a path (too long, a loop of links), the user gets the reason.
-        place = "a file or folder" if failure.filename is None else shown(str(failure.filename))
-        code = _told(f"{place} cannot be used: {failure.strerror}", 2)
+        path = "a file or folder" if failure.filename is None else shown(str(failure.filename))
+        code = _report(f"{path} cannot be used: {failure.strerror}", 2)
     if isinstance(lost, BrokenPipeError) and code in (0, 1):  # 1: what rich and typer make of it
         code = READER_GONE
     elif lost is not None and code == 0:
-        code = _told(str(write_error(lost)), 1)
+        code = _report(str(write_error(lost)), 1)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # One of several processes: gloo's threads may abort it while the interpreter shuts down.
         with suppress(OSError):
@@ -56,7 +56,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _command() -> None:
+def _command() -> int:
+    """Run what the arguments say; return the exit code."""
     import typer
 
     from agilerl.cli.app import app
@@ -64,7 +65,6 @@ def _command() -> None:
     from agilerl.errors import AgileRLError, WriteError, lacks_memory
 
     debug(False)
-
     warnings.showwarning = _warn
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
     usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
@@ -72,55 +72,46 @@ def _command() -> None:
         # A shell that completes a word gives it in the environment; the name of the program is part of that variable's.
         code = app(sys.argv[1:] or ["--help"], prog_name="agilerl", standalone_mode=False)
     except AgileRLError as error:
-        _fail(str(error), 1 if isinstance(error, WriteError) else 2)
+        return _report(str(error), 1 if isinstance(error, WriteError) else 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        return _report("interrupted", 130)
     except usage_error as error:
-        _fail(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
+        return _report(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
     except BaseException as error:
         if lacks_memory(error):
             text = "there was not enough memory for what was read or asked for; use smaller files or settings"
-            _fail(f"{text}, and see whether a limit on memory or threads is in force (ulimit -a)", 2)
+            return _report(f"{text}, and see whether a limit on memory or threads is in force (ulimit -a)", 2)
         # Rust libraries that fail on a file (a tokenizer's regular expression) raise what is not an Exception.
         if type(error).__name__ != "PanicException":
             raise
-        _fail(f"a library crashed on a file, most likely a tokenizer's: {error}", 2)
-    if code == 130:
-        _fail("interrupted", 130)
-    sys.exit(code)
+        return _report(f"a library crashed on a file, most likely a tokenizer's: {error}", 2)
+    return _report("interrupted", 130) if code == 130 else code or 0
 
 
 def _setting_meant(option: str) -> str:
     """Return a hint if a setting was given as an option: ``--lr``."""
     from agilerl.config.run import addresses_of
 
-    places = addresses_of(option.strip("-").replace("-", "_")) if option else []
-    return f"; settings are given as {' or '.join(f'{place}=...' for place in places)}" if places else ""
+    addresses = addresses_of(option.strip("-").replace("-", "_")) if option else []
+    return f"; settings are given as {' or '.join(f'{address}=...' for address in addresses)}" if addresses else ""
 
 
-def _warn(message: Warning | str, *place: object, **more: object) -> None:
+def _warn(message: Warning | str, *where: object, **more: object) -> None:
     """Print a warning as one line, without its place in the code."""
     from agilerl.cli.output import say
 
     say(f"warning: {_line(str(message))}")
 
 
-def _fail(message: str, code: int) -> None:
-    """Print one line and exit."""
+def _report(message: str, code: int) -> int:
+    """Print a message as one line, with the traceback if that is asked for; return the exit code."""
+    from agilerl.cli.output import say
     from agilerl.cli.process_settings import is_debugging
 
     if is_debugging() and sys.exc_info()[0] is not None:
         with suppress(OSError):
             traceback.print_exc()
-    sys.exit(_told(message, code))
-
-
-def _told(message: str, code: int) -> int:
-    """Print a message as one line; return the exit code."""
-    from agilerl.cli.output import say
-
-    line = _line(message)
-    say(line if code == 130 else f"error: {line}")
+    say(f"{'error: ' * (code != 130)}{_line(message)}")
     return code
 
 

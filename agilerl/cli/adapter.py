@@ -12,10 +12,10 @@ from typing import Any
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import nearest, shown
-from agilerl.cli.running import manifests_in
+from agilerl.cli.running import configuration, manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.manifest import check_names, config_of_run, load_manifest
+from agilerl.config.manifest import check_names, config_of_run
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
@@ -30,6 +30,8 @@ _TRAINING = (
 )
 _OF_TRAINING = {"network": ("adapter", "lora_config"), "environment": ("data_batch_size_per_gpu", "eval_prompts")}
 """Settings of these two sections that an evaluation does not take from the command line."""
+_WITHOUT = ("mutation", "selection_strategy", "sharing", "distributed")
+"""Sections that are all about training."""
 _OF_SAMPLING = ("use_vllm", "vllm_config")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules", "alora_invocation_tokens")
 _ALL = 100_000
@@ -70,8 +72,8 @@ def subject(
     folder, run = find_adapter(path)
     manifests = manifests_in(arguments)
     overrides = [argument for argument in arguments if argument not in manifests]
-    _check_keys(overrides)
-    keys = {override.partition("=")[0].strip() for override in overrides}
+    keys = {override.partition("=")[0].strip(): None for override in overrides}
+    _check_keys(keys)
     all_rows = "environment.dataset" in keys and "environment.dataset_test" not in keys
     if all_rows and "environment.test_prompts" not in keys:
         overrides.append(f"environment.test_prompts={_ALL}")
@@ -82,10 +84,14 @@ def subject(
                 f"{shown(manifests[0])} as well; give settings as section.key=value"
             )
         info = read_run(run)
-        given = _of_a_run(info["config"], info.get("given") or info["config"])
-        begun = config_of_run(given)
-        config = config_of_run(given, overrides).dated(run_date(info))
-        read, at_first = (config, begun) if examined else map(_without_task, (config, begun))
+        settings, given = info["config"], info.get("given") or info["config"]
+        known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
+        document = _without_training(settings, {**given.get("algorithm", {}), **known})
+        begun = config_of_run(document)
+        config = config_of_run(document, overrides).dated(run_date(info))
+        read, at_first = config, begun
+        if not examined:  # of files those of the network alone
+            read, at_first = (one.replaced(environment=EnvironmentConfig()) for one in (config, begun))
         if loaded:
             check_unchanged(read, info.get("files", {}), run, begun=at_first)
         if examined:
@@ -93,16 +99,14 @@ def subject(
             if not allow_addresses:
                 _check_addresses(config)
     else:
-        if len(manifests) > 1:
-            raise ConfigError(f"expected one manifest, found {', '.join(map(shown, manifests))}")
         if examined and not manifests and not any(one.startswith("environment.") for one in overrides):
             raise ConfigError(
                 f"{shown(str(path))} belongs to no run that says what it was trained on; name a task or rows, such as "
                 "environment.task=reasoning_gym:chain_sum, or give a manifest"
             )
-        config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
-    named = "network.pretrained_model_name_or_path" in keys
-    config = _about(folder, config, None if run is not None or named else _base_of(folder), examined=examined)
+        config = configuration([*manifests, *overrides])
+    given_base = run is not None or "network.pretrained_model_name_or_path" in keys
+    config = _about(folder, config, given_base=given_base, examined=examined)
     check_names(config)
     if examined:
         from agilerl.envs.upstream import check_task
@@ -111,92 +115,71 @@ def subject(
     return Subject(folder, run, config, all_rows)
 
 
-def _without_task(config: RunConfig) -> RunConfig:
-    """Return the settings that a conversation has: of files those of the network alone."""
-    return config.replaced(environment=EnvironmentConfig())
+def _check_keys(keys: Iterable[str]) -> None:
+    """Raise ConfigError for settings that an adapter that is trained no further does not have."""
+    used = {"algorithm": _ALGORITHM[1:], "training": _TRAINING}
+    for key in keys:
+        section, name = [*key.split("."), ""][:2]
+        if section in used and name not in used[section]:
+            hint = nearest(name, used[section])
+            if hint.startswith("did"):
+                raise ConfigError(f"{shown(key)} is not a setting of an evaluation; {hint}")
+            hint = f"; of {section} it has {', '.join(used[section])}"
+        elif section in _WITHOUT or name in _OF_TRAINING.get(section, ()):
+            hint = ""
+        else:
+            continue
+        raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{hint}")
 
 
-def _of_a_run(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a run that an evaluation needs, with the values that the run had."""
-    set_or_known = {**given.get("algorithm", {}), **{k: whole["algorithm"].get(k) for k in _ALGORITHM[:2]}}
-    chosen = {name: value for name, value in set_or_known.items() if name in _ALGORITHM and value is not None}
-    candidates = whole.get("selection_strategy", {}).get("candidates", 1)  # on which the panels depend
+def _without_training(document: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that an evaluation takes from those of a run or a manifest."""
+    network, training = document.get("network", {}), document.get("training", {})
+    candidates = document.get("selection_strategy", {}).get("candidates", 1)  # on which the panels depend
     return {
-        "environment": dict(whole.get("environment", {})),
-        "network": {k: v for k, v in whole.get("network", {}).items() if k not in ("adapter", "lora_config")},
-        "algorithm": chosen,
-        "training": {k: v for k, v in whole.get("training", {}).items() if k in _TRAINING and v is not None},
+        "environment": dict(document.get("environment", {})),
+        "network": {k: v for k, v in network.items() if k not in _OF_TRAINING["network"]},
+        "algorithm": {k: v for k, v in algorithm.items() if k in _ALGORITHM and v is not None},
+        "training": {k: v for k, v in training.items() if k in _TRAINING and v is not None},
         "selection_strategy": {"name": "none", "candidates": candidates},
     }
 
 
-def _check_keys(overrides: Iterable[str]) -> None:
-    """Raise ConfigError for settings that an adapter that is trained no further does not have."""
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        section, _, name = key.partition(".")
-        name = name.partition(".")[0]
-        used = {"algorithm": _ALGORITHM[1:], "training": _TRAINING}
-        if section in ("mutation", "selection_strategy", "sharing", "distributed") or (
-            name in _OF_TRAINING.get(section, ()) or (section in used and name not in used[section])
-        ):
-            known = f"; of {section} it has {', '.join(used[section])}" if section in used else ""
-            if section in used and (hint := nearest(name, used[section])).startswith("did"):
-                raise ConfigError(f"{shown(key)} is not a setting of an evaluation; {hint}")
-            raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{known}")
+def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool) -> RunConfig:
+    """Return the settings of a population of one agent that starts from an adapter, without those of training.
 
-
-def _about(folder: Path, config: RunConfig, base: str | None, *, examined: bool) -> RunConfig:
-    """Return the settings of a population of one agent that starts from an adapter, without those of training."""
-    shape = _adapter_config(folder)
-    network = config.network.model_dump(mode="json", exclude_unset=True)
-    network |= {"adapter": str(folder.absolute()), "lora_config": {k: shape[k] for k in _SHAPE if k in shape}}
-    network |= {} if base is None else {"pretrained_model_name_or_path": base}
-    agent = _agent_json(folder)
-    name = str(agent["algorithm"]) if agent else str(config.algorithm["name"])
-    used = [key for key in _ALGORITHM if examined or key not in _OF_SAMPLING]
-    made = RunConfig.from_dict(
-        {
-            "environment": config.environment.model_dump(mode="json", exclude_unset=True),
-            "network": network,
-            "algorithm": {k: v for k, v in config.algorithm.items() if k in used} | {"name": name},
-            "training": {
-                **{
-                    k: v
-                    for k, v in config.training.model_dump(mode="json", exclude_unset=True).items()
-                    if k in _TRAINING
-                },
-                "pop_size": 1,
-                "init": "same",
-            },
-            "selection_strategy": {"name": "none", "candidates": config.candidates},
-        }
-    )
-    made = made.typed_with(config)
-    return made if config.date is None else made.dated(config.date)
+    Without a ``given_base`` the base is the one that the adapter names.
+    """
+    adapter, agent = read_json(folder / ADAPTER_CONFIG), _agent_json(folder)
+    document = _without_training(config.model_dump(mode="json", exclude_unset=True), config.algorithm)
+    document["network"] |= {
+        "adapter": str(folder.absolute()),
+        "lora_config": {key: adapter[key] for key in _SHAPE if key in adapter},
+    }
+    if not given_base:
+        base = agent["base"] if agent else adapter.get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise ConfigError(
+                f"{shown(str(folder / ADAPTER_CONFIG))} does not name a base; give "
+                "network.pretrained_model_name_or_path="
+            )
+        document["network"]["pretrained_model_name_or_path"] = base
+    for key in () if examined else _OF_SAMPLING:
+        document["algorithm"].pop(key, None)
+    document["algorithm"]["name"] = str(agent["algorithm"] if agent else config.algorithm["name"])
+    document["training"] |= {"pop_size": 1, "init": "same"}
+    document["selection_strategy"]["candidates"] = config.candidates
+    one = RunConfig.from_dict(document).typed_with(config)
+    return one if config.date is None else one.dated(config.date)
 
 
 def _agent_json(folder: Path) -> dict[str, Any] | None:
     """Return what stands beside an adapter that an agent wrote."""
-    found = next((place / "agent.json" for place in (folder, folder.parent) if (place / "agent.json").is_file()), None)
-    values = None if found is None else read_json(found)
+    file = next((file for parent in (folder, folder.parent) if (file := parent / "agent.json").is_file()), None)
+    values = None if file is None else read_json(file)
     if values is not None and not all(isinstance(values.get(key), str) for key in ("algorithm", "base")):
-        raise CheckpointError(f"{found} does not name the algorithm and the base of an agent; the file is damaged")
+        raise CheckpointError(f"{file} does not name the algorithm and the base of an agent; the file is damaged")
     return values
-
-
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / ADAPTER_CONFIG)
-
-
-def _base_of(folder: Path) -> str:
-    agent = _agent_json(folder)
-    name = agent["base"] if agent else _adapter_config(folder).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"{shown(str(folder / ADAPTER_CONFIG))} does not name a base; give network.pretrained_model_name_or_path="
-        )
-    return name
 
 
 def _check_unseen(config: RunConfig, begun: RunConfig) -> None:

@@ -7,21 +7,26 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
+from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Temperature, as_path
+from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
 from agilerl.cli.output import console as new_console
-from agilerl.cli.output import one_line, say, shown_samples, tell_line
 from agilerl.cli.process_settings import loading_done
-from agilerl.cli.serve import base_place
+from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
+from agilerl.cli.serve import servable_base
 from agilerl.config.named_files import check_allowed
 from agilerl.errors import CheckpointError, ConfigError, WriteError
+from agilerl.report.load import number
 from agilerl.runs import find_adapter, read_run
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
 from agilerl.runs.directory import ADAPTER_CONFIG, as_written
@@ -29,79 +34,83 @@ from agilerl.runs.strict_json import read_json
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
-    from agilerl.rollouts import SamplingSettings
-    from agilerl.training.evaluation import Evaluation, Results
-    from agilerl.training.probe import Answer
 
 _OFTEN_CUT = 0.05
-"""From this share of answers that were cut at the limit on, it is said."""
-
-
-def _vacant(out: Path) -> None:
-    """Raise ConfigError unless a folder can be made here; nothing is replaced."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{shown(str(out))} exists; choose another folder, or delete that one first")
-
-
-@contextmanager
-def _as_a_whole(out: Path) -> Iterator[None]:
-    """Remove an empty folder, so that it can be made; report errors of the disk as WriteError."""
-    try:
-        if out.exists():
-            out.rmdir()
-        yield
-    except OSError as error:
-        raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}") from error
+"""The share of answers cut at the limit from which it is shown."""
 
 
 # -- ``agilerl eval``: the adapter and its base on the same questions --------------------------------------------------
 
 
 def run_eval(
-    path: Path,
-    arguments: Sequence[str],
+    path: Adapter,
+    arguments: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[KEY.PATH=VALUE ...]",
+            help="Settings that replace the run's; for an adapter without a run also a manifest.",
+        ),
+    ] = None,
     *,
-    samples: int,
-    temperature: float,
-    full: float,
-    with_base: bool,
-    worst: int,
-    out: Path | None,
-    allow_code: bool,
-    allow_addresses: bool,
-    quiet: bool,
-    as_json: bool,
+    samples: Annotated[
+        int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
+    ] = 4,
+    temperature: Temperature = 1.0,
+    full: Annotated[
+        float, Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
+    ] = 1.0,
+    with_base: Annotated[bool, Option("--base/--no-base", help="Ask the base the same questions.")] = True,
+    worst: Annotated[int, Option(min=0, help="Questions to list, the worst first.")] = 5,
+    out: Annotated[
+        Path | None,
+        Option(
+            parser=as_path,
+            metavar="FOLDER",
+            help="Write all answers, a task and results of lm-eval, and a log of Inspect.",
+        ),
+    ] = None,
+    allow_code: AllowCode = False,
+    allow_addresses: Annotated[
+        bool, Option("--allow-addresses", help="Contact the addresses that the run names (judges, servers).")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Evaluate and show; see ``agilerl eval --help``."""
-    found = subject(path, arguments, examined=True, allow_addresses=allow_addresses)
+    """Evaluate an adapter and its base on the same questions: means with intervals, pass@k, the paired difference.
+
+    The questions are those of the run's test, which neither training nor selection has used. Other ones:
+
+    agilerl eval runs/mine training.seed=7
+
+    agilerl eval runs/mine environment.params.max_value=99 --samples 16
+    """
+    adapter = subject(path, arguments or [], examined=True, allow_addresses=allow_addresses)
     if not isfinite(full):
         raise ConfigError(f"--right-from: expected a finite number, found {full}")
     if samples and not temperature:
         raise ConfigError("answers drawn at --temperature 0 are all alike; raise it, or give --samples 0")
     if out is not None:
-        _vacant(out)
+        check_new_folder(out)
     if not allow_code:
-        check_allowed(found.config)
+        check_allowed(adapter.config)
     console = new_console(quiet=quiet or as_json)
-    console.print(f"Evaluating {shown(str(found.folder))}: loading the libraries and the model.", soft_wrap=True)
-    from agilerl.cli.running import quieten_libraries
-
+    console.print(f"Evaluating {shown(str(adapter.folder))}: loading the libraries and the model.")
     quieten_libraries()
     from agilerl.training.evaluation import evaluate
     from agilerl.training.setup import build
 
-    session = build(found.config, allow_code=allow_code, all_rows=found.all_rows)
+    session = build(adapter.config, allow_code=allow_code, all_rows=adapter.all_rows)
     loading_done()
     try:
         result = evaluate(session, samples=samples, temperature=temperature, full=full, with_base=with_base)
     finally:
         session.task.close()
-    asked = found.config.environment.model_dump(mode="json")
+    asked = adapter.config.environment.model_dump(mode="json")
     result.settings.update(
-        adapter=str(found.folder),
-        base=found.base,
+        adapter=str(adapter.folder),
+        base=adapter.base,
         base_path=session.population.runtime.base.source,
-        seed=found.config.training.seed,
+        seed=adapter.config.training.seed,
         samples=samples,
         temperature=temperature,
         full=full,
@@ -112,205 +121,188 @@ def run_eval(
     if out is not None:
         from agilerl.report.exports import write_evaluation
 
-        with _as_a_whole(out):
+        with whole_folder(out):
             write_evaluation(out, document)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
     elif not quiet:
-        _show_evaluation(result, worst)
+        _show_evaluation(document, "questions" if "question" in result.rows[0] else "episodes")
+        for symptom in result.hacks:
+            tell_line("\n".join([str(symptom), *shown_samples(symptom.samples)]))
+        _show_worst(document["answers"], result.worst(worst))
         if out is not None:
-            console.print(f"written: {out}", soft_wrap=True)
+            tell_line(f"written: {out}")
 
 
-def _show_evaluation(found: "Evaluation", worst: int) -> None:
-    from rich.table import Table
-
-    console = new_console()
-    count, settings = len(found.rows), found.settings
-    kind = "episodes" if "question" not in found.rows[0] else "questions"
-    console.print(f"{count} {kind} of {one_line(found.task)}, seed {settings['seed']}; greedy answers", soft_wrap=True)
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    passed = {name: one.passed(found.full) for name, one in (("adapter", found.adapter), ("base", found.base)) if one}
-    table.add_column("")
-    for name in ("mean", "95 % interval", "n", *(f"pass@{k}" for k in passed["adapter"])):
-        table.add_column(name, justify="right")
-    rows: list[tuple[str, Results | None]] = [("adapter", found.adapter), ("base", found.base)]
-    for name, results in rows:
-        if results is not None:
-            values = [f"{value.mean:.3f}" for value in passed[name].values()]
-            table.add_row(name, *_score(results.fitness), str(results.fitness.n), *values)
-    difference = found.difference
+def _show_evaluation(document: Mapping[str, Any], kind: str) -> None:
+    settings, difference = document["settings"], document["difference"]
+    tell_line(
+        f"{document['questions']} {kind} of {one_line(document['task'])}, seed {settings['seed']}; greedy answers"
+    )
+    scores = {who: document[who] for who in ("adapter", "base") if document[who] is not None}
+    passed = [name for name in scores["adapter"] if name != "greedy"]
+    table = columns("", "mean", "95 % interval", "n", *passed)
+    for who, score in scores.items():
+        table.add_row(
+            who, *_score(score["greedy"]), *(f"{score[name]['mean']:.3f}" for name in passed if name in score)
+        )
     if difference is not None:
-        both = [
-            f"{passed['adapter'][k].mean - passed['base'][k].mean:+.3f}" if k in passed["base"] else "-"
-            for k in passed["adapter"]
-        ]
-        table.add_row("difference", *_score(difference, signed=True), str(difference.n), *both)
-    console.print(table)
-    if passed["adapter"]:
+        both = [[scores[who].get(name) for who in ("adapter", "base")] for name in passed]
+        gains = [f"{adapter['mean'] - base['mean']:+.3f}" if base else "-" for adapter, base in both]
+        table.add_row("difference", *_score(difference, sign="+"), *gains)
+    new_console().print(table)
+    if passed:
         drawn = f"{settings['samples']} answers a question, drawn at temperature {settings['temperature']:g}"
-        console.print(f"pass@k: {drawn}; right from a score of {found.full:g} on", soft_wrap=True)
+        tell_line(f"pass@k: {drawn}; right from a score of {settings['full']:g} on")
     if difference is not None:
-        console.print(
-            f"P(adapter better than base) = {found.probability_better:.3f}, paired over the same {kind}", soft_wrap=True
-        )
-    if kind == "questions" and any(results is not None and results.cut >= _OFTEN_CUT for _, results in rows):
-        shares = ", ".join(f"{results.cut:.0%} of the {name}'s" for name, results in rows if results is not None)
-        console.print(
+        probability = number(difference["probability_better"])
+        tell_line(f"P(adapter better than base) = {probability:.3f}, paired over the same {kind}")
+    if kind == "questions" and any(document["cut"][who] >= _OFTEN_CUT for who in scores):
+        shares = ", ".join(f"{document['cut'][who]:.0%} of the {who}'s" for who in scores)
+        tell_line(
             f"Answers that were cut at the limit of {settings['max_new_tokens']} tokens: {shares}; for a longer one "
-            "algorithm.max_output_tokens=...",
-            soft_wrap=True,
+            "algorithm.max_output_tokens=..."
         )
-    for symptom in found.hacks:
-        console.print("\n".join([str(symptom), *shown_samples(symptom.samples)]), soft_wrap=True)
-    _show_worst(found, found.worst(worst))
 
 
-def _score(fitness: Any, *, signed: bool = False) -> tuple[str, str]:
-    form = "+.3f" if signed else ".3f"
-    low, high = fitness.interval
-    return f"{fitness.mean:{form}}", f"{low:{form}} to {high:{form}}"
+def _score(score: Mapping[str, Any], sign: str = "") -> tuple[str, str, str]:
+    mean, low, high = (f"{number(value):{sign}.3f}" for value in (score["mean"], *score["ci95"]))
+    return mean, f"{low} to {high}", str(score["n"])
 
 
-def _show_worst(found: "Evaluation", places: Sequence[int]) -> None:
-    if not places:
-        return
-    console = new_console()
-    console.print(f"\nWorst of {len(found.rows)}")
-    for place in places:
-        row = found.rows[place]
-        expected = "" if row.get("answer") is None else f"; expected {one_line(str(row['answer']))}"
-        console.print(
-            f"{place}. {one_line(str(row.get('question', 'seed ' + str(row.get('seed')))))}{expected}", soft_wrap=True
-        )
-        for name, results in (("adapter", found.adapter), ("base", found.base)):
-            if results is not None:
-                console.print(f"   {name}: {_said(results.greedy[place], results.samples[place])}", soft_wrap=True)
-
-
-def _said(greedy: "Answer", samples: Sequence["Answer"]) -> str:
-    mean = f", mean of {len(samples)} samples {sum(a.score for a in samples) / len(samples):.2f}" if samples else ""
-    return f"{one_line(greedy.text)} (score {greedy.score:g}{mean})"
+def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> None:
+    if worst:
+        tell_line(f"\nWorst of {len(answers)}")
+    for index in worst:
+        answer = answers[index]
+        expected = "" if answer["answer"] is None else f"; expected {one_line(answer['answer'])}"
+        tell_line(f"{index}. {one_line(answer['question'])}{expected}")
+        for who in ("adapter", "base"):
+            if (given := answer[who]) is not None:
+                scores = [number(one["score"]) for one in given["samples"]]
+                mean = f", mean of {len(scores)} samples {sum(scores) / len(scores):.2f}" if scores else ""
+                greedy = given["greedy"]
+                tell_line(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
 
 
 def run_chat(
-    path: Path,
-    arguments: Sequence[str],
+    path: Adapter,
+    arguments: Annotated[
+        list[str] | None, Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.")
+    ] = None,
     *,
-    temperature: float,
-    most_tokens: int,
-    beside_base: bool,
-    quiet: bool,
-    as_json: bool,
+    temperature: Temperature = 0.7,
+    most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    beside_base: Annotated[bool, Option("--base", help="Show the answers of the base as well.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Talk to an adapter; see ``agilerl chat --help``."""
-    found = subject(path, arguments, examined=False)
-    console = new_console(quiet=quiet or as_json)
-    console.print(f"Loading {shown(str(found.folder))} on {shown(found.base)}.", soft_wrap=True)
-    from agilerl.cli.running import quieten_libraries
+    """Talk to an adapter. It also answers the lines of a pipe, one after another.
 
+    agilerl chat runs/mine --base
+
+    echo "What is 3 + 4?" | agilerl chat runs/mine --temperature 0 --quiet
+    """
+    adapter = subject(path, arguments or [], examined=False)
+    console = new_console(quiet=quiet or as_json)
+    console.print(f"Loading {shown(str(adapter.folder))} on {shown(adapter.base)}.")
     quieten_libraries()
     from agilerl.envs.answer_format import AnswerFormat
-    from agilerl.rollouts import SamplingSettings
     from agilerl.training.setup import load_agent
 
-    agent = load_agent(found.config)
+    agent = load_agent(adapter.config)
     loading_done()
     console.print("An empty line or /new begins a new conversation, /quit or the end of the input leaves.")
-    environment = found.config.environment
+    environment = adapter.config.environment
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
-    said: dict[str, list[dict[str, str]]] = {"adapter": list(system)} | ({"base": list(system)} if beside_base else {})
+    slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
+    conversations = {who: list(system) for who in slots}
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
-        if line in ("", "/new"):
-            said = {name: list(system) for name in said}
-            console.print("(a new conversation)")
-            continue
         if line == "/quit":
             return
+        if line in ("", "/new"):
+            conversations = {who: list(system) for who in slots}
+            console.print("(a new conversation)")
+            continue
         replies = {}
-        for name, messages in said.items():
+        for who, messages in conversations.items():
             messages.append(answers.ask([*system, {"role": "user", "content": line}])[-1])
-            forgotten = len(messages)
-            sampling = SamplingSettings(max_new_tokens=most_tokens, temperature=temperature)
-            slot = None if name == "base" else agent.slot
-            reply = _reply(agent, messages, len(system), sampling=sampling, slot=slot, turn=turn)
-            if len(messages) < forgotten:
+            if _forget(agent, messages, len(system), most_tokens):
                 say("(the context is full: the beginning of the conversation is forgotten)")
-            messages.append({"role": "assistant", "content": reply})
-            replies[name] = reply
+            limits = {"max_new_tokens": most_tokens, "seed": turn}
+            context = agent.context_length
+            reply = agent.runtime.answers(slots[who], messages, context, temperature=temperature, **limits)
+            replies[who] = str(reply)
+            messages.append({"role": "assistant", "content": replies[who]})
         if as_json:
             print(json.dumps({"user": line, **replies}), flush=True)
-            continue
-        for name, reply in replies.items():
-            tell_line(f"{name}> {reply}" if beside_base else reply)
+        for who, reply in replies.items() if not as_json else ():
+            tell_line(f"{who}> {reply}" if beside_base else reply)
 
 
 def _lines(*, quiet: bool) -> Iterator[str]:
     """Yield what the user types, or the lines of a pipe."""
-    from rich.prompt import Prompt
-
     if sys.stdin.isatty() and not quiet:
-        console = new_console()
-        while True:
-            try:
-                yield Prompt.ask("you", console=console, default="", show_default=False).strip()
-            except EOFError:
-                console.print()
-                return
+        with suppress(EOFError):
+            while True:
+                yield input("you: ").strip()
+        print()
+        return
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:
         yield line.strip()
 
 
-def _reply(
-    agent: "LLMAlgorithm",
-    messages: list[dict[str, str]],
-    system: int,
-    *,
-    sampling: "SamplingSettings",
-    slot: int | None,
-    turn: int,
-) -> str:
-    """Return the answer to a conversation, whose oldest turns are removed if it has become too long."""
-    from agilerl.envs.prompts import PromptTooLongError, decode_completions, render_prompt
-    from agilerl.rollouts import GenerationRequest
+def _forget(agent: "LLMAlgorithm", messages: list[dict[str, str]], system: int, most_tokens: int) -> bool:
+    """Remove the oldest turns of a conversation that leaves the answer too little room; return whether there were any.
 
-    runtime, most_tokens, room = agent.runtime, sampling.max_new_tokens, agent.context_length
+    An answer gets the room for its most tokens, or half of the context.
+    """
+    from agilerl.envs.prompts import PromptTooLongError, render_prompt
+
+    context, before = agent.context_length, len(messages)
+    room = max(1, context - min(most_tokens, context // 2))
     while True:
         try:
-            ids = render_prompt(runtime.tokenizer, messages, max_tokens=max(1, room - min(most_tokens, room // 2)))
-            break
+            render_prompt(agent.runtime.tokenizer, messages, max_tokens=room)
+            return len(messages) < before
         except PromptTooLongError:
             if len(messages) <= system + 1:
                 messages.pop()
                 raise
             del messages[system : system + 2]
-    sampling = replace(sampling, max_new_tokens=max(1, min(most_tokens, room - len(ids))))
-    request = GenerationRequest(slot, ids, 1, sampling, "chat", (turn,))
-    ((completion,),) = runtime.complete([request])
-    return decode_completions(runtime.tokenizer, [completion.token_ids])[0]
 
 
 # -- ``agilerl merge``: base and adapter as one model ------------------------------------------------------------------
 
 
-def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
-    """Merge an adapter into its base; see ``agilerl merge --help``."""
-    found = subject(path, examined=False)
-    _vacant(out)
-    console = new_console(quiet=quiet)
-    console.print(f"Merging {shown(str(found.folder))} into {shown(found.base)}.", soft_wrap=True)
-    from agilerl.cli.running import quieten_libraries
+def run_merge(
+    path: Adapter,
+    out: Annotated[Path, Argument(metavar="OUT", help="New folder.", parser=as_path)],
+    *,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Option("--dtype", help="Type of the weights; auto: that of the base's files."),
+    ] = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Merge an adapter into its base, and write one model with its tokenizer, which needs no PEFT.
 
+    agilerl merge runs/mine merged
+    """
+    adapter = subject(path, examined=False)
+    check_new_folder(out)
+    console = new_console(quiet=quiet)
+    console.print(f"Merging {shown(str(adapter.folder))} into {shown(adapter.base)}.")
     quieten_libraries()
     from agilerl.training.setup import merged_model
 
-    model, tokenizer = merged_model(found.folder, found.config, dtype=dtype)
+    model, tokenizer = merged_model(adapter.folder, adapter.config, dtype=dtype)
     loading_done()
 
     def write(folder: Path) -> None:
@@ -318,37 +310,58 @@ def run_merge(path: Path, out: Path, *, dtype: str, quiet: bool) -> None:
         tokenizer.save_pretrained(str(folder))
 
     # DeepSpeed, if it is installed, is imported here, and logs to standard output.
-    with _as_a_whole(out), redirect_stdout(sys.stderr if not quiet else StringIO()):
+    with whole_folder(out), redirect_stdout(sys.stderr if not quiet else StringIO()):
         commit_folder(out, write, manifest=False)
-    console.print(f"written: {out}\n", soft_wrap=True)
-    place, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
-    console.print(f"vLLM         vllm serve {place} --generation-config vllm", soft_wrap=True)
-    console.print(f"llama.cpp    python convert_hf_to_gguf.py {place} --outfile {file}", soft_wrap=True)
+    folder, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
+    console.print(f"written: {out}\n")
+    console.print(f"vLLM         vllm serve {folder} --generation-config vllm")
+    console.print(f"llama.cpp    python convert_hf_to_gguf.py {folder} --outfile {file}")
 
 
 # -- ``agilerl export`` and ``push``: the elite for others -------------------------------------------------------------
 
 
-def run_export(run: Path, out: Path, *, quiet: bool) -> None:
-    """Write the elite as a PEFT folder with its model card; see ``agilerl export --help``."""
-    _vacant(out)
-    with _as_a_whole(out):
+def run_export(
+    run: FinishedRun,
+    out: Annotated[Path | None, Argument(metavar="[OUT]", help="New folder for the elite.", parser=as_path)] = None,
+    *,
+    optuna: Annotated[
+        str | None, Option(metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
+    ] = None,
+    name: Annotated[str | None, Option(metavar="STUDY", help="Name of the study; default: the run's folder.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write the elite as a PEFT folder with its model card; or a run to an Optuna storage, for its dashboard.
+
+    agilerl export runs/mine mine-adapter
+
+    agilerl export runs/mine --optuna sqlite:///runs.db
+    """
+    if optuna is None and name is not None:
+        raise typer.BadParameter("--name is that of a study, which --optuna STORAGE writes, found no --optuna")
+    if optuna is not None and out is None:
+        from agilerl.report.study import export_study
+
+        tell_line(f"{export_study(run, optuna, name)} trials written to {optuna}")
+        return
+    if out is None or optuna is not None:
+        raise typer.BadParameter("expected a folder for the elite or --optuna STORAGE, one of the two")
+    check_new_folder(out)
+    with whole_folder(out):
         export_elite(run, out)
-    console, places = new_console(quiet=quiet), {"FOLDER": str(out)}
+    console, names = new_console(quiet=quiet), {"FOLDER": str(out)}
     with suppress(ConfigError):  # the base may have moved since
-        base = base_place(subject(run, examined=False, loaded=False).base)
-        places |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
-    console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})", soft_wrap=True)
-    text = (out / "README.md").read_text(encoding="utf-8")
+        base = servable_base(subject(run, examined=False, loaded=False).base)
+        names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
+    console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
         console.print("It is activated (alora_invocation_tokens): load it with PEFT. vLLM does not know such adapters.")
         return
-    for name, what in (("vllm serve", "vLLM"), ("python convert_lora_to_gguf.py", "llama.cpp")):
-        command = next(line for line in text.splitlines() if line.startswith(name))
-        placed = re.sub(
-            r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(places.get(word[0], word[0])), command
-        )
-        console.print(f"{what:<12} {placed}", soft_wrap=True)
+    card = (out / "README.md").read_text(encoding="utf-8").splitlines()
+    for program, command in (("vLLM", "vllm serve"), ("llama.cpp", "python convert_lora_to_gguf.py")):
+        line = next(line for line in card if line.startswith(command))
+        named = re.sub(r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
+        console.print(f"{program:<12} {named}")
 
 
 def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str | None = None) -> None:
@@ -368,20 +381,31 @@ def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str 
     card = model_card(root, summary, name=name, licence=licence)
     base = public_name(str(read_run(root)["config"]["network"]["pretrained_model_name_or_path"]))
 
-    def write(place: Path) -> None:
+    def write(target: Path) -> None:
         for file in files:
-            shutil.copyfile(folder / file, place / file)
+            shutil.copyfile(folder / file, target / file)
         for file, key in ((ADAPTER_CONFIG, "base_model_name_or_path"), ("agent.json", "base")):
             if file in files and name is not None:
                 values = read_json(folder / file)
-                (place / file).write_text(json.dumps({**values, key: base}, indent=2, sort_keys=True) + "\n")
-        (place / CARD).write_text(card, encoding="utf-8")
+                (target / file).write_text(json.dumps({**values, key: base}, indent=2, sort_keys=True) + "\n")
+        (target / CARD).write_text(card, encoding="utf-8")
 
     commit_folder(out, write, manifest=False)
 
 
-def run_push(run: Path, repository: str, *, private: bool, dry_run: bool, quiet: bool, as_json: bool) -> None:
-    """Upload the elite to the hub; see ``agilerl push --help``."""
+def run_push(
+    run: FinishedRun,
+    repository: Annotated[str, Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face hub.")],
+    *,
+    private: Annotated[bool, Option("--private/--public", help="Who can see a new repository.")] = True,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be uploaded.")] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Upload the elite with its tokenizer and model card to the Hugging Face hub.
+
+    agilerl push runs/mine me/mine --dry-run
+    """
     if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", repository) is None:
         raise ConfigError(f"expected a repository as OWNER/NAME, found {shown(repository)}")
     with tempfile.TemporaryDirectory() as temporary:
@@ -393,10 +417,9 @@ def run_push(run: Path, repository: str, *, private: bool, dry_run: bool, quiet:
         print(json.dumps({"repository": repository, "url": address, "private": private, "files": files}, indent=1))
         return
     console = new_console(quiet=quiet)
-    what = "would be uploaded" if dry_run else "uploaded"
     for name, size in files.items():
         console.print(f"{size:>12,}  {name}")
-    console.print(f"{what} to {repository}" if address is None else f"{what}: {address}", soft_wrap=True)
+    console.print(f"would be uploaded to {repository}" if address is None else f"uploaded: {address}")
 
 
 def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
@@ -421,47 +444,52 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 # -- ``agilerl compare``: runs side by side ----------------------------------------------------------------------------
 
 
-def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
-    """Show what differs between runs and what came of them; see ``agilerl compare --help``."""
+def run_compare(
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="Run directories.", parser=as_path)],
+    *,
+    out: Annotated[
+        Path | None, Option(parser=as_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how runs differ in settings and results, and write them side by side as one HTML file."""
     from agilerl.report.load import check_different, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
-    found = [load_run(path) for path in runs]
-    settings = [dict(_flat(run.info["config"])) | _fingerprints(run.info) for run in found]
-    names = list(dict.fromkeys(name for one in settings for name in one))
-    for one in settings:
+    records = [load_run(run) for run in runs]
+    settings = []
+    for record in records:
+        files = (record.info.get("files") or {}).values()
+        digests = {f"sha256 of {Path(name).name}": sha[:12] for kind in files for name, sha in kind.items()}
+        one = dict(_flat(record.info["config"])) | digests
+        settings.append(one)
         if one.get("algorithm.seed") == one.get("training.seed"):
             one.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
-    differ = {
-        n: [one.get(n) for one in settings] for n in names if len({json.dumps(one.get(n)) for one in settings}) > 1
-    }
+    differ = {}
+    for name in dict.fromkeys(name for one in settings for name in one):
+        values = [one.get(name) for one in settings]
+        if len(set(map(json.dumps, values))) > 1:
+            differ[name] = values
     results = []
-    for run in found:
-        with as_written(run.path):
-            results.append(_result(run))
-    changed = [name.removeprefix("sha256 of ") for name in differ if name.startswith("sha256 of ")]
+    for record in records:
+        with as_written(record.path):
+            results.append(_result(record))
     if as_json:
-        document = {"runs": [str(path) for path in runs], "settings": differ, "results": results}
+        document = {"runs": [str(run) for run in runs], "settings": differ, "results": results}
         print(json.dumps(document, indent=1))
         return
     from agilerl.cli.commands import run_report
 
-    _show_comparison([run.name for run in found], differ, results)
+    _show_comparison([record.name for record in records], differ, results)
+    changed = [shown(name.removeprefix("sha256 of ")) for name in differ if name.startswith("sha256 of ")]
     if changed:
-        new_console().print(
-            f"The runs read different {', '.join(map(shown, changed))}: what they were graded by or asked differs, so "
-            "their scores cannot be compared.",
-            soft_wrap=True,
+        tell_line(
+            f"The runs read different {', '.join(changed)}: what they were graded by or asked differs, so their scores "
+            "cannot be compared."
         )
     run_report(runs, out)
-
-
-def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
-    """Return the beginning of the sha256 of each file of code or rows that a run read."""
-    files = info.get("files") or {}
-    return {f"sha256 of {Path(name).name}": sha[:12] for kind in files.values() for name, sha in kind.items()}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -473,38 +501,38 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _result(run: Any) -> dict[str, Any]:
-    from agilerl.report.load import number
+    from agilerl.hpo.fitness import interval
 
-    tests = {}
-    for who, (_, score) in run.tests.items():
-        from agilerl.hpo.fitness import interval
-
-        ends = interval(score.mean, score.stderr, score.n)
-        finite = score.mean == score.mean
-        tests[who] = {"mean": score.mean, "ci95": list(ends), "n": score.n} if finite else None
-    tokens = run.summary.get("tokens") or {}
-    spent = sum(int(number(value)) for value in tokens.values()) if tokens else None
-    seconds = run.summary.get("seconds")
-    seconds = None if seconds is None else float(seconds)
-    return {"finished": run.is_finished, "test": tests, "tokens": spent, "seconds": seconds}
+    tests = {
+        who: {"mean": score.mean, "ci95": list(interval(score.mean, score.stderr, score.n)), "n": score.n}
+        if score.is_finite
+        else None
+        for who, (_, score) in run.tests.items()
+    }
+    tokens, seconds = run.summary.get("tokens"), run.summary.get("seconds")
+    return {
+        "finished": run.is_finished,
+        "test": tests,
+        "tokens": sum(int(number(count)) for count in tokens.values()) if tokens else None,
+        "seconds": None if seconds is None else float(seconds),
+    }
 
 
 def _show_comparison(
     names: Sequence[str], differ: Mapping[str, Sequence[Any]], results: Sequence[Mapping[str, Any]]
 ) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in names:
-        table.add_column(one_line(name), overflow="fold")
+    titles = ["", *map(one_line, names)]
+    table = columns(*titles, left=titles)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.overflow = "fold"
     for setting, values in differ.items():
-        table.add_row(one_line(setting), *("-" if v is None else one_line(str(v)) for v in values))
-    for who, said in (("base", "test of the base"), ("elite", "test of the elite")):
+        table.add_row(one_line(setting), *("-" if value is None else one_line(str(value)) for value in values))
+    for who in ("base", "elite"):
         tests = [result["test"].get(who) for result in results]
-        table.add_row(
-            said, *("-" if t is None else f"{t['mean']:.3f} ({t['ci95'][0]:.3f} to {t['ci95'][1]:.3f})" for t in tests)
-        )
-    table.add_row("tokens", *("-" if r["tokens"] is None else f"{r['tokens']:,}" for r in results))
-    table.add_row("seconds", *("-" if r["seconds"] is None else f"{float(r['seconds']):.0f}" for r in results))
+        scores = [None if test is None else (test["mean"], *test["ci95"]) for test in tests]
+        cells = ("-" if score is None else "{:.3f} ({:.3f} to {:.3f})".format(*score) for score in scores)
+        table.add_row(f"test of the {who}", *cells)
+    for key, form in (("tokens", ",d"), ("seconds", ".0f")):
+        table.add_row(key, *("-" if result[key] is None else f"{result[key]:{form}}" for result in results))
     new_console().print(table)

@@ -9,66 +9,79 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import yaml
+from typer import Argument, Option
 
 from agilerl.arguments import shown
-from agilerl.cli.output import console, say, tell_line
+from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
+from agilerl.cli.output import columns, console, genes_text, say, tell_line
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agilerl.runs import RunLayout
+    pass
 
 
-def run_check(arguments: Sequence[str], *, tokenizer: str | None, allow_code: bool, as_json: bool) -> None:
-    """Check what the first argument names; see ``agilerl check --help``."""
+def run_check(
+    arguments: Annotated[
+        list[str],
+        Argument(
+            metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
+            help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
+            "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
+            "it.",
+        ),
+    ],
+    tokenizer: Annotated[
+        str | None, Option(metavar="MODEL", help="Also check that this model's chat template works with it.")
+    ] = None,
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check an environment or a manifest, and explain in sentences what is wrong.
+
+    An environment is made and played for a few episodes. path.py:Class runs the file, module:Class imports the module
+    (the current folder is searched first), so their code runs: check only what you would run. A manifest is checked as
+    by `agilerl train --dry-run`.
+    Exit code 0: no errors, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
+
+    agilerl check my_module:MyEnv size=5 --tokenizer embedded
+    """
     target, *settings = arguments
-    if _is_manifest(target):
+    findings: list[dict[str, str]] = []
+    if not _is_manifest(target):
+        from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
+        from agilerl.envs.check import check_env
+
+        make = partial(make_env, target, **_keywords(settings))
+        make().close()  # a name that does not exist is a mistake in the command, not a finding
+        tokens = None
         if tokenizer is not None:
-            raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
-        _check_manifest(Path(target), settings, allow_code)
-        _print(target, [], as_json)
-        return
-    findings = _check_environment(target, _keywords(settings), tokenizer)
-    _print(target, findings, as_json)
-    if any(finding["level"] == "error" for finding in findings):
-        sys.exit(1)
+            from agilerl.models.base import load_tokenizer
 
+            tokens = load_tokenizer(tokenizer)
+        findings = [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in check_env(make, tokens)]
+    elif tokenizer is not None:
+        raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
+    else:
+        from agilerl.config.manifest import load_manifest
 
-def _check_manifest(path: Path, overrides: Sequence[str], allow_code: bool) -> None:
-    from agilerl.config.manifest import load_manifest
+        config = load_manifest(Path(target), settings)
+        from agilerl.training.setup import build  # imported once the manifest is known to be well formed
 
-    config = load_manifest(path, overrides)
-    from agilerl.training.setup import build  # imported once the manifest is known to be well formed
-
-    build(config, allow_code=allow_code)
-
-
-def _check_environment(name: str, settings: dict[str, Any], model: str | None) -> list[dict[str, str]]:
-    from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
-    from agilerl.envs.check import check_env
-
-    make_env(name, **settings).close()  # a name that does not exist is a mistake in the command, not a finding
-    tokenizer = None
-    if model is not None:
-        from agilerl.models.base import load_tokenizer
-
-        tokenizer = load_tokenizer(model)
-    findings = check_env(partial(make_env, name, **settings), tokenizer)
-    return [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in findings]
-
-
-def _print(target: str, findings: Sequence[dict[str, str]], as_json: bool) -> None:
+        build(config, allow_code=allow_code)
     errors = sum(finding["level"] == "error" for finding in findings)
     if as_json:
-        print(json.dumps({"target": target, "ok": errors == 0, "findings": list(findings)}, indent=1))
-        return
-    for finding in findings:
-        tell_line(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
-    warnings = len(findings) - errors
-    counts = [f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
-    tell_line(f"{target}: {' and '.join(counts) or 'nothing wrong'}")
+        print(json.dumps({"target": target, "ok": errors == 0, "findings": findings}, indent=1))
+    else:
+        for finding in findings:
+            tell_line(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
+        counts = {"error": errors, "warning": len(findings) - errors}
+        parts = [f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count]
+        tell_line(f"{target}: {' and '.join(parts) or 'nothing wrong'}")
+    if errors:
+        sys.exit(1)
 
 
 def _is_manifest(name: str) -> bool:
@@ -97,14 +110,26 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
 
 
 _LONGEST_NAME = 100
-
-
 _RELOAD = 10
 """Seconds after which an open page reloads itself."""
 
 
-def run_report(runs: Sequence[Path], out: Path | None, *, live: bool = False, price: float | None = None) -> None:
-    """Write the report and print its path; see ``agilerl report --help``."""
+def run_report(
+    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run directories.", parser=as_path)],
+    out: Annotated[
+        Path | None,
+        Option(
+            parser=as_path,
+            metavar="FILE",
+            help="HTML file; default: report.html in the run; for several runs, report-NAME-NAME.html here.",
+        ),
+    ] = None,
+    live: Annotated[
+        bool, Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
+    ] = False,
+    price: Price = None,
+) -> None:
+    """Write one self-contained HTML file about a run, or several side by side, and print its path."""
     out = default_report(runs) if out is None else out
     _check_file(out)
     from agilerl.report import build_report
@@ -127,7 +152,8 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
     written: list[tuple[int, int]] | None = None
     try:
         while not all(layout.is_finished for layout in layouts):
-            began, now = time.monotonic(), _states(layouts)
+            files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
+            began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
             if now != written:
                 build_report(runs, out, reload=_RELOAD, price=price)
             if written is None:
@@ -142,11 +168,6 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
         tell_line(out)
 
 
-def _states(layouts: Sequence["RunLayout"]) -> list[tuple[int, int]]:
-    files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
-    return [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
-
-
 def default_report(runs: Sequence[Path]) -> Path:
     """Return ``report.html`` in a run; for several runs, a file in the working directory that is named after them.
 
@@ -154,10 +175,10 @@ def default_report(runs: Sequence[Path]) -> Path:
     """
     if len(runs) == 1:
         return runs[0] / "report.html"
-    places = [Path(os.path.abspath(path)) for path in runs]
-    names = [place.name for place in places]
+    folders = [Path(os.path.abspath(run)) for run in runs]
+    names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
-        names = ["-".join(place.parts[-2:]) for place in places]
+        names = ["-".join(folder.parts[-2:]) for folder in folders]
     name = "-".join(names)
     if len(os.fsencode(name)) > _LONGEST_NAME:
         shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")
@@ -169,17 +190,14 @@ def _check_file(out: Path) -> None:
     """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
     try:
         mode = out.stat().st_mode
-    except OSError:
-        return  # nothing there, or writing reports the reason
-    if stat.S_ISDIR(mode):
-        raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
-    try:
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
         with open(out, "rb") as file:
             begins = file.read(500).strip().lower()
     except OSError:
-        return
+        return  # nothing there, or writing reports the reason
     if begins and not begins.startswith((b"<!doctype html", b"<html")):
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
@@ -189,8 +207,18 @@ def _check_file(out: Path) -> None:
 # -- ``agilerl lineage``: who lived, who left and why ------------------------------------------------------------------
 
 
-def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
-    """Print all agents of a run, or what happened to one of them; see ``agilerl lineage --help``."""
+def run_lineage(
+    run: OneRun,
+    *,
+    agent: Annotated[int | None, Option(metavar="N", help="Tell the life of this agent alone.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show who lived, who left and why: all agents of a run in a table, or one agent's life, exam by exam.
+
+    agilerl lineage runs/mine
+
+    agilerl lineage runs/mine --agent 3
+    """
     from agilerl.report.life import lives, told_life
     from agilerl.report.load import load_run, trace_family
     from agilerl.runs.strict_json import dumps
@@ -199,63 +227,68 @@ def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
     if agent is not None and agent not in record.agents:
         known = f"it has {len(record.agents)}, the last one is {max(record.agents)}" if record.agents else "it has none"
         raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {known}")
-    found = [life for life in lives(record) if agent in (None, life["agent"])]
+    histories = [life for life in lives(record) if agent in (None, life["agent"])]
     if as_json:
-        print(dumps(found if agent is None else found[0]))
+        print(dumps(histories if agent is None else histories[0]))
     elif agent is None:
-        _show_lives(found, trace_family(record).line)
+        _show_lives(histories, trace_family(record).line)
     else:
-        _show_life(found[0], told_life(record, agent))
+        _show_life(histories[0], told_life(record, agent))
 
 
-def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
-    from rich.table import Table
-
-    from agilerl.cli.progress import genes_text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("agent", "parent", "iter.", "exam"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("genes")
-    table.add_column("left", justify="right", no_wrap=True)
-    table.add_column("why", min_width=30)  # in 80 columns, too
-    for life in found:
-        exam = life["exams"][-1] if life["exams"] else None
+def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
+    table = columns("agent", "parent", "iter.", "exam", "genes", "left", "why", left=("genes", "why"), gap=2)
+    for column in table.columns:
+        column.no_wrap = column.header not in ("genes", "why")
+    table.columns[-1].min_width = 30  # in 80 columns, too
+    for life in histories:
+        reasons = [life["reason"].removeprefix("left: "), *(symptom["name"] for symptom in life["symptoms"])]
         table.add_row(
             f"{life['agent']}{'*' if life['agent'] in line else ' '}",
             "-" if life["parent"] is None else str(life["parent"]),
             str(life["iterations"]),
-            f"{exam['mean']:.3f}" if exam else "-",
+            f"{life['exams'][-1]['mean']:.3f}" if life["exams"] else "-",
             genes_text(life["hyperparameters"], 2) or "-",
             "-" if life["left"] is None else str(life["left"]),
-            "; ".join(filter(None, [life["reason"].removeprefix("left: "), *(s["name"] for s in life["symptoms"])])),
+            "; ".join(filter(None, reasons)),
         )
-    output = console()
-    output.print(table)
-    output.print("* winning lineage; left: after this generation. One agent's life: --agent N")
+    console().print(table)
+    tell_line("* winning lineage; left: after this generation. One agent's life: --agent N")
 
 
-def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:
-    from rich.table import Table
-
-    from agilerl.cli.progress import genes_text
-
-    output = console()
+def _show_life(life: dict[str, Any], events: Sequence[tuple[int, str]]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
-    output.print(f"Agent {life['agent']} trained for {life['iterations']} iterations and {became}.")
-    output.print(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True)
-    for generation, sentence in told:
+    tell_line(f"Agent {life['agent']} trained for {life['iterations']} iterations and {became}.")
+    tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
+    table = columns("", "", left=("",), gap=2)
+    table.columns[0].no_wrap = True
+    for generation, sentence in events:
         table.add_row(f"generation {generation}", sentence)
-    output.print(table)
+    console().print(table)
 
 
 # -- ``agilerl schedule``: the hyperparameters that a search found, against tokens ------------------------------------
 
 
-def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_json: bool) -> None:
-    """Write the schedule of a run's elite and show it; see ``agilerl schedule --help``."""
+def run_schedule(
+    run: OneRun,
+    *,
+    out: Annotated[
+        Path | None, Option(parser=as_path, metavar="FILE", help="YAML file; default: schedule.yaml here.")
+    ] = None,
+    extrapolate: Annotated[
+        int | None, Option(metavar="TOKENS", help="Stretch it to this many tokens of training.", min=1)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Export the hyperparameters that the elite of a run was trained with, followed through its ancestors.
+
+    Values are listed against the tokens trained on. You can edit the file and train one agent with it:
+
+    agilerl schedule runs/mine --out mine.yaml
+
+    agilerl train my.yaml --replay mine.yaml
+    """
     from agilerl.hpo.schedule import hyperparameter_schedule, stretched
     from agilerl.runs import RunLayout, read_lines, read_run
     from agilerl.runs.directory import as_written
@@ -296,61 +329,41 @@ def run_schedule(run: Path, *, out: Path | None, extrapolate: int | None, as_jso
     if as_json:
         print(json.dumps(schedule, indent=1))
         return
-    _show_schedule(schedule)
-    tell_line(f"written: {out}")
-
-
-def _show_schedule(schedule: dict[str, Any]) -> None:
-    """Print the steps as a table: tokens trained on, and each gene's value from there on."""
-    from rich.table import Table
-
-    table = Table(
-        "tokens", *schedule["genes"], box=None, title=f"agents {' -> '.join(map(str, schedule['ancestors']))}"
-    )
-    table.columns[0].justify = "right"
-    for tokens in sorted({step["tokens"] for steps in schedule["genes"].values() for step in steps}):
-        values = [
-            next(
-                (
-                    f"{step['value']:.4g}" if isinstance(step["value"], float) else str(step["value"])
-                    for step in steps
-                    if step["tokens"] == tokens
-                ),
-                "",
-            )
-            for steps in schedule["genes"].values()
-        ]
-        table.add_row(f"{tokens:,}", *values)
-    table.add_row(f"{schedule['total_tokens']:,}", *["end"] * len(schedule["genes"]))
+    table = columns("tokens", *schedule["genes"], left=schedule["genes"], gap=2)
+    table.title = f"agents {line}"
+    values = {name: {step["tokens"]: step["value"] for step in steps} for name, steps in schedule["genes"].items()}
+    for tokens in sorted({tokens for steps in values.values() for tokens in steps}):
+        cells = (steps.get(tokens, "") for steps in values.values())
+        table.add_row(f"{tokens:,}", *(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    table.add_row(f"{schedule['total_tokens']:,}", *["end"] * len(values))
     console().print(table)
     if schedule["not_replayed"]:
-        kinds = ", ".join(sorted({str(one["kind"]) for one in schedule["not_replayed"]}))
+        kinds = ", ".join(sorted({str(change["kind"]) for change in schedule["not_replayed"]}))
         tell_line(f"not part of a schedule, because it happened to weights: {kinds}")
+    tell_line(f"written: {out}")
 
 
 # -- ``agilerl env``: versions, hardware and settings of the process --------------------------------------------------
 
 
-def run_env(*, as_json: bool) -> None:
-    """Print what a bug report needs."""
-    from rich.table import Table
-
+def run_env(as_json: AsJson = False) -> None:
+    """Print versions and hardware, for bug reports."""
     from agilerl.cli.process_settings import described
     from agilerl.errors import DISTRIBUTION, mixed_installation
     from agilerl.runs import collect_hardware, collect_versions
 
     home = Path(__file__).resolve().parents[1]
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "installation": {"installation": mixed_installation() or f"{DISTRIBUTION} in {home}"},
         "versions": collect_versions(),
         "hardware": collect_hardware(),
         "process": described(),
     }
     if as_json:
-        print(json.dumps(found, indent=1, sort_keys=True))
+        print(json.dumps(facts, indent=1, sort_keys=True))
         return
-    table = Table(show_header=False, box=None)
-    for section in found.values():
+    table = columns("", "", left=("",), gap=2)
+    for section in facts.values():
         for name, value in section.items():
             table.add_row(name, "not installed" if value is None else str(value))
     console().print(table)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import EVO_STEPS, RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.adapters import lora_layers
@@ -48,13 +47,22 @@ def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
     try:
         offline = is_of_hub(name) and is_out_of_reach()
         check_config(path, local_files_only=offline)
-        found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
+        architecture = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
         with torch.device("meta"):
-            model = auto_class(found).from_config(found, trust_remote_code=False)
+            model = auto_class(architecture).from_config(architecture, trust_remote_code=False)
         lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
+        dtype: str = config.training.dtype
+        settings, quantised = resolved.options.quantization_config, None
+        if dtype == "auto":
+            theirs = getattr(architecture, "dtype", None) or getattr(architecture.get_text_config(), "dtype", None)
+            dtype = "float32" if device == "cpu" else str(theirs or "bfloat16").removeprefix("torch.")
+        width = float(getattr(torch, dtype).itemsize)
+        if settings is not None:
+            # One fp32 scale for 64 weights of 4 bits; if scales are quantised too, a little more than one byte.
+            scale = 1.03 if settings.bnb_4bit_use_double_quant else 4.0
+            quantised = 1.0 if settings.load_in_8bit else 0.5 + scale / 64
+        rounded = device == "cpu" and dtype == "bfloat16" and quantised is None  # see round_products
         scope = resolved.options.lora_target_scope
-        width, quantised = _width(config, found, device), _quantised(resolved.options)
-        rounded = device == "cpu" and config.training.dtype == "bfloat16" and quantised is None  # see round_products
         shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
         return replace(shape, linear_width=quantised or width)
     except AgileRLError:
@@ -91,7 +99,10 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
 def _matrices(model: Any, config: Any) -> tuple[int, int]:
     """Return the parameters in the layers' matrix products: all of them, and those that one token uses."""
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    share = _experts_used(config)
+    chosen = getattr(config, "num_experts_per_tok", None)  # of a mixture; a dense model has none
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next(filter(None, counts), None)
+    share = float(chosen) / float(count) if chosen and count else 1.0
     held, active = 0, 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or id(parameter) in outside:
@@ -99,32 +110,6 @@ def _matrices(model: Any, config: Any) -> tuple[int, int]:
         held += parameter.numel()
         active += parameter.numel() * (share if ".experts." in f".{name}." else 1)
     return held, int(active)
-
-
-def _experts_used(config: Any) -> float:
-    """Return the share of a mixture's experts that one token uses; 1 for a dense model."""
-    chosen = getattr(config, "num_experts_per_tok", None)
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    count = next((number for number in counts if number), None)
-    return float(chosen) / float(count) if chosen and count else 1.0
-
-
-def _width(config: RunConfig, found: Any, device: str) -> float:
-    """Return the bytes of a weight: ``training.dtype``, where ``auto`` is fp32 on a CPU, else the model's dtype."""
-    name = config.training.dtype
-    if name == "auto":
-        own = getattr(found, "dtype", None) or getattr(found.get_text_config(), "dtype", None)
-        name = "float32" if device == "cpu" else str(own or "bfloat16").removeprefix("torch.")  # type: ignore[assignment]
-    return float(getattr(torch, name).itemsize)
-
-
-def _quantised(options: SharedOptions) -> float | None:
-    """Return the bytes of a quantised weight with its scales; None without quantisation."""
-    settings = options.quantization_config
-    if settings is None or settings.load_in_8bit:
-        return None if settings is None else 1.0
-    # One fp32 scale for 64 weights; if scales are quantised too, a little more than one byte.
-    return 0.5 + (1.03 if settings.bnb_4bit_use_double_quant else 4.0) / 64
 
 
 # -- the manifest ---------------------------------------------------------------------------------------------------
@@ -137,7 +122,7 @@ class Lengths:
     prompt: float
     completion: float
     longest: int
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     """A sentence about each number that was not given."""
     common: int = 0
     """Tokens with which all prompts begin."""
@@ -152,71 +137,66 @@ def lengths(
     """
     values = resolved.hyperparameters.model_dump()
     limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
-    said = []
-    mean, common = float(prompt or 0), 0
+    mean, common, notes = float(prompt or 0), 0, []
     if prompt is None:
-        mean, common, sentence = _exam_prompts(resolved.config, limit, allow_code=allow_code)
-        said.append(sentence)
+        try:
+            mean, common, note = _exam_prompts(resolved.config, limit, allow_code=allow_code)
+        except AgileRLError as error:
+            mean = ASSUMED_PROMPT
+            note = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {error}; give --prompt-tokens"
+        notes.append(note)
     room = limit - int(mean)
     if room < 1 or (completion or 1) > room:
         raise ConfigError(
             f"a prompt of {mean:,.0f} and a completion of {completion or 1:,} tokens do not fit into the context of "
             f"{limit:,}; lower --prompt-tokens or --completion-tokens, or raise algorithm.max_model_len"
         )
-    most = min(values.get("max_output_tokens") or room, room)
     if completion is None:
         known = values.get("max_output_tokens")
-        completion = int(most if known else min(ASSUMED_COMPLETION, most))
-        said.append(
-            f"completions of {completion:,} tokens, the most that is allowed: shorter ones take less"
-            if known
-            else f"completions of {completion:,} tokens: assumed; give --completion-tokens"
-        )
-    return Lengths(mean, completion, max(completion, 1), tuple(said), common)
+        completion = int(min(known or ASSUMED_COMPLETION, room))
+        source = "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
+        notes.append(f"completions of {completion:,} tokens{', ' if known else ': '}{source}")
+    return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
 
 
 def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, int, str]:
-    """Return the mean length of the exam's prompts and of what they begin with, in the model's tokens if possible."""
+    """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
+
+    Raises an AgileRLError if the prompts cannot be made.
+    """
     name = config.network.pretrained_model_name_or_path
-    assumed = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {{}}; give --prompt-tokens"
-    try:
-        if is_of_hub(name) and is_out_of_reach():
-            return ASSUMED_PROMPT, 0, assumed.format("the model's tokenizer is not available")
-        tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
-        made = task(config, allow_code=allow_code)
-        made.fit(tokenizer, limit - 1)
-        places = [made.place_at("exam", k, tokenizer, limit) for k in range(made.panel_size("exam"))]
-        found = made.lengths(places, tokenizer, limit).prompts
-        made.close()
-    except AgileRLError as error:
-        return ASSUMED_PROMPT, 0, assumed.format(str(error))
-    mean, of_exam = sum(found) / len(found), "the mean of the exam's"
+    if is_of_hub(name) and is_out_of_reach():
+        raise ConfigError("the model's tokenizer is not available")
+    tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
+    exam = task(config, allow_code=allow_code)
+    exam.fit(tokenizer, limit - 1)
+    places = [exam.place_at("exam", k, tokenizer, limit) for k in range(exam.panel_size("exam"))]
+    prompts = exam.lengths(places, tokenizer, limit).prompts
+    exam.close()
+    mean = sum(prompts) / len(prompts)
     common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(place.prompt_ids for place in places))))
     begins = f", of which all begin with {common:,}" * (common > 0)
-    return (
-        mean,
-        common,
-        f"prompts of {mean:,.0f} tokens{begins}: {'first of an episode' if made.multi_turn else of_exam}",
-    )
+    source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
+    return mean, common, f"prompts of {mean:,.0f} tokens{begins}: {source}"
 
 
-def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
+def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
     """Return the workload of a run; ``pass_tokens`` is the size of a forward pass that the user has not chosen."""
     config, algorithm, t = resolved.config, resolved.algorithm, resolved.config.training
     values: Mapping[str, Any] = resolved.hyperparameters.model_dump()
     from_data = algorithm.env_type != "reasoning"
     group = values.get("group_size", algorithm.rows_per_unit)
-    length = found.prompt + found.completion
+    length = rows.prompt + rows.completion
     micro = values.get("micro_batch_size_per_gpu")
     return Workload(
         agents=t.pop_size,
         rank=largest_rank(config),
         prompts=config.environment.data_batch_size_per_gpu,
         group=group,
-        prompt=found.prompt,
-        common=found.common,
-        completion=found.completion,
-        longest=found.longest,
+        prompt=rows.prompt,
+        common=rows.common,
+        completion=rows.completion,
+        longest=rows.longest,
         window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
         epochs=values["update_epochs"],
         reference=bool(values.get("beta")) and not from_data,
@@ -238,7 +218,10 @@ def workload(resolved: Resolved, found: Lengths, pass_tokens: int = PASS_TOKENS,
 # -- this machine ---------------------------------------------------------------------------------------------------
 
 
-def measured_machine(clock: Callable[[], float] = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:
+Clock = Callable[[], float]
+
+
+def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:
     """Return the CPU with its rates, that of products in ``dtype``, with the current threads; takes about a second."""
     bandwidth = copy_rate(clock=clock)
     return Machine(
@@ -251,9 +234,7 @@ def measured_machine(clock: Callable[[], float] = perf_counter, *, dtype: torch.
     )
 
 
-def matmul_rate(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Callable[[], float] = perf_counter
-) -> float:
+def matmul_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Clock = perf_counter) -> float:
     """Return the floating point operations per second of the fastest of several products of square matrices."""
     size = 1024 if device == "cpu" else 8192
     left = torch.ones((size, size), dtype=dtype, device=device)
@@ -261,7 +242,7 @@ def matmul_rate(
     return 2 * size**3 / _best(lambda: torch.mm(left, left, out=out), device, clock)
 
 
-def copy_rate(device: str = "cpu", clock: Callable[[], float] = perf_counter) -> float:
+def copy_rate(device: str = "cpu", clock: Clock = perf_counter) -> float:
     """Return the bytes per second, read plus written, of the fastest of several copies too large for any cache."""
     count = 2**26 if device == "cpu" else 2**29
     source = torch.ones(count, dtype=torch.uint8, device=device)
@@ -269,18 +250,16 @@ def copy_rate(device: str = "cpu", clock: Callable[[], float] = perf_counter) ->
     return 2 * count / _best(lambda: target.copy_(source), device, clock)
 
 
-def _best(call: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+def _best(call: Callable[[], object], device: str, clock: Clock) -> float:
+    def now() -> float:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        return clock()
+
     call()
     best, end = float("inf"), clock() + _SECONDS
     while clock() < end:
-        _wait(device)
-        start = clock()
+        start = now()
         call()
-        _wait(device)
-        best = min(best, clock() - start)
+        best = min(best, now() - start)
     return best
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)

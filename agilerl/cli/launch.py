@@ -8,32 +8,34 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from agilerl.addresses import check_cluster
 from agilerl.arguments import shown
+from agilerl.cli.options import AllowCode, Arguments, AsJson, LogFormat, OneRun, Quiet, as_path
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import console_of_lines, json_line, say, tell_line
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import (
     check_place,
+    check_same,
     configuration,
     fail_without_elite,
-    follow,
-    found_text,
-    manifest_name,
-    opened_run,
+    manifests_in,
     quieten_libraries,
+    resume_text,
     say_at_once,
-    work_along,
+    stoppable,
 )
 from agilerl.config.distributed import DistributedConfig, asked_for
 from agilerl.config.named_files import check_allowed
@@ -43,12 +45,9 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 if TYPE_CHECKING:
     from agilerl.distributed.topology import Topology
     from agilerl.runs.stopping import StopRequest
-    from agilerl.training.events import Event, PreflightDone
+    from agilerl.training.events import Event
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
-
-Start = Callable[["StopRequest"], Iterator["Event"]]
-Follow = Callable[[Start, "Session", Path], None]
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,10 @@ class Request:
     as_json: bool = False
     log_json: bool = False
     """Print plan, progress and result as lines of JSON."""
+
+    def __post_init__(self) -> None:
+        if self.as_json and self.log_json:
+            raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
 
     @property
     def silent(self) -> bool:
@@ -102,36 +105,88 @@ class Job:
 
 
 def run_train(
-    arguments: Sequence[str],
+    arguments: Arguments = None,
     *,
-    out: Path | None,
-    seed: int | None,
-    resume: Literal["never", "auto"],
-    replay: Path | None = None,
-    force: bool = False,
-    **options: bool,
+    out: Annotated[
+        Path | None, Option(parser=as_path, metavar="DIRECTORY", help="Run directory; default runs/<task>-<time>.")
+    ] = None,
+    seed: Annotated[int | None, Option(help="Seed of the run (training.seed).", min=0)] = None,
+    resume: Annotated[
+        Literal["never", "auto"],
+        Option("--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."),
+    ] = "never",
+    replay: Annotated[
+        Path | None,
+        Option(
+            parser=as_path,
+            metavar="FILE",
+            help="Train one agent with the hyperparameters of this schedule, from agilerl schedule.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check everything and print the plan only.")] = False,
+    force: Annotated[
+        bool, Option("--force", help="Start even if nothing can be learned from the first answers.")
+    ] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Delete the run in --out, if no process uses it, and start a new one.")
+    ] = False,
+    allow_code: AllowCode = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    log_format: LogFormat = "text",
 ) -> None:
-    """Check, plan, train and show; see ``agilerl train --help``."""
+    """Train a population, evolve it, and ship the best agent as a PEFT adapter.
+
+    Without arguments a tiny model that comes with the package learns to find greatest common divisors, in about three
+    minutes on two CPU cores. Examples:
+
+    agilerl train environment.task=reasoning_gym:chain_sum
+
+    agilerl train my.yaml training.pop_size=8 --out runs/mine --seed 1
+    """
+    arguments = arguments or []
     config: RunConfig | ConfigError
     try:
         config = configuration([*arguments, *["training.preflight=warn"] * force], seed, replay)
-        if not options.get("allow_code"):
+        if not allow_code:
             check_allowed(config)  # before the libraries are loaded
+        if out is None and (resume == "auto" or overwrite):
+            option = "--resume auto resumes" if resume == "auto" else "--overwrite deletes"
+            raise ConfigError(f"{option} the run in --out, found no --out; pass the directory")
+        if resume == "auto" and overwrite:
+            raise ConfigError("expected --resume auto or --overwrite, found both; leave out one of them")
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
-    if isinstance(config, RunConfig) and resume == "auto" and out is None:
-        raise ConfigError("--resume auto resumes the run in --out, found no --out; pass the directory")
-    if isinstance(config, RunConfig) and options.get("overwrite"):
-        if out is None:
-            raise ConfigError("--overwrite deletes the run in --out, found no --out; pass the directory")
-        if resume == "auto":
-            raise ConfigError("expected --resume auto or --overwrite, found both; leave out one of them")
-    launch(Request(config, out, resume == "auto", **options), manifest_name(arguments))
+    options = {"allow_code": allow_code, "dry_run": dry_run, "overwrite": overwrite, "log_json": log_format == "json"}
+    request = Request(config, out, resume == "auto", quiet=quiet, as_json=as_json, **options)
+    manifests = manifests_in(arguments)
+    with_yours = ", with your settings" * (len(arguments) > len(manifests))
+    launch(request, f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}")
 
 
-def run_resume(root: Path, **options: bool) -> None:
-    """Resume a run; see ``agilerl resume --help``."""
-    launch(Request(None, root, True, **options))
+def run_resume(
+    run: OneRun,
+    settings: Annotated[list[str] | None, Argument(hidden=True, metavar="")] = None,
+    *,
+    allow_code: AllowCode = False,
+    allow_changes: Annotated[
+        bool, Option("--allow-changes", help="Resume even if files that the run reads (data or code) have changed.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Resume a run that was stopped or killed, from its newest intact checkpoint.
+
+    On a CPU the result is the same, to the bit, as that of a run that was never interrupted.
+    """
+    if settings:
+        raise ConfigError(
+            f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a "
+            f"new one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
+        )
+    options = {"allow_code": allow_code, "allow_changes": allow_changes, "log_json": log_format == "json"}
+    launch(Request(None, run, True, quiet=quiet, as_json=as_json, **options))
 
 
 def launch(request: Request, manifest: str = "") -> None:
@@ -139,42 +194,41 @@ def launch(request: Request, manifest: str = "") -> None:
 
     ``manifest`` is the name of a new run's manifest in messages.
     """
-    config = request.config
+    config, on_ray = request.config, False
     if isinstance(config, RunConfig) and config.distributed.backend == "ray":
         check_cluster(config.distributed.address, config.typed_addresses)
-    on_ray = isinstance(config, RunConfig) and config.distributed.backend == "ray" and not request.dry_run
+        on_ray = not request.dry_run
     together = not on_ray and asked_for(request.distributed)
+    if isinstance(config, ConfigError) and not together:
+        raise config
     writes = not together or os.environ.get("RANK") == "0"
     with ExitStack() as opened:
         if isinstance(config, RunConfig):
-            reserves = writes and not request.dry_run
-            root = opened.enter_context(place_of_run(config, request.root)) if reserves else _root(request)
+            if writes and not request.dry_run:
+                root = opened.enter_context(place_of_run(config, request.root))
+            else:
+                root = request.root or default_out(config)
             request = replace(request, root=root)
             if not request.silent and writes:  # one of them speaks
-                _announce(request, manifest)
+                _announce(request, root, manifest)
             if not together:  # of several processes each would print the error
                 from agilerl.envs.upstream import check_task
 
                 check_task(config)
-        if on_ray:
-            assert isinstance(config, RunConfig)
-            _on_ray(config, request)
-            return
-        finished = _together(request) if together else _alone(request)
+            if on_ray:
+                _on_ray(config, request, root.absolute())
+                return
+        finished = _run(request, together=together)
         if finished is not None:
             fail_without_elite(finished)
 
 
-def _announce(request: Request, manifest: str) -> None:
+def _announce(request: Request, root: Path, manifest: str) -> None:
     """Say what is about to be loaded, because loading takes seconds."""
-    assert request.root is not None
-    if request.dry_run:
-        what = f"Checking {manifest}"
-    elif request.resumes and (request.root / "run.json").exists():
+    if not request.dry_run and request.resumes and (root / "run.json").exists():
         return  # a resumed run is announced after it has been read
-    else:
-        what = f"Starting a run of {manifest} in {shown(str(request.root))}"
-    _console(request).print(f"{what}: loading the libraries and the model.", soft_wrap=True)
+    what = f"Checking {manifest}" if request.dry_run else f"Starting a run of {manifest} in {shown(str(root))}"
+    _console(request).print(f"{what}: loading the libraries and the model.")
 
 
 def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], None] = tell_line) -> Console:
@@ -184,47 +238,34 @@ def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], Non
     return console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
 
 
-def _alone(request: Request) -> Path | None:
-    """Run in this process; return the directory of the finished run, None after a dry run."""
-    if isinstance(request.config, ConfigError):
-        raise request.config
-    console = _console(request, quiet=request.silent)
-    with ExitStack() as opened:
-        job = _decided(request, opened, console)
-        if job is None:
-            return request.root
-        from agilerl.distributed.topology import SOLITARY
+def _run(request: Request, *, together: bool) -> Path | None:
+    """Do the work of this process, alone or ``together`` with those that a launcher has started.
 
-        shown = partial(follow, console=console, as_json=request.as_json, log_json=request.log_json)
-        _work(request, job, SOLITARY, console, shown)
-        return None if request.dry_run else job.root
-
-
-def _together(request: Request) -> Path | None:
-    """Run in the processes that a launcher has started; an error in any of them ends all, and is printed once.
-
-    Return the directory of the finished run in the process that writes.
+    Return the directory of the finished run in the process that writes; None after a dry run. An error in any of
+    several processes ends all of them, and is printed once.
     """
-    from agilerl.distributed.topology import connected
-
     topology: Topology | None = None
     try:
-        with connected(request.distributed, cuda=request.on_cuda) as topology, ExitStack() as opened:
-            writes = topology.is_writer
+        with ExitStack() as opened:
+            if together:
+                from agilerl.distributed.topology import connected
+
+                topology = opened.enter_context(connected(request.distributed, cuda=request.on_cuda))
+            writes = topology is None or topology.is_writer
             console = _console(request, quiet=request.silent or not writes)
-            job = agreed(request, topology, opened, console)
-            if job is None:
-                return request.root if writes else None
-            shown = partial(follow, console=console, as_json=request.as_json, log_json=request.log_json)
-            _work(request, job, topology, console, shown if writes else work_along)
-            return job.root if writes and not request.dry_run else None
+            job = _decided(request, opened, console) if topology is None else agreed(request, topology, opened, console)
+            if job is not None:
+                from agilerl.distributed.topology import SOLITARY
+
+                _work(request, job, topology or SOLITARY, console)
+            return request.root if writes and not request.dry_run else None
     except AgileRLError as error:
-        if not _is_said_elsewhere(error, topology):
+        if not together or not _is_reported_elsewhere(error, topology):
             raise
         sys.exit(1 if isinstance(error, WriteError) else 2)
 
 
-def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
+def _is_reported_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
     """Return whether another process prints the error; ``topology`` None: it occurred before they were divided."""
     if topology is None:
         return error.everywhere and os.environ["RANK"] != "0"
@@ -236,38 +277,51 @@ def _is_said_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool
 # -- what every process does ------------------------------------------------------------------------------------------
 
 
-def _decided(request: Request, opened: ExitStack, console: Console, tell: Callable[[str], None] = print) -> Job | None:
+def _decided(
+    request: Request, opened: ExitStack, console: Console, tell: Callable[[str], None] = tell_line
+) -> Job | None:
     """Decide, in the process that writes, what the run does; print and return None if it is already finished.
 
     The directory of a resumed run is closed with ``opened``.
     """
-    from agilerl.runs.directory import RunLayout
+    from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
 
-    expected = request.config
+    expected, root = request.config, request.root
+    assert root is not None
     assert not isinstance(expected, ConfigError)
-    if expected is None or (request.resumes and not request.dry_run and RunLayout(_root(request)).run_json.exists()):
-        root = _root(request)
-        changes, as_json = request.allow_changes, request.as_json
-        saved = opened_run(root, expected, console, tell, allow_changes=changes, as_json=as_json)
-        if saved is None:
-            return None
-        opened.callback(saved.run.close)
-        config = saved.config.typed_with(expected)
-        return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
-    root = _root(request)
-    check_place(root, overwrite=request.overwrite)
-    return Job(expected.dated(expected.date or datetime.now()), root)
+    layout = RunLayout(root)
+    if expected is not None and (not request.resumes or request.dry_run or not layout.run_json.exists()):
+        check_place(root, overwrite=request.overwrite)
+        return Job(expected.dated(expected.date or datetime.now()), root)
+    info = read_run(root)
+    check_not_in_use(root)  # before slow imports; the lock below decides which process is first
+    from agilerl.runs.strict_json import read_json
+    from agilerl.training.resolved import recorded, resolve
+    from agilerl.training.saved import open_run
 
+    if expected is not None:
+        recorded(info)
+        check_same(info, resolve(expected), root)
+    if layout.is_finished:
+        if not layout.report.exists():  # its process died after the summary
+            from agilerl.report import build_report
+            from agilerl.runs.atomic import remove_leftovers
 
-def _root(request: Request) -> Path:
-    if request.root is not None:
-        return request.root
-    assert isinstance(request.config, RunConfig)
-    return default_out(request.config)
+            check_not_in_use(root)  # another process may be writing it
+            remove_leftovers(root)
+            build_report([root], layout.report)
+        console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
+        if request.as_json:
+            tell(json.dumps(read_json(layout.summary), indent=1))
+        return None
+    saved = open_run(root, report=say, allow_changes=request.allow_changes)
+    opened.callback(saved.run.close)
+    config = saved.config.typed_with(expected)
+    return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
 
 
 def agreed(
-    request: Request, topology: "Topology", opened: ExitStack, console: Console, tell: Callable[[str], None] = print
+    request: Request, topology: "Topology", opened: ExitStack, console: Console, tell: Callable[[str], None] = tell_line
 ) -> Job | None:
     """Return what all processes do; one prints, and all return None, if the run is already finished.
 
@@ -275,54 +329,66 @@ def agreed(
     """
     from agilerl.training.resolved import resolve
 
-    own: list[Job | None] = []
-
-    def decide() -> dict[str, Any] | None:
-        job = _decided(request, opened, console, tell)
-        own.append(job)
-        if job is None or topology.world.size == 1:
-            return None
-        # One date for all processes, whatever their clocks show.
-        date = (job.config.date or datetime.now()).isoformat()
-        return {"config": resolve(job.config).given(), "date": date, "root": str(job.root)}
-
     with topology.world.telling():
         if isinstance(request.config, ConfigError):
             raise request.config
-        said = topology.world.first(decide)
-        if own or said is None:
-            return own[0] if own else None
-        config = RunConfig.from_dict(said["config"]).model_copy(update={"distributed": request.distributed})
-        return Job(config.dated(datetime.fromisoformat(said["date"])).typed_with(request.config), Path(said["root"]))
+        job = _decided(request, opened, console, tell) if topology.is_writer else None
+        decision: dict[str, Any] | None = None
+        if job is not None and topology.world.size > 1:
+            # One date for all processes, whatever their clocks show.
+            date = job.config.date or datetime.now()
+            decision = {"config": resolve(job.config).given(), "date": date.isoformat(), "root": str(job.root)}
+        decision = topology.world.all(decision)[0]
+        if topology.is_writer or decision is None:
+            return job
+        config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
+        date = datetime.fromisoformat(decision["date"])
+        return Job(config.dated(date).typed_with(request.config), Path(decision["root"]))
 
 
-def _work(request: Request, job: Job, topology: "Topology", console: Console, follow: Follow) -> None:
-    """Build this process's part of the run, show the plan, and ``follow`` the run to its end."""
-    from agilerl.cli.progress import plan_document, print_plan
+def _work(
+    request: Request,
+    job: Job,
+    topology: "Topology",
+    console: Console,
+    stop: "StopRequest | None" = None,
+    tell: Callable[[str], None] = tell_line,
+) -> None:
+    """Build this process's part of the run, show the plan, and follow the run to its end, or until ``stop`` is set.
 
-    session = prepared(request, job, topology)
-    sampled = _tried(session) if request.dry_run else None
+    Without a ``stop`` signals ask the run to stop.
+    """
+    from agilerl.cli.progress import log, plan_document, print_plan, watch
+    from agilerl.training.preflight import tried
+
+    session, sampled = prepared(request, job, topology), None
+    if request.dry_run:
+        with topology.peers.telling():
+            sampled = tried(session)
     if job.saved is not None:
-        console.print(found_text(job.root, session))
-    elif topology.is_writer and request.as_json and request.dry_run:
-        print(json.dumps(plan_document(session, job.root, sampled), indent=1))
-    elif topology.is_writer and request.log_json and request.dry_run and not request.silent:
-        print(json_line("plan", **plan_document(session, job.root, sampled)))
+        console.print(resume_text(job.root, session))
+    elif topology.is_writer and request.dry_run and (request.as_json or (request.log_json and not request.quiet)):
+        document = plan_document(session, job.root, sampled)
+        tell(json_line("plan", **document) if request.log_json else json.dumps(document, indent=1))
     elif topology.is_writer and not request.log_json:
         print_plan(session, job.root, console, sampled)
     if request.dry_run:
         console.print("Dry run: everything checked, nothing written.")
         return
-    with topology.peers.telling():
-        follow(lambda stop: events(session, job, stop, overwrite=request.overwrite), session, job.root)
-
-
-def _tried(session: "Session") -> "PreflightDone | None":
-    """Return the answer that a plan shows, in each process."""
-    from agilerl.training.preflight import tried
-
-    with session.topology.peers.telling():
-        return tried(session)
+    with topology.peers.telling(), ExitStack() as opened:
+        if stop is None:
+            stop = opened.enter_context(stoppable(job.root, console, speaks=topology.is_writer))
+        run = events(session, job, stop, overwrite=request.overwrite)
+        if not topology.is_writer:
+            for _ in run:
+                pass
+            return
+        if request.log_json and not console.quiet:
+            summary = log(run, session, tell, stop=stop)
+        else:
+            summary = watch(run, session, console, stop=stop)
+    if request.as_json:
+        tell(json.dumps(summary, indent=1))
 
 
 def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
@@ -352,7 +418,7 @@ def events(session: "Session", job: Job, stop: "StopRequest", *, overwrite: bool
 # -- on Ray -----------------------------------------------------------------------------------------------------------
 
 
-def _on_ray(config: RunConfig, request: Request) -> None:
+def _on_ray(config: RunConfig, request: Request, root: Path) -> None:
     """Start the islands on Ray, and print their output."""
     from agilerl.distributed.ray_launcher import launch, serving
     from agilerl.runs.stopping import stop_on_signals
@@ -363,7 +429,6 @@ def _on_ray(config: RunConfig, request: Request) -> None:
             f"there are more islands than agents: distributed.islands={d.islands}, "
             f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
         )
-    root = _root(request).absolute()
     if request.overwrite:  # now: whoever goes on after a lost process must not meet the old run
         from agilerl.runs.directory import delete_run
 
@@ -388,7 +453,6 @@ def work_on_ray(
     request: Request, folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
 ) -> None:
     """Run one process, called by an actor; ``say`` prints for the user."""
-    from agilerl.cli.progress import log, watch
     from agilerl.distributed.topology import connected
 
     if Path(folder).is_dir():
@@ -398,15 +462,6 @@ def work_on_ray(
         console = console_of_lines(say, width, quiet=quiet)
         if request.log_json:
             console = _console(request, quiet=quiet, tell=say)
-
-        def follow(start: Start, session: "Session", root: Path) -> None:
-            if request.log_json:
-                summary = log(start(stop), session, (lambda _: None) if quiet else say)
-            else:
-                summary = watch(start(stop), session, console)
-            if request.as_json and topology.is_writer:
-                say(json.dumps(summary, indent=1))
-
         job = agreed(request, topology, opened, console, say)
         if job is not None:
-            _work(request, job, topology, console, follow)
+            _work(request, job, topology, console, stop, say)

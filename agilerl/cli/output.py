@@ -7,18 +7,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import IO, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from agilerl.errors import WriteError
 
 READER_GONE = 141
 """Exit code of a command whose reader is gone: that of a process ended by SIGPIPE."""
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _SPELT = {"±": "+-", "→": "->", "…": "...", "“": '"', "”": '"', "’": "'", "×": "x", "•": "*"}
 
 
@@ -44,15 +46,27 @@ def prepare_streams() -> TextIO:
     return sys.stdout
 
 
-def console(*, quiet: bool = False, file: TextIO | None = None) -> Console:
+def console(*, quiet: bool = False, file: TextIO | None = None, width: int | None = None) -> Console:
     """Return a console on a file; the default is standard output."""
-    return _Console(file=file, quiet=quiet, markup=False, emoji=False, highlight=False)
+    return _Console(file=file, width=width, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def console_of_lines(say: Callable[[str], None], width: int, *, quiet: bool) -> Console:
     """Return a console without a terminal that passes each printed line to ``say``."""
-    file = cast(IO[str], _Lines(say))
-    return Console(file=file, width=width, quiet=quiet, markup=False, emoji=False, highlight=False)
+    return console(quiet=quiet, file=cast(TextIO, _Lines(say)), width=width)
+
+
+def columns(*headers: str, left: Collection[str] = ("",), gap: int = 3) -> Table:
+    """Return a table without lines; the columns named in ``left`` begin on the left, the others end on the right."""
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(headers))
+    for header in headers:
+        table.add_column(header, justify="left" if header in left else "right")
+    return table
+
+
+def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
+    """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
+    return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
 def json_line(event: str, **values: object) -> str:
@@ -86,9 +100,6 @@ def shown_samples(samples: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
 def tell_line(line: object) -> None:
     """Print a line of results at once, also into a pipe."""
     print(readable(line), flush=True)
@@ -107,16 +118,16 @@ def lost_output(output: TextIO) -> OSError | None:
     """
     try:
         output.flush()
-        found = output.lost if isinstance(output, _Output) else None
+        lost = output.lost if isinstance(output, _Output) else None
     except OSError as error:
-        found = error
-    if found is not None:
+        lost = error
+    if lost is not None:
         # Otherwise the interpreter would try to write the rest of the buffer at its end, and complain.
         with suppress(OSError, io.UnsupportedOperation):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, output.fileno())
             os.close(nowhere)
-    return found
+    return lost
 
 
 def write_error(error: OSError) -> WriteError:
@@ -157,8 +168,12 @@ class _Output(io.TextIOWrapper):
 class _Console(Console):
     """A console whose texts cannot command the terminal, and that raises BrokenPipeError if the reader is gone.
 
-    Rich prints control characters of a text as they are, and would end the program.
+    Rich prints control characters of a text as they are, and would end the program. Sentences are not wrapped.
     """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print a sentence as one line, which a terminal breaks and a pipe gets whole; other things as rich does."""
+        super().print(*objects, **{"soft_wrap": all(isinstance(one, str) for one in objects), **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the pieces of something to print; those that are commands of rich itself stay as they are."""

@@ -4,46 +4,48 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+from typer import Option
 
-from agilerl.cli.output import console
+from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
+from agilerl.cli.output import columns, console, tell_line
 from agilerl.cli.running import configuration
 from agilerl.planning.footprint import SHARE, gib, money, pass_tokens
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
-from agilerl.planning.machines import (
-    COPY_SHARE,
-    CPU_COSTS,
-    GPU_COSTS,
-    GPUS,
-    MATMUL_SHARE,
-    PER_MACHINE,
-    Costs,
-    Machine,
-    gpu,
-)
-from agilerl.planning.time import ITERATION, ModelShape
+from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, PER_MACHINE, gpu
+from agilerl.planning.time import ITERATION
 from agilerl.sizes import CPU_ROWS
 
 if TYPE_CHECKING:
-    from agilerl.cli.forecast import Lengths
     from agilerl.training.resolved import Resolved
 
 
 def run_plan(
-    arguments: Sequence[str],
+    arguments: Arguments = None,
     *,
-    devices: int,
-    kind: str,
-    prompt: int | None,
-    completion: int | None,
-    price: float | None,
-    allow_code: bool,
-    as_json: bool,
+    gpus: Annotated[int, Option(help="Number of devices.", min=1, max=4096)] = 1,
+    kind: Annotated[
+        str, Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
+    ] = "cpu",
+    prompt: Annotated[
+        int | None, Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", min=1)
+    ] = None,
+    completion: Annotated[
+        int | None, Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
+    ] = None,
+    price: Price = None,
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Compute and print; see ``agilerl plan --help``."""
+    """Estimate what a population needs on other machines: memory, time of each phase, and a layout on N GPUs.
+
+    Of the model only config.json is loaded. Times are estimates from the devices' data sheets; with --gpu cpu the
+    rates of this machine are measured first. docs/plan.md lists the assumptions and the errors.
+
+    agilerl plan mine.yaml training.pop_size=16 --gpus 8 --gpu h200
+    """
+    arguments = arguments or []
     config = configuration(arguments)
     known = gpu(kind) if kind != "cpu" else None
     # Imported after the arguments are checked: a typo should not cost seconds.
@@ -55,54 +57,38 @@ def run_plan(
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
     shape = model_shape(resolved, device="cpu" if known is None else "cuda")
-    products = torch.bfloat16 if config.training.dtype == "bfloat16" else torch.float32
-    machine = measured_machine(dtype=products) if known is None else known
-    costs = CPU_COSTS if known is None else GPU_COSTS
-    found = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
-    usual = pass_tokens(
-        shape, checkpointing=resolved.options.gradient_checkpointing, memory=None if known is None else known.memory
-    )
-    load = workload(resolved, found, usual, row_multiple=CPU_ROWS if known is None else 1)
-    capacity = proposed(shape, load, machine, costs, devices, vllm=resolved.options.use_vllm)
-    document = _document(resolved, arguments, capacity, shape=shape, machine=machine, costs=costs, found=found)
-    price = config.training.price_per_hour if price is None else price
-    if price is not None:
-        document["cost"] = {"price_per_hour": price, "generation": price * capacity.best.generation / 3600}
-    if as_json:
-        print(json.dumps(document, indent=1))
+    rows = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
+    checkpointing = resolved.options.gradient_checkpointing
+    if known is None:
+        products = torch.bfloat16 if config.training.dtype == "bfloat16" else torch.float32
+        machine, costs, row_multiple = measured_machine(dtype=products), CPU_COSTS, CPU_ROWS
+        usual = pass_tokens(shape, checkpointing=checkpointing, memory=None)
+        source = "measured on this machine just now"
     else:
-        _print(document, capacity, console())
-
-
-def _document(
-    resolved: "Resolved",
-    arguments: Sequence[str],
-    capacity: Capacity,
-    *,
-    shape: ModelShape,
-    machine: Machine,
-    costs: Costs,
-    found: "Lengths",
-) -> dict[str, Any]:
-    """Return everything that is printed as plain data: bytes, seconds, tokens."""
-    best = capacity.best
-    sheet = GPUS.get(machine.name)
-    source = (
-        "measured on this machine just now"
-        if sheet is None
-        else (f"{sheet.source}; {MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed")
-    )
-    return {
+        machine, costs, row_multiple = known, GPU_COSTS, 1
+        usual = pass_tokens(shape, checkpointing=checkpointing, memory=known.memory)
+        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed"
+        source = f"{GPUS[known.name].source}; {shares}"
+    load = workload(resolved, rows, usual, row_multiple=row_multiple)
+    capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
+    best, settings = capacity.best, overrides(resolved, capacity.best)
+    document = {  # bytes, seconds, tokens
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
         "machine": asdict(machine) | {"source": source, "costs": costs.origin},
         "workload": asdict(best.load),
-        "assumed": list(found.said),
-        "proposal": _facts(best)
-        | {"overrides": overrides(resolved, best), "command": command(resolved, best, arguments)},
+        "assumed": list(rows.notes),
+        "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings])},
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
         "refused": list(capacity.refused),
     }
+    price = config.training.price_per_hour if price is None else price
+    if price is not None:
+        document["cost"] = {"price_per_hour": price, "generation": price * best.generation / 3600}
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        _print(document, capacity)
 
 
 def _facts(forecast: Forecast) -> dict[str, Any]:
@@ -122,30 +108,29 @@ def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
     """Return the settings of the manifest that the proposal asks for."""
     load, split = best.load, best.split
     length, unit = ceil(load.length), resolved.algorithm.rows_per_unit
-    found = [
+    settings = [
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]
     # The agents' default, or the user's choice, may be more than fits or less than is efficient.
     usual = min(load.pass_tokens, load.window * length)
     if not usual <= load.micro_tokens <= load.pass_tokens or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
-        found.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
+        settings.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
     if load.checkpointing and not resolved.options.gradient_checkpointing:
-        found.append("algorithm.gradient_checkpointing=true")
+        settings.append("algorithm.gradient_checkpointing=true")
     if split.processes > 1:
-        found.append(f"distributed.processes_per_island={split.processes}")
+        settings.append(f"distributed.processes_per_island={split.processes}")
     if split.sharded:
-        found.append("distributed.sharding=fsdp2")
+        settings.append("distributed.sharding=fsdp2")
     if split.tensor_parallel > 1:
-        found.append(f"algorithm.vllm_config.tensor_parallel_size={split.tensor_parallel}")
-    return found
+        settings.append(f"algorithm.vllm_config.tensor_parallel_size={split.tensor_parallel}")
+    return settings
 
 
-def command(resolved: "Resolved", best: Forecast, arguments: Sequence[str]) -> str:
+def _command(best: Forecast, arguments: Sequence[str]) -> str:
     """Return the command that starts the proposal."""
     processes = best.split.islands * best.split.processes
-    given = [*arguments, *overrides(resolved, best)]
-    quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in given)
+    quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in arguments)
     if processes == 1:
         return f"agilerl train {quoted}"
     machines = -(-processes // PER_MACHINE)
@@ -153,60 +138,49 @@ def command(resolved: "Resolved", best: Forecast, arguments: Sequence[str]) -> s
     return f"torchrun {nodes}--nproc-per-node {-(-processes // machines)} -m agilerl.cli train {quoted}"
 
 
-def _print(document: dict[str, Any], capacity: Capacity, console: Console) -> None:
+def _print(document: dict[str, Any], capacity: Capacity) -> None:
     """Print the plan for a person."""
-    model, machine, best = document["model"], document["machine"], capacity.best
-    table = _table(headers=False)
-    table.add_row("model", f"{model['name']}: {model['parameters']:,} parameters, {gib(model['weight_bytes'])}")
-    table.add_row(
-        "device",
-        f"{machine['name']}: {machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s, "
-        f"{gib(machine['memory'])} ({machine['source']})",
-    )
-    table.add_row("costs", machine["costs"])
-    load = best.load
-    table.add_row(
-        "iteration",
-        f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
-    )
-    for sentence in document["assumed"]:
-        table.add_row("", sentence)
-    table.add_row("layout", f"{named(best.split)}: {best.split.devices} of the devices")
-    table.add_row("start with", document["proposal"]["command"])
-    for number, reason in enumerate(document["reasons"]):
-        table.add_row("because" if not number else "", reason)
-    console.print(table)
-    console.print(
-        f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used"
-    )
-    table = _table()
-    table.add_column("part")
-    table.add_column("size", justify="right")
+    model, machine, best, load = document["model"], document["machine"], capacity.best, capacity.best.load
+    rates = f"{machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s"
+    rows = [
+        ("model", f"{model['name']}: {model['parameters']:,} parameters, {gib(model['weight_bytes'])}"),
+        ("device", f"{machine['name']}: {rates}, {gib(machine['memory'])} ({machine['source']})"),
+        ("costs", machine["costs"]),
+        (
+            "iteration",
+            f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
+        ),
+        *(("", sentence) for sentence in document["assumed"]),
+        ("layout", f"{named(best.split)}: {best.split.devices} of the devices"),
+        ("start with", document["proposal"]["command"]),
+        *(("" if number else "because", reason) for number, reason in enumerate(document["reasons"])),
+    ]
+    table = columns("", "", left=("",), gap=2)
+    for row in rows:
+        table.add_row(*row)
+    screen = console()
+    screen.print(table)
+    tell_line(f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used")
+    table = columns("part", "size", left=("part",), gap=2)
     for name, size in best.memory.items():
         if size:
             table.add_row(name, gib(size))
-    console.print(table)
+    screen.print(table)
     cost = f", which cost {money(document['cost']['generation'])}" if "cost" in document else ""
-    console.print(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}{cost}")
-    table = _table()
-    for name in ("phase", "seconds", "least possible", "times", "share"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    tell_line(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}{cost}")
+    table = columns("phase", "seconds", "least possible", "times", "share", left=("phase",), gap=2)
     for phase, spent in best.seconds.items():
         times = load.iterations if phase in ITERATION else 1
         if spent:
             share = f"{spent * times / best.generation:.0%}"
             table.add_row(phase.replace("_", " "), f"{spent:,.3g}", f"{best.floors[phase]:,.3g}", str(times), share)
-    console.print(table)
-    console.print()
+    screen.print(table)
+    tell_line("")
     for other in capacity.others[:4]:
-        console.print(f"also fits: {named(other.split)}: {_time(other.generation)}, {gib(other.peak)}")
+        tell_line(f"also fits: {named(other.split)}: {_time(other.generation)}, {gib(other.peak)}")
     for sentence in capacity.refused[:4]:
-        console.print(f"does not fit: {sentence}")
-    console.print("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")
-
-
-def _table(*, headers: bool = True) -> Table:
-    return Table(show_header=headers, box=None, padding=(0, 2, 0, 0))
+        tell_line(f"does not fit: {sentence}")
+    tell_line("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")
 
 
 def _time(spent: float) -> str:

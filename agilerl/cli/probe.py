@@ -2,11 +2,15 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from typer import Option
+
+from agilerl.cli.options import AllowCode, Arguments, AsJson
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import one_line, tell_line
 from agilerl.cli.process_settings import loading_done
@@ -23,73 +27,101 @@ _WIDTH, _NAME = 80, 30
 _COLUMNS = ("reward", "differ", "cut", "tokens")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
-    """Settings to try."""
+    """Settings to try, and what was measured of them, or the error."""
 
     task: str
     settings: str
     arguments: tuple[str, ...]
+    probe: "Probe | None" = None
+    advice: str = ""
+    error: AgileRLError | None = None
 
     @property
     def name(self) -> str:
         return " ".join(filter(None, (self.task, self.settings)))
 
-
-@dataclass(frozen=True)
-class _Result:
-    """What was measured of a row, or the error."""
-
-    row: _Row
-    found: "Probe | None" = None
-    advice: str = ""
-    error: AgileRLError | None = None
-
     def document(self) -> dict[str, Any]:
-        head = {"task": self.row.task, "settings": self.row.settings}
-        if self.found is None:
+        head = {"task": self.task, "settings": self.settings}
+        if self.probe is None:
             return {**head, "reason": str(self.error)}
-        return {**head, **self.found.document(), **({"advice": self.advice} if self.advice else {})}
+        return {**head, **self.probe.document(), **({"advice": self.advice} if self.advice else {})}
+
+    def line(self, width: int) -> str:
+        name, probe = one_line(self.name, width), self.probe
+        if probe is None:
+            return f"{name:<{width}}  {one_line(str(self.error), _WIDTH - width - 3)}"
+        numbers = (f"{probe.reward:.3f}", f"{probe.differ:.0%}", f"{probe.cut:.0%}", f"{probe.length:.0f}")
+        return f"{name:<{width}}{''.join(f'{number:>8}' for number in numbers)}  {probe.start}"
 
 
 def run_probe(
-    arguments: Sequence[str],
+    arguments: Arguments = None,
     *,
-    tasks: Sequence[str],
-    every: bool,
-    tries: Sequence[str],
-    questions: int,
-    samples: int | None,
-    allow_code: bool,
-    as_json: bool,
+    task: Annotated[
+        list[str] | None, Option(metavar="NAME", help="A task of reasoning_gym; several: a row each.")
+    ] = None,
+    every: Annotated[bool, Option("--all", help="Every task of reasoning_gym.")] = False,
+    tries: Annotated[
+        list[str] | None,
+        Option("--try", metavar="'KEY.PATH=VALUE ...'", help="Settings of a row; several: a row each."),
+    ] = None,
+    questions: Annotated[int, Option(min=1, max=10_000, help="Training questions of a row.")] = 16,
+    samples: Annotated[
+        int | None, Option(min=2, max=10_000, help="Answers to each; default: algorithm.group_size.")
+    ] = None,
+    allow_code: AllowCode = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Sample and show; see ``agilerl probe --help``."""
-    rows = _rows(arguments, tasks, tries, every=every)
+    """Ask where learning would start: the base answers training questions as the agents of a run would.
+
+    A group is the answers to one question. Where all of a group earn the same there is nothing to learn from it. With
+    several tasks or settings each has a row of a table, and a task that cannot be made has its reason there.
+
+    agilerl probe --task gcd --task chain_sum
+
+    agilerl probe my.yaml --try environment.answer_format=tags --try 'environment.answer_format=after'
+    """
+    if task and every:
+        raise typer.BadParameter("expected --task or --all, found both; leave out one of them")
+    rows = _rows(arguments or [], task or [], tries or [], every=every)
     single = len(rows) == 1
     if single:
         _checked(rows[0], allow_code=allow_code)  # a typo should not cost seconds
+    count = f"{len(rows)} x " * (not single)
     console = new_console(quiet=as_json)
-    console.print(f"{len(rows)} x {questions} questions: loading the libraries and the model.".removeprefix("1 x "))
+    console.print(f"{count}{questions} questions: loading the libraries and the model.")
     quieten_libraries()
-    results = []
-    for number, result in enumerate(_results(rows, questions, samples, allow_code=allow_code)):
-        if single and result.error is not None:
-            raise result.error
-        results.append(result)
+    from agilerl.training.preflight import Bases, event_of
+
+    width, bases = min(_NAME, max(len(row.name) for row in rows)), Bases()
+    for number, row in enumerate(rows):
+        try:
+            _measure(row, bases, questions, samples, allow_code=allow_code)
+        except AgileRLError as error:
+            if single:
+                raise
+            row.error = error
+        loading_done()
+        if not number:
+            console.print(f"{'':<{width}}{''.join(f'{name:>8}' for name in _COLUMNS)}  learning starts")
         if not as_json:
-            width = min(_NAME, max(len(row.name) for row in rows))
-            if not number:
-                tell_line(f"{'':<{width}}{''.join(f'{name:>8}' for name in _COLUMNS)}  learning starts")
-            tell_line(_line(result, width))
+            tell_line(row.line(width))
     if as_json:
-        print(json.dumps({"rows": [result.document() for result in results]}, indent=1, allow_nan=False))
+        print(json.dumps({"rows": [row.document() for row in rows]}, indent=1, allow_nan=False))
         return
     tell_line("differ: share of questions whose answers earn different rewards: those teach")
-    for result in results:
-        if result.error is not None and _line(result, width).endswith("..."):
-            tell_line(f"{result.row.name}: {result.error}")
-    if single:
-        _show(results[0])
+    for row in rows:
+        if row.error is not None and row.line(width).endswith("..."):
+            tell_line(f"{row.name}: {row.error}")
+    if single and rows[0].probe is not None:
+        from agilerl.cli.progress import sample_lines
+
+        for line in sample_lines(event_of(rows[0].probe, rows[0].advice)):
+            tell_line(line)
+        if rows[0].advice:
+            tell_line(f"\nA run would stop here: {rows[0].advice}")
 
 
 def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], *, every: bool) -> list[_Row]:
@@ -98,12 +130,12 @@ def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], 
     names = [name for name in known_tasks() if name != "composite"] if every else list(tasks)
     rows = []
     for name in names or [""]:
-        own = [f"environment.task=reasoning_gym:{name.removeprefix('reasoning_gym:')}"] if name else []
+        name = name.removeprefix("reasoning_gym:")
+        chosen = [f"environment.task=reasoning_gym:{name}"] if name else []
         for settings in tries or [""]:
-            task = name.removeprefix("reasoning_gym:") or ("" if settings else _about(arguments))
             given = shlex.split(settings)
             short = " ".join(one[one.rfind(".", 0, one.find("=")) + 1 :] for one in given)
-            rows.append(_Row(task, short, (*arguments, *own, *given)))
+            rows.append(_Row(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *given)))
     return rows
 
 
@@ -123,48 +155,15 @@ def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
     return config
 
 
-def _results(rows: Sequence[_Row], questions: int, samples: int | None, *, allow_code: bool) -> Iterator[_Result]:
-    from agilerl.training.preflight import Bases
-
-    bases = Bases()
-    for row in rows:
-        try:
-            yield _measured(row, bases, questions, samples, allow_code=allow_code)
-        except AgileRLError as error:
-            yield _Result(row, error=error)
-        loading_done()
-
-
-def _measured(row: _Row, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> _Result:
+def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> None:
     from agilerl.training.preflight import population_of_one, problem
     from agilerl.training.probe import probe
 
     config = _checked(row, allow_code=allow_code)
     population = population_of_one(config, bases, allow_code=allow_code)
     try:
-        found = probe(population, questions, samples)
-        advice = "" if found.has_signal else problem(config, population, found)
+        row.probe = probe(population, questions, samples)
+        row.advice = "" if row.probe.has_signal else problem(config, population, row.probe)
     finally:
         population.agents[0].clean_up()
         population.task.close()
-    return _Result(row, found, advice)
-
-
-def _line(result: _Result, width: int) -> str:
-    name = one_line(result.row.name, width)
-    if result.found is None:
-        return f"{name:<{width}}  {one_line(str(result.error), _WIDTH - width - 3)}"
-    found = result.found
-    numbers = (f"{found.reward:.3f}", f"{found.differ:.0%}", f"{found.cut:.0%}", f"{found.length:.0f}")
-    return f"{name:<{width}}{''.join(f'{number:>8}' for number in numbers)}  {found.start}"
-
-
-def _show(result: _Result) -> None:
-    from agilerl.cli.progress import sample_lines
-    from agilerl.training.preflight import event_of
-
-    assert result.found is not None
-    for line in sample_lines(event_of(result.found, result.advice)):
-        tell_line(line)
-    if result.advice:
-        tell_line(f"\nA run would stop here: {result.advice}")

@@ -55,8 +55,6 @@ def loading_done() -> None:
 
 _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
-
-
 _debugging: list[bool] = [False]
 
 
@@ -72,8 +70,9 @@ def is_debugging() -> bool:
 
 def described() -> dict[str, str]:
     """Return what :func:`apply` does on this machine, for bug reports."""
-    made = keep_memory() if are_on() else {}
-    return {SWITCH: "on" if are_on() else "off"} | {name: f"{value // _MIB} MiB" for name, value in made.items()}
+    if not are_on():
+        return {SWITCH: "off"}
+    return {SWITCH: "on"} | {name: f"{value // _MIB} MiB" for name, value in keep_memory().items()}
 
 
 def keep_memory() -> dict[str, int]:
@@ -82,22 +81,15 @@ def keep_memory() -> dict[str, int]:
     Settings that the user made with glibc's environment variables stay. Other allocators (macOS, Windows, musl) have
     no such settings, and nothing is done.
     """
-    if not _has_glibc() or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if not sys.platform.startswith("linux") or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return {}
     import ctypes
 
     try:
+        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
+            return {}
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (ValueError, OSError, AttributeError):  # musl does not know the name
         return {}
-    wanted = {name: (number, value) for name, (number, value, own) in _ALLOCATOR.items() if own not in os.environ}
+    wanted = {name: (number, value) for name, (number, value, theirs) in _ALLOCATOR.items() if theirs not in os.environ}
     return {name: value for name, (number, value) in wanted.items() if mallopt(number, value) == 1}
-
-
-def _has_glibc() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
-    except (ValueError, OSError):  # musl does not know the name
-        return False

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter
@@ -13,11 +12,12 @@ from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import json_line, one_line, shown_samples
+from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_samples
+from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
@@ -137,129 +137,111 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
 
 def print_plan(session: Session, out: Path, console: Console, sampled: PreflightDone | None = None) -> None:
     """Print the plan as a table, with an answer that was ``sampled``."""
-    plan = plan_document(session, out)
-    model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
-    table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_row(
-        "model",
-        f"{model['name']}: {model['parameters']:,} frozen parameters, context {model['context']}, "
-        f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}",
-    )
-    if not model["chat_template"]:
-        table.add_row("", "no chat template: the contents of a conversation are joined by newlines, without roles")
-    table.add_row(
-        "adapters", f"LoRA rank {adapter['rank']} on {adapter['layers']} layers: {adapter['parameters']:,} numbers each"
-    )
-    table.add_row("task", f"{plan['task']}, reward {session.task.grader}")
-    if plan["answers"]:
-        table.add_row("answers", f"{plan['answers']} (environment.answer_format)")
-        e = session.config.environment
-        if model["chat_template"] and model["name"] != "embedded" and e.answer_format == "whole" and e.graders is None:
-            table.add_row("", "a chat model seldom writes the answer alone: answer_format=after asks for it")
-    for sentence in plan["shortcuts"]:
-        table.add_row("", sentence)
-    if plan["exam_grader"] != session.task.grader:
-        evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
-        fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
-        table.add_row("fitness", f"exams and tests of all agents are graded by {plan['exam_grader']}{fixed}")
-    if plan["exam_sampling"]["temperature"]:
-        table.add_row("exams", f"{_exam_sampling(session.population)}, by the same random numbers for all agents")
-    if plan["stop_sequences"]:
-        table.add_row("stops", f"completions end with {', '.join(map(repr, plan['stop_sequences']))}")
-    if len(plan["objectives"]) > 1:
-        table.add_row("objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates")
-    if plan["rows"]:
-        counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in plan["rows"].items() if count)
-        table.add_row("rows", ", ".join(counts))
-        distinct = plan["rows"]["train"] - plan["rows"].get("repeated", 0)
-        if distinct < _FEW or distinct < _SMALL_SHARE * plan["rows"]["read"]:
-            advice = "give more rows, or lower eval_prompts and test_prompts"
-            table.add_row("", f"warning: only {distinct:,} distinct prompts are left for training; {advice}")
-    table.add_row("algorithm", f"{plan['algorithm']}, {_agents(len(session.population.everyone))}")
-    for index, values in plan["population"].items():
-        table.add_row(f"  agent {index}", genes_text(values) or "fixed hyperparameters")
-    table.add_row("genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves")
-    table.add_row(
-        "batch",
-        f"{batch['prompts']} prompts x {_span(batch['group_size'])} completions = "
-        f"{_span(batch['completions_per_agent'])} for each agent, "
-        f"{_span(batch['rows_per_optimizer_step'])} an optimizer step",
-    )
-    low, high = batch["prompt_tokens"]
-    table.add_row(
-        "tokens",
-        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}"
-        f"{' (the default: raise algorithm.max_output_tokens for longer ones)' * session.resolved.bounds_completions}"
-        f"; at most "
-        f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
-    )
-    limits = [
-        f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
-    ]
-    shared = length["iterations_of_first_generation"]
-    first = f" (the first after {shared})" * (shared != length["iterations_per_generation"])
-    table.add_row(
-        "length",
-        f"{length['iterations']} iterations{', ending after ' * bool(limits)}{' or '.join(limits)}, selection every "
-        f"{length['iterations_per_generation']}{first}; "
-        f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        f"{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
-    )
-    asked = length["exam_prompts"]
-    if session.config.environment.eval_prompts is not None and asked < _SMALL_EXAM and plan["compares"]:
-        table.add_row(
-            "",
-            f"warning: an exam of {asked} questions tells agents apart only if they differ by about "
-            f"{NormalDist().inv_cdf(_CLEAR) * math.sqrt(0.5 / asked):.2f} (in answers right or wrong, P = {_CLEAR:g}); "
-            "raise environment.eval_prompts",
-        )
-    if length["price_per_hour"] is not None:
-        hour, seconds = length["price_per_hour"], length["max_seconds"]
-        most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
-        table.add_row("cost", f"{hour:g} an hour{most}")
-    several = session.topology.world.size > 1
-    if several:
-        table.add_row("islands", _islands_text(**plan["islands"]))
-    parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
-    table.add_row(
-        "memory",
-        f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several} besides Python and torch, as "
-        f"some parts take turns: {parts}",
-    )
-    if session.config.training.trackers:
-        table.add_row("trackers", ", ".join(session.config.training.trackers))
-    if sampled is not None:
-        for name, text in _sample(sampled).items():
-            table.add_row(name, text)
-    if plan["preflight"]:
-        table.add_row("preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions")
-    for sentence in plan["without_effect"]:
-        table.add_row("no effect", sentence)
-    table.add_row("results", plan["results"])
+    table = columns("", "", left=("",), gap=2)
+    table.title, table.title_justify = "Plan", "left"
+    for name, text in _plan_rows(plan_document(session, out), session, sampled):
+        table.add_row(name, text)
     console.print(table)
     console.print()
 
 
-def print_preflight(event: PreflightDone, console: Console) -> None:
-    """Print what the agents answered before the run, with one question."""
-    console.print(f"Preflight: {event.shown}", soft_wrap=True)
-    for line in sample_lines(event):
-        console.print(line, soft_wrap=True)
-    if event.problem:
-        console.print(f"  warning: nothing can be learned from these answers: {event.problem}", soft_wrap=True)
-    console.print()
+def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | None) -> Iterator[tuple[str, str]]:
+    model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
+    environment, agents = session.config.environment, len(session.population.everyone)
+    several = session.topology.world.size > 1
+    padding = f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}"
+    size = f"{model['parameters']:,} frozen parameters, context {model['context']}"
+    yield "model", f"{model['name']}: {size}, {padding}"
+    if not model["chat_template"]:
+        yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
+    size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
+    yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
+    yield "task", f"{plan['task']}, reward {session.task.grader}"
+    if plan["answers"]:
+        yield "answers", f"{plan['answers']} (environment.answer_format)"
+        chats = model["chat_template"] and model["name"] != "embedded"
+        if chats and environment.answer_format == "whole" and environment.graders is None:
+            yield "", "a chat model seldom writes the answer alone: answer_format=after asks for it"
+    for sentence in plan["shortcuts"]:
+        yield "", sentence
+    if plan["exam_grader"] != session.task.grader:
+        evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
+        fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
+        yield "fitness", f"exams and tests of all agents are graded by {plan['exam_grader']}{fixed}"
+    if plan["exam_sampling"]["temperature"]:
+        yield "exams", f"{_exam_sampling(session.population)}, by the same random numbers for all agents"
+    if plan["stop_sequences"]:
+        yield "stops", f"completions end with {', '.join(map(repr, plan['stop_sequences']))}"
+    if len(plan["objectives"]) > 1:
+        yield "objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates"
+    if rows := plan["rows"]:
+        yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
+        distinct = rows["train"] - rows.get("repeated", 0)
+        if distinct < _FEW or distinct < _SMALL_SHARE * rows["read"]:
+            advice = "give more rows, or lower eval_prompts and test_prompts"
+            yield "", f"warning: only {distinct:,} distinct prompts are left for training; {advice}"
+    yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
+    for index, values in plan["population"].items():
+        yield f"  agent {index}", genes_text(values) or "fixed hyperparameters"
+    yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
+    completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
+    per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
+    yield "batch", f"{batch['prompts']} prompts x {completions}, {per_step}"
+    low, high = batch["prompt_tokens"]
+    default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
+    yield (
+        "tokens",
+        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}{default}; at most "
+        f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
+    )
+    limits = " or ".join(
+        f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
+    )
+    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
+    yield (
+        "length",
+        f"{length['iterations']} iterations{', ending after ' * bool(limits)}{limits}, selection every {every}"
+        f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
+        f"{length['test_prompts']}{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
+    )
+    asked = length["exam_prompts"]
+    if environment.eval_prompts is not None and asked < _SMALL_EXAM and plan["compares"]:
+        least = NormalDist().inv_cdf(_CLEAR) * math.sqrt(0.5 / asked)
+        yield (
+            "",
+            f"warning: an exam of {asked} questions tells agents apart only if they differ by about {least:.2f} (in "
+            f"answers right or wrong, P = {_CLEAR:g}); raise environment.eval_prompts",
+        )
+    if length["price_per_hour"] is not None:
+        hour, seconds = length["price_per_hour"], length["max_seconds"]
+        most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
+        yield "cost", f"{hour:g} an hour{most}"
+    if several:
+        processes, shares = plan["islands"]["processes_per_island"], plan["islands"]["agents"]
+        spans = ", ".join(_span([share[0], share[-1]]) for share in shares)
+        yield "islands", f"{len(shares)} of {processes} process{'es' * (processes > 1)}; agents {spans}"
+    parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
+    each = f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several}"
+    yield "memory", f"{each} besides Python and torch, as some parts take turns: {parts}"
+    if session.config.training.trackers:
+        yield "trackers", ", ".join(session.config.training.trackers)
+    if sampled is not None:
+        yield from _sample(sampled)
+    if plan["preflight"]:
+        yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
+    for sentence in plan["without_effect"]:
+        yield "no effect", sentence
+    yield "results", plan["results"]
 
 
 def sample_lines(event: PreflightDone) -> list[str]:
     """Return one prompt, as the model reads it, and an answer with its reward, a line each."""
-    return [f"  {name:<8}{text}" for name, text in _sample(event).items()]
+    return [f"  {name:<8}{text}" for name, text in _sample(event)]
 
 
-def _sample(event: PreflightDone) -> dict[str, str]:
-    return {
-        "prompt": one_line(event.prompt),
-        "answer": f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}",
-    }
+def _sample(event: PreflightDone) -> list[tuple[str, str]]:
+    answer = f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}"
+    return [("prompt", one_line(event.prompt)), ("answer", answer)]
 
 
 def _exam_sampling(population: Population) -> str:
@@ -267,15 +249,6 @@ def _exam_sampling(population: Population) -> str:
         return "greedy"
     count = population.eval_samples
     return f"{count} sample{'s' * (count > 1)} a question at temperature {population.eval_temperature:g}"
-
-
-def _islands_text(processes_per_island: int, agents: Sequence[Sequence[int]]) -> str:
-    processes = f"{processes_per_island} process{'es' * (processes_per_island > 1)}"
-    return f"{len(agents)} of {processes}; agents {', '.join(_span([own[0], own[-1]]) for own in agents)}"
-
-
-def _agents(count: int) -> str:
-    return f"{count} agent{'s' * (count != 1)}"
 
 
 def _ends(values: Sequence[int]) -> list[int]:
@@ -290,14 +263,6 @@ def _span(ends: Sequence[int]) -> str:
 
 
 _GAP = 2
-_FAILURES = {
-    "nonfinite": "a loss or a gradient was not finite, so the step was skipped",
-    "oom": "not enough memory for a single row",
-    "reward_error": "none of its samples could be graded",
-    "timeout": "grading timed out for all its samples",
-}
-
-
 _STOPPING = {
     "base test": "stopping after the test of the base and one iteration, with a checkpoint",
     "train": AFTER_ITERATION,
@@ -323,7 +288,13 @@ def watch(
     if summary.get("elite"):
         console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
     console.print()
-    view.print_symptoms()
+    symptoms = told(_symptoms(view.observer, session, view.out))
+    if symptoms:
+        console.print("What may keep agents from learning")
+        for sentence, symptom in symptoms.items():
+            for line in [sentence, *shown_samples(symptom.samples)]:
+                console.print(f"  {line}", soft_wrap=True)
+        console.print()
     _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
 
@@ -338,15 +309,24 @@ def log(
     observer = Observer(session.usual_rate)
 
     def show(event: Event) -> None:
-        if isinstance(event, IterationDone):
-            observer.add(event.metrics)
-        if isinstance(event, RunFinished):
-            for sentence, symptom in told(_symptoms(observer, session, event.out)).items():
-                tell(json_line("advice", text=sentence, samples=symptom.samples))
-        if isinstance(event, PreflightDone) and event.problem:
-            tell(json_line("advice", text=event.problem))
-        for line in _log_lines(event, session):
-            tell(line)
+        match event:
+            case RunStarted():
+                if session.saved is None:
+                    tell(json_line("plan", **plan_document(session, event.out)))
+                tell(json_line("start", out=event.out, iterations=event.iterations, generations=event.generations))
+            case PhaseStarted():
+                tell(json_line("phase", phase=event.name))
+            case RunFinished():
+                for sentence, symptom in told(_symptoms(observer, session, event.out)).items():
+                    tell(json_line("advice", text=sentence, samples=symptom.samples))
+                tell(json_line("finish", out=event.out, **event.summary))
+            case PreflightDone() if event.problem:
+                tell(json_line("advice", text=event.problem))
+            case IterationDone():
+                observer.add(event.metrics)
+        progress = {"progress": event.progress} if isinstance(event, IterationDone) else {}
+        for values in metric_lines(event):
+            tell(json_line(values.pop("kind"), **progress, **values))
 
     return _shown(events, show, stop)
 
@@ -377,23 +357,6 @@ def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopReq
     return summary
 
 
-def _log_lines(event: Event, session: Session) -> Iterator[str]:
-    match event:
-        case RunStarted():
-            if session.saved is None:
-                yield json_line("plan", **plan_document(session, event.out))
-            yield json_line("start", out=event.out, iterations=event.iterations, generations=event.generations)
-        case PhaseStarted():
-            yield json_line("phase", phase=event.name)
-        case RunFinished():
-            yield json_line("finish", out=event.out, **event.summary)
-        case _:
-            progress = {"progress": event.progress} if isinstance(event, IterationDone) else {}
-            for values in metric_lines(event):
-                kind = values.pop("kind")
-                yield json_line(kind, **progress, **values)
-
-
 class View:
     """One row per agent, a bar for the run and one for the phase."""
 
@@ -405,14 +368,15 @@ class View:
         self.failures: dict[int, Counter[str]] = {}
         self.best: int | None = None
         self.observer = Observer(session.usual_rate)
-        self.said: set[tuple[int, str]] = set()
+        self.shown_symptoms: set[tuple[int, str]] = set()
         self.notes: list[Text] = []
         self.left: list[Text] = []
         self.iteration = 0
         self.out = Path()
         self.started = perf_counter()
         self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config)
-        self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), _Clock(), console=console)
+        clocks = TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), *clocks, console=console)
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
         self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
@@ -429,43 +393,45 @@ class View:
 
     def show(self, event: Event) -> None:
         """Show an event."""
-        if isinstance(event, RunStarted):
-            self.out = event.out
-        elif isinstance(event, PreflightDone):
-            print_preflight(event, self.console)
-        elif isinstance(event, PhaseStarted):
-            total = self.session.generation_steps if event.name == "train" else None
-            # A new task each time: for an existing one, rich reads total=None as "unchanged".
-            self.bars.remove_task(self.phase)
-            self.phase = self.bars.add_task(event.name, total=total)
-        elif isinstance(event, IterationDone):
-            self.iteration = event.iteration
-            self.metrics.update(event.metrics)
-            self.observer.add(event.metrics)
-            self.bars.update(self.run, completed=event.progress)
-            self.bars.advance(self.phase)
-            self._line(self._iteration_line(event))
-            self._note_failures(event)
-        elif isinstance(event, ExamDone):
-            self.fitness.update(event.fitness)
-            first = ranking(event.fitness)[0]
-            self.best = first if event.fitness[first].is_finite else None
-            scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
-            self._line(f"generation {event.generation}: exam {scores}")
-            self._say_symptoms()
-        elif isinstance(event, Evolved):
-            births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
-            changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
-            self.best = event.elite
-            elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
-            self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
-            if event.deaths:
-                left = ", ".join(f"{i} ({why.removeprefix('left: ')})" for i, why in event.deaths.items())
-                sentence = f"generation {event.generation}: left {left}"
-                self._line(sentence)
-                self.left = [Text(sentence)]
-        elif isinstance(event, RunFinished):
-            self.best = (event.summary["elite"] or {}).get("index")
+        match event:
+            case RunStarted():
+                self.out = event.out
+            case PreflightDone():
+                problem = f"  warning: nothing can be learned from these answers: {event.problem}"
+                for line in [f"Preflight: {event.shown}", *sample_lines(event), *[problem] * bool(event.problem), ""]:
+                    self.console.print(line, soft_wrap=True)
+            case PhaseStarted():
+                total = self.session.generation_steps if event.name == "train" else None
+                # A new task each time: for an existing one, rich reads total=None as "unchanged".
+                self.bars.remove_task(self.phase)
+                self.phase = self.bars.add_task(event.name, total=total)
+            case IterationDone():
+                self.iteration = event.iteration
+                self.metrics.update(event.metrics)
+                self.observer.add(event.metrics)
+                self.bars.update(self.run, completed=event.progress)
+                self.bars.advance(self.phase)
+                self._line(self._iteration_line(event))
+                self._note_failures(event)
+            case ExamDone():
+                self.fitness.update(event.fitness)
+                first = ranking(event.fitness)[0]
+                self.best = first if event.fitness[first].is_finite else None
+                scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
+                self._line(f"generation {event.generation}: exam {scores}")
+                self._note_symptoms()
+            case Evolved():
+                births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
+                changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
+                self.best = event.elite
+                elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
+                self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
+                if event.deaths:
+                    left = ", ".join(f"{i} ({why.removeprefix('left: ')})" for i, why in event.deaths.items())
+                    self._line(f"generation {event.generation}: left {left}")
+                    self.left = [Text(f"generation {event.generation}: left {left}")]
+            case RunFinished():
+                self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
             self.live.update(Group(self.table(), *self.left, *self.notes, self.bars, self.stopping), refresh=True)
 
@@ -473,95 +439,76 @@ class View:
         if self.live is None:
             self.console.print(text, soft_wrap=True)
 
+    def _iteration_line(self, event: IterationDone) -> str:
+        what = "reward" if any("reward" in m for m in event.metrics.values()) else "loss"
+        values = ", ".join(f"{i}: {m[what]:.3f}" for i, m in event.metrics.items() if what in m)
+        left = ""
+        if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
+            left = f", about {(perf_counter() - self.started) / done * (1 - event.progress):.0f} s left"
+        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {what} {values}"
+
     def _note_failures(self, event: IterationDone) -> None:
         """Count failures for the table, and print the first of each agent."""
         for index, outcome in event.failed.items():
             counts = self.failures.setdefault(index, Counter())
             counts[outcome] += 1
             if counts[outcome] == 1:
-                reason = _FAILURES.get(outcome)
-                self._line(f"iteration {event.iteration}: agent {index} {outcome}{f' ({reason})' if reason else ''}")
+                reason = f" ({REMEDIES[outcome]})" if outcome in REMEDIES else ""
+                self._line(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
 
-    def _say_symptoms(self) -> None:
+    def _note_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
-        found = _symptoms(self.observer, self.session, self.out)
-        new = {index: [s for s in each if (index, s.name) not in self.said] for index, each in found.items()}
-        self.said |= {(index, symptom.name) for index, each in new.items() for symptom in each}
-        self.notes = [Text(sentence) for sentence in told(found)]
+        known = _symptoms(self.observer, self.session, self.out)
+        new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
+        self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
+        self.notes = [Text(sentence) for sentence in told(known)]
         for sentence in told(new):
             self._line(sentence)
 
-    def print_symptoms(self) -> None:
-        """Print what still holds at the end of the run."""
-        found = told(_symptoms(self.observer, self.session, self.out))
-        if found:
-            self.console.print("What may keep agents from learning")
-            for sentence, symptom in found.items():
-                for line in [sentence, *shown_samples(symptom.samples)]:
-                    self.console.print(f"  {line}", soft_wrap=True)
-            self.console.print()
-
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
-        index, step = elite["index"], elite["step"]
-        mark = "*" if any(agent.index == index for agent in self.session.population.everyone) else "(not in the table)"
-        when = f"{mark} elite: agent {index} as it was after iteration {step}"
+        index, step, population = elite["index"], elite["step"], self.session.population
+        indices = [agent.index for agent in population.everyone]
+        mark = "*" if index in indices else "(not in the table)"
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
+        sentence = f"{mark} elite: agent {index} as it was after iteration {step}{soup}"
         if step != self.iteration:
-            second = self.session.config.candidates > 1 and self.session.population.places("second")
+            second = self.session.config.candidates > 1 and population.places("second")
             panel = "a second panel of questions" if second else "its exam there"
-            return f"{when}{soup}: by {panel} it was better than the best of the last exam"
-        last = {a.index: self.fitness[a.index] for a in self.session.population.everyone if a.index in self.fitness}
-        own = self.fitness.get(index)
-        others = {} if own is None else {i: f for i, f in last.items() if i != index and f.is_finite}
-        near = [i for i, f in others.items() if own is not None and probability_better(own, f) < _CLEAR]
-        if not near or own is None:
-            return f"{when}{soup}, the best of the last exam"
-        tied = any(others[i].mean == own.mean for i in near)
-        first = "the higher reward in training" if math.isfinite(own.training) else "age"
-        return (
-            f"{when}{soup}, the best of the last exam, whose {own.n} questions do not tell it from "
-            f"agent{'s' * (len(near) > 1)} {', '.join(map(str, sorted(near)))} (P < {_CLEAR:g})"
-            f"{f'; {first} decides between equal means' * tied}"
-        )
-
-    @staticmethod
-    def _learned(metrics: Sequence[Mapping[str, float]]) -> "Column":
-        """Return the rewards, or the losses if the algorithm learns from data."""
-        what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
-        return Column(what, [_cell(m.get(what), "{:.3f}") for m in metrics], "right")
-
-    def _iteration_line(self, event: IterationDone) -> str:
-        what = "reward" if any("reward" in m for m in event.metrics.values()) else "loss"
-        values = ", ".join(f"{i}: {m[what]:.3f}" for i, m in event.metrics.items() if what in m)
-        left = f", about {self._left(event):.0f} s left" if event.progress > self.resumed_at else ""
-        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {what} {values}"
-
-    def _left(self, event: IterationDone) -> float:
-        """Return the seconds left at the speed of this process."""
-        spent = perf_counter() - self.started
-        return spent / (event.progress - self.resumed_at) * (1 - event.progress)
+            return f"{sentence}: by {panel} it was better than the best of the last exam"
+        sentence += ", the best of the last exam"
+        best = self.fitness.get(index)
+        others = {i: f for i, f in self.fitness.items() if i in indices and i != index and f.is_finite}
+        near = [] if best is None else sorted(i for i, f in others.items() if probability_better(best, f) < _CLEAR)
+        if best is None or not near:
+            return sentence
+        first = "the higher reward in training" if math.isfinite(best.training) else "age"
+        tie = f"; {first} decides between equal means" * any(others[i].mean == best.mean for i in near)
+        rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))}"
+        return f"{sentence}, whose {best.n} questions do not tell it from {rivals} (P < {_CLEAR:g}){tie}"
 
     def columns(self) -> "list[Column]":
         """Return what is shown of each agent, a cell for each."""
         agents = self.session.population.everyone
         metrics = [self.metrics.get(agent.index, {}) for agent in agents]
-        fitness = [self.fitness.get(agent.index) for agent in agents]
-        columns = [
-            Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents], "right"),
-            Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], "right", 3),
+        what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
+
+        def cells(key: str, form: str) -> list[str]:
+            return [_cell(m.get(key), form) for m in metrics]
+
+        return [
+            Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents]),
+            Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], rank=3),
             Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
             Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
-            self._learned(metrics),
-            Column("fitness", ["-" if f is None else _score(f) for f in fitness], "right"),
-            Column("failures", [_counts(self.failures.get(agent.index)) for agent in agents], "left"),
-            Column("KL", [_cell(m.get("kl"), "{:.4f}") for m in metrics], "right", 6),
-            Column("entropy", [_cell(m.get("entropy"), "{:.3f}") for m in metrics], "right", 5),
-            Column("tokens/s", [_cell(m.get("tokens_per_second"), "{:,.0f}") for m in metrics], "right", 2),
+            Column(what, cells(what, ".3f")),
+            Column("fitness", [_score(self.fitness[a.index]) if a.index in self.fitness else "-" for a in agents]),
+            *[Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left")]
+            * any(a.index in self.failures for a in agents),
+            *[Column("KL", cells("kl", ".4f"), rank=6)] * any("kl" in m for m in metrics),
+            Column("entropy", cells("entropy", ".3f"), rank=5),
+            Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
-        unused = set() if any("kl" in m for m in metrics) else {"KL"}
-        unused |= set() if any(agent.index in self.failures for agent in agents) else {"failures"}
-        return [c for c in columns if c.name not in unused]
 
     def table(self) -> Table:
         """Return one row per agent, with as many columns as fit the terminal."""
@@ -578,25 +525,13 @@ class _Stopping:
         return Group(Text(self._stop.sentence, style="bold")) if self._stop.sentence else Group()
 
 
-class _Clock(ProgressColumn):
-    """Share, time spent and time left; only the time spent if a phase has no known length."""
-
-    def render(self, task: Task) -> Text:
-        """Return the text beside a bar."""
-        spent = f"{timedelta(seconds=int(task.elapsed or 0))}"
-        if task.total is None:
-            return Text(f"     {spent}")
-        left = "" if task.time_remaining is None else f", {timedelta(seconds=int(task.time_remaining))} left"
-        return Text(f"{task.percentage:3.0f}% {spent}{left}")
-
-
 @dataclass
 class Column:
     """Header and cells; columns with a ``rank`` may be left out, the highest first."""
 
     name: str
     cells: list[str]
-    justify: Literal["left", "right"]
+    justify: Literal["left", "right"] = "right"
     rank: int = 0
 
     @property
@@ -618,17 +553,12 @@ def _fitted(columns: Sequence[Column], width: int) -> Table:
     return table
 
 
-def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
-    """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
-    return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
-
-
-def _counts(failures: Mapping[str, int] | None) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in (failures or {}).items()) or "-"
+def _counts(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in failures.items()) or "-"
 
 
 def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return "-" if value is None else f"{value:{form}}"
 
 
 def _score(fitness: Fitness) -> str:
@@ -639,18 +569,15 @@ def _score(fitness: Fitness) -> str:
 
 
 def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    for name in ("", "mean", "stderr", "n"):
-        table.add_column(name, justify="left" if not name else "right")
-    elite = summary["elite"]
+    table, elite = columns("", "mean", "stderr", "n"), summary["elite"]
     rows = {"base": "base model", "median_first_generation": "median agent of generation 0", "elite": "elite"}
     for key, label in rows.items():
-        result = summary["test"].get(key)
-        if result is not None:
-            index = result.get("index") if key != "elite" else elite["index"]
-            when = f" after iteration {elite['step']}" if key == "elite" else ""
-            who = label if index is None else f"{label} (agent {index}{when})"
-            table.add_row(who, *(_cell(result[k], "{:.3f}") for k in ("mean", "stderr")), str(result["n"]))
+        if (result := summary["test"].get(key)) is not None:
+            if key == "elite":
+                label += f" (agent {elite['index']} after iteration {elite['step']})"
+            elif result.get("index") is not None:
+                label += f" (agent {result['index']})"
+            table.add_row(label, _cell(result["mean"], ".3f"), _cell(result["stderr"], ".3f"), str(result["n"]))
     console.print(f"Held-out test ({sampling})")
     console.print(table)
     if elite is None:
@@ -701,13 +628,12 @@ def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console
         return
     costs = list(front[0]["costs"])
     results = {"reward": front, **{name: [one["costs"][name] for one in front] for name in costs}}
-    said = {
-        name: [f"{_cell(r['mean'], '{:.3g}')} ± {_cell(r['stderr'], '{:.1g}')}" for r in found]
-        for name, found in results.items()
-    }
     columns = [
-        Column("agent", [str(one["agent"]) for one in front], "right"),
-        *(Column(name, cells, "right") for name, cells in said.items()),
+        Column("agent", [str(one["agent"]) for one in front]),
+        *(
+            Column(name, [f"{_cell(r['mean'], '.3g')} ± {_cell(r['stderr'], '.1g')}" for r in scores])
+            for name, scores in results.items()
+        ),
         Column("genes", [genes_text(one["hyperparameters"]) or "-" for one in front], "left"),
     ]
     units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)

@@ -1,39 +1,36 @@
 """A run on the command line: its settings and directory, opening it, and following it to its end."""
 
-import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from agilerl.arguments import shown
-from agilerl.cli.output import say, tell_line, write_error
+from agilerl.cli.output import say, write_error
 from agilerl.cli.process_settings import is_debugging
 from agilerl.config.manifest import check_names, is_set, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 
 if TYPE_CHECKING:
-    from agilerl.runs.directory import RunLayout
     from agilerl.runs.stopping import StopRequest
-    from agilerl.training.events import Event
     from agilerl.training.resolved import Resolved
-    from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
 
 _LONGEST_NAME = 255
 """Most bytes of a name on common file systems; otherwise its parent folders would be made before the error."""
-_REMEDIES = {
+REMEDIES = {
     "nonfinite": "a loss or gradient that was not finite: lower algorithm.lr",
     "oom": "too little memory for a single row: lower network.max_context_length or algorithm.max_output_tokens",
     "reward_error": "no sample graded: fix the grader or the environment",
     "timeout": "a timeout in grading: raise the grader's timeout, or make it faster",
 }
+"""By the outcome of an update that failed: what was wrong, and what to do."""
 
 
 def configuration(arguments: Sequence[str], seed: int | None = None, replay: Path | None = None) -> RunConfig:
@@ -57,13 +54,6 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
     return config
 
 
-def manifest_name(arguments: Sequence[str]) -> str:
-    """Return the name of a command line's manifest for messages."""
-    manifests = manifests_in(arguments)
-    with_yours = ", with your settings" if len(arguments) > len(manifests) else ""
-    return f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}"
-
-
 def manifests_in(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that are no overrides: an argument with ``=`` that is a file is none either."""
     return [a for a in arguments if "=" not in a or _is_file(a)]
@@ -76,103 +66,35 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def opened_run(
-    root: Path,
-    expected: RunConfig | None,
-    console: Console,
-    tell: Callable[[str], None],
-    *,
-    allow_changes: bool,
-    as_json: bool,
-) -> "SavedRun | None":
-    """Open an unfinished run, of the ``expected`` configuration if given; print and return None if it is finished.
+@contextmanager
+def stoppable(root: Path, console: Console, *, speaks: bool = True) -> Iterator["StopRequest"]:
+    """Inside, a signal or a lost console asks the run in ``root`` to stop; what then ends it becomes an exit code.
 
-    With ``as_json``, ``tell`` prints the summary of a finished run.
+    Only the process that ``speaks`` prints how to resume.
     """
-    from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
-
-    info, layout = read_run(root), RunLayout(root)
-    check_not_in_use(root)  # before slow imports; the lock below decides which process is first
-    from agilerl.runs.strict_json import read_json
-    from agilerl.training.resolved import recorded, resolve
-    from agilerl.training.saved import open_run
-
-    if expected is not None:
-        recorded(info)
-        _check_same(info, resolve(expected), root)
-    if not layout.is_finished:
-        return open_run(root, report=say, allow_changes=allow_changes)
-    _complete(layout)
-    console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
-    if as_json:
-        tell(json.dumps(read_json(layout.summary), indent=1))
-    return None
-
-
-def _complete(layout: "RunLayout") -> None:
-    """Write the report of a finished run if its process died after the summary."""
-    if layout.report.exists():
-        return
-    from agilerl.report import build_report
-    from agilerl.runs.atomic import remove_leftovers
-    from agilerl.runs.directory import check_not_in_use
-
-    check_not_in_use(layout.root)  # another process may be writing it
-    remove_leftovers(layout.root)
-    build_report([layout.root], layout.report)
-
-
-def follow(
-    start: "Callable[[StopRequest], Iterator[Event]]",
-    session: "Session",
-    root: Path,
-    console: Console,
-    *,
-    as_json: bool,
-    log_json: bool = False,
-) -> None:
-    """Show a run until it ends, a signal stops it, or a write fails; with ``log_json`` as lines of JSON."""
-    from agilerl.cli.progress import log, watch
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.stopping import Interrupted, stop_on_signals
 
     # A live table would overwrite a line on its own terminal, and says it itself.
     live = console.is_terminal and not console.quiet and os.isatty(2)
-    with stop_on_signals((lambda _: None) if live else say_at_once) as stop:
+    with stop_on_signals(say_at_once if speaks and not live else lambda _: None) as stop:
         try:
-            if log_json and not console.quiet:
-                summary = log(start(stop), session, tell_line, stop=stop)
-            else:
-                summary = watch(start(stop), session, console, stop=stop)
+            yield stop
         except Interrupted as interrupted:
             if stop.lost is not None and not isinstance(stop.lost, BrokenPipeError):
                 raise WriteError(f"{write_error(stop.lost)}; {interrupted}") from stop.lost
-            say(str(interrupted))
+            if speaks:
+                say(str(interrupted))
             sys.exit(interrupted.code)
         except KeyboardInterrupt:
-            say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
+            if speaks:
+                say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
             sys.exit(130)
         except WriteError as error:
-            if not RunLayout(root).run_json.exists():
+            if not speaks or not RunLayout(root).run_json.exists():
                 raise
-            told = str(error).rstrip(".")
-            raise WriteError(f"{told}. Free space or fix the cause, then run: agilerl resume {root}") from error
-    if as_json:
-        print(json.dumps(summary, indent=1))
-
-
-def work_along(start: "Callable[[StopRequest], Iterator[Event]]", session: "Session", root: Path) -> None:
-    """Run a process that does not write or print, until the run ends or a signal stops it."""
-    from agilerl.runs.stopping import Interrupted, stop_on_signals
-
-    with stop_on_signals(lambda _: None) as stop:
-        try:
-            for _ in start(stop):
-                pass
-        except Interrupted as interrupted:
-            sys.exit(interrupted.code)
-        except KeyboardInterrupt:
-            sys.exit(130)
+            reason = str(error).rstrip(".")
+            raise WriteError(f"{reason}. Free space or fix the cause, then run: agilerl resume {root}") from error
 
 
 def fail_without_elite(root: Path) -> None:
@@ -204,10 +126,10 @@ def _likely_cause(outcomes: Counter[str]) -> str:
         )
     (outcome, count), total = failures.most_common(1)[0], outcomes.total()
     many = "every update of every agent" if count == total else f"{count} of {total} updates"
-    return f"{many} ended with {_REMEDIES.get(outcome, outcome)}"
+    return f"{many} ended with {REMEDIES.get(outcome, outcome)}"
 
 
-def found_text(root: Path, session: "Session") -> str:
+def resume_text(root: Path, session: "Session") -> str:
     """Return a sentence about where a run is resumed."""
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
@@ -220,7 +142,7 @@ def found_text(root: Path, session: "Session") -> str:
     )
 
 
-def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> None:
+def check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> None:
     """Raise ConfigError, naming the setting, if a run was started with other settings.
 
     A value that the base or the task supplied, such as the learning rate, is in ``config`` of ``run.json`` but was not
@@ -236,19 +158,21 @@ def _check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> No
         for name in {**settings, **asked.get(section, {})}
         if settings.get(name) not in (info["config"].get(section, {}).get(name), asked.get(section, {}).get(name))
     ]
+    if not different:
+        return
     # What was set comes before what follows from it, as the seed of the algorithm does.
-    for section, name in sorted(different, key=lambda setting: setting[1] not in given.get(setting[0], {})):
-        before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
-        while isinstance(before, Mapping) and isinstance(now, Mapping):
-            keys = [key for key in {**now, **before} if before.get(key) != now.get(key)]
-            if not keys:
-                break
-            before, now, path = before.get(keys[0]), now.get(keys[0]), f"{path}.{keys[0]}"
-        raise ConfigError(
-            f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is "
-            f"{shown(now) if name in given.get(section, {}) else 'left out'}; use the same settings, or another "
-            "directory"
-        )
+    section, name = min(different, key=lambda setting: setting[1] not in given.get(setting[0], {}))
+    before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
+    while isinstance(before, Mapping) and isinstance(now, Mapping):
+        key = next((key for key in {**now, **before} if before.get(key) != now.get(key)), None)
+        if key is None:
+            break
+        before, now, path = before.get(key), now.get(key), f"{path}.{key}"
+    now_is = shown(now) if name in given.get(section, {}) else "left out"
+    raise ConfigError(
+        f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is {now_is}; use the same settings, "
+        "or another directory"
+    )
 
 
 def say_at_once(sentence: str) -> None:
@@ -283,6 +207,23 @@ def check_place(root: Path, *, overwrite: bool = False) -> None:
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         problem = "is not a directory" if not above.is_dir() else "cannot be written to"
         raise CheckpointError(f"the run directory {shown(str(root))} cannot be made: {shown(str(above))} {problem}")
+
+
+def check_new_folder(out: Path) -> None:
+    """Raise ConfigError unless a folder can be made here; nothing is replaced."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{shown(str(out))} exists; choose another folder, or delete that one first")
+
+
+@contextmanager
+def whole_folder(out: Path) -> Iterator[None]:
+    """Remove an empty folder, so that it can be made; report errors of the disk as WriteError."""
+    try:
+        if out.exists():
+            out.rmdir()
+        yield
+    except OSError as error:
+        raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}") from error
 
 
 def quieten_libraries() -> None:

@@ -10,11 +10,15 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
+from agilerl.cli.options import Adapter
 from agilerl.cli.output import say, tell_line
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
@@ -33,27 +37,48 @@ _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
 """Without them a CPU build compiles for minutes, and takes nearly all of the machine's memory."""
 
 
-def run_serve(path: Path, more: Sequence[str], *, population: bool, host: str, port: int, dry_run: bool) -> None:
-    """Replace this process by vLLM's server; see ``agilerl serve --help``."""
+def run_serve(
+    path: Adapter,
+    more: Annotated[list[str] | None, Argument(metavar="[-- VLLM_OPTIONS]", help="Options for vllm serve.")] = None,
+    *,
+    population: Annotated[
+        bool, Option("--population", help="Serve all agents of the run's newest checkpoint as well.")
+    ] = False,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: other machines can ask.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the command, and start nothing.")] = False,
+) -> None:
+    """Serve an adapter with vLLM, behind the API of OpenAI; with --population each agent under a name of its own.
+
+    The names to ask for are base, elite, agent-0, agent-1 and so on. What stands after -- goes to vllm serve as it is.
+
+    agilerl serve runs/mine
+
+    agilerl serve runs/mine --population --port 9000 -- --max-model-len 4096
+    """
     folders = _population(path) if population else {}
-    found = subject(next(iter(folders.values())) if folders else path, examined=False, loaded=False)
-    folders = folders or {_name(found.folder): found.folder}
-    program, extra = _program()
+    adapter = subject(next(iter(folders.values())) if folders else path, examined=False, loaded=False)
+    folders = folders or {_name(adapter.folder): adapter.folder}
+    installed, program = installed_vllm(), ["vllm", "serve"]
+    of_a_cpu = installed is not None and installed[0] != "vllm"
+    if of_a_cpu:
+        # `vllm serve` asks for the version of a distribution that this one is not.
+        program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     options = [
-        *("--served-model-name", BASE, "--host", host, "--port", str(port), *_of_run(found.config, found.run)),
+        *("--served-model-name", BASE, "--host", host, "--port", str(port), *_of_run(adapter.config, adapter.run)),
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution that is drawn from, as in training
-        *extra,
+        *_ON_A_CPU * of_a_cpu,
         *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
     ]
-    command = [*program, base_place(found.base), *options, *more]
-    for sentence in _differences(found.config, found.run):
+    command = [*program, servable_base(adapter.base), *options, *(more or ())]
+    for sentence in _differences(adapter.config, adapter.run):
         say(f"note: {sentence}")
     if dry_run:
         print(_written(command))
         return
     # Beside this Python first: its environment need not be activated.
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    if (file := shutil.which(command[0], path=places)) is None:
+    folders_of_programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if (file := shutil.which(command[0], path=folders_of_programs)) is None:
         raise ConfigError(
             f"serving needs vLLM, which is not installed: {how_to_install_vllm()}; or run what --dry-run prints where "
             "vLLM is"
@@ -68,14 +93,14 @@ def _population(run: Path) -> dict[str, Path]:
     layout = RunLayout(run)
     agents = newest_agents(layout.checkpoints)
     elite = layout.elite if (layout.elite / ADAPTER_CONFIG).is_file() else agents.pop("elite", None)
-    found = {name.replace("_", "-"): folder for name, folder in agents.items() if name != "elite"}
-    return ({} if elite is None else {"elite": elite}) | found
+    others = {name.replace("_", "-"): folder for name, folder in agents.items() if name != "elite"}
+    return ({} if elite is None else {"elite": elite}) | others
 
 
 def _name(folder: Path) -> str:
     """Return the name of a folder's adapter: ``elite``, ``agent-2``, or what the folder is called."""
-    place = folder.parent if folder.name == "actor" else folder
-    name = re.sub(r"[^\w.-]+|_", "-", place.absolute().name).strip("-.")
+    folder = folder.parent if folder.name == "actor" else folder
+    name = re.sub(r"[^\w.-]+|_", "-", folder.absolute().name).strip("-.")
     return name if name and name != BASE else "adapter"
 
 
@@ -98,7 +123,7 @@ def _room(folders: Iterable[Path]) -> int:
     return lora_capacity(max(ranks))
 
 
-def base_place(name: str) -> str:
+def servable_base(name: str) -> str:
     """Return what vLLM loads: a folder, or a name on the hub; nothing that it would read as an option or an address."""
     folder = tiny_model_path() if name == EMBEDDED else Path(name).expanduser()
     if folder.is_dir():
@@ -141,7 +166,8 @@ def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
     environment, algorithm = config.environment, config.algorithm
     for message in environment.conversation_template or ():
         if message.get("role") == "system":
-            yield f"the run's prompts begin with a system message, which a client has to send: {_line(message)}"
+            text = shown(" ".join(message.get("content", "").split()))
+            yield f"the run's prompts begin with a system message, which a client has to send: {text}"
     if instruction := AnswerFormat.of(environment).instruction:
         yield f"the run's questions end with an instruction, which a client has to send: {shown(instruction)}"
     if not environment.apply_chat_template:
@@ -152,19 +178,6 @@ def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
         yield "the run has a chat template of its own, which will be in its elite/: name it after --, --chat-template"
     if overrides := algorithm.get("config_overrides"):
         yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"
-
-
-def _line(message: Mapping[str, str]) -> str:
-    return shown(" ".join(message.get("content", "").split()))
-
-
-def _program() -> tuple[list[str], Sequence[str]]:
-    """Return the beginning of the command, up to the base, and options of this build of vLLM."""
-    installed = installed_vllm()
-    if installed is None or installed[0] == "vllm":
-        return ["vllm", "serve"], ()
-    # `vllm serve` asks for the version of a distribution that this one is not.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"], _ON_A_CPU
 
 
 def _written(command: Sequence[str]) -> str:

@@ -81,8 +81,8 @@ def test_what_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
     assert "did you mean 'tiny'" in refused("tinny")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").touch()
-    assert "holds something else" in refused("tiny", "other")
-    assert "cannot be written: File exists" in refused("tiny", "other/file/inside")
+    assert "exists; choose another folder" in refused("tiny", "other")
+    assert "could not be written: File exists" in refused("tiny", "other/file/inside")
 
     model = fetch.MODELS["tiny"]
     with monkeypatch.context() as patched:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from agilerl.cli.output import console
-from agilerl.cli.running import follow
+from agilerl.cli.progress import watch
+from agilerl.cli.running import stoppable
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import WriteError
 from agilerl.training.loop import train
@@ -147,8 +148,9 @@ def test_a_run_whose_output_goes_away_stops_at_a_checkpoint(
     happens, code = ENDINGS[ending]
     root, shown = tmp_path / "run", console(file=Terminal(happens))
     session = build(load_manifest(None, [*SMALL, "training.checkpoint_steps=null"]))
-    with pytest.raises(SystemExit if isinstance(code, int) else code) as ended:
-        follow(lambda stop: train(session, root, stop=stop), session, root, shown, as_json=False)
+    ends = pytest.raises(SystemExit if isinstance(code, int) else code)
+    with ends as ended, stoppable(root, shown) as stop:
+        watch(train(session, root, stop=stop), session, shown, stop=stop)
     if isinstance(ended.value, SystemExit):
         assert ended.value.code == code
     told = str(ended.value) + capsys.readouterr().err
@@ -164,7 +166,8 @@ def test_a_hangup_that_nohup_has_made_harmless(tmp_path: Path) -> None:
     try:
         root, shown = tmp_path / "run", console(file=Terminal(hangs_up))
         session = build(load_manifest(None, [*SMALL, "training.max_steps=48"]))
-        follow(lambda stop: train(session, root, stop=stop), session, root, shown, as_json=False)
+        with stoppable(root, shown) as stop:
+            watch(train(session, root, stop=stop), session, shown, stop=stop)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert (root / "summary.json").exists()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agilerl.cli.progress import _print_answers, genes_text, log, watch
+from agilerl.cli.output import genes_text
+from agilerl.cli.progress import _print_answers, log, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import read_completions
@@ -232,13 +233,13 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
             seen.append(written(screen)[before:])
 
     watch(watched(), session, screen)
-    text = "".join(seen)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "".join(seen))
     for phase in ("base test", "train", "exam"):
         assert phase in text
     assert " 50% 0:00:00" in text
     assert "100% 0:00:00" in text
     assert "iteration 1" not in text  # the table says it
-    rows = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").split("\n")
+    rows = text.replace("\r", "\n").split("\n")
     assert {row[:10].strip() for row in rows if "━" in row} == {"run", "start", "base test", "train", "exam"}
     assert max(map(len, rows)) <= width
 
@@ -260,7 +261,7 @@ def test_a_failure_is_said_once_and_counted(session: Session) -> None:
 
     screen = console(140, terminal=False)
     watch(failing(), session, screen)
-    said = "iteration 1: agent 1 nonfinite (a loss or a gradient was not finite, so the step was skipped)\n"
+    said = "iteration 1: agent 1 nonfinite (a loss or gradient that was not finite: lower algorithm.lr)\n"
     assert written(screen).count(": agent 1 nonfinite") == written(screen).count(said) == 1
     header, *rows = last_table(written(screen))
     assert "failures" in header

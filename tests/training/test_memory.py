@@ -142,7 +142,7 @@ def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
     config = load_manifest(None, [*SMALL, *overrides])
     found, row = parts(*overrides), longest_row(*overrides)
     # The check supposes rows of the longest length, all of whose tokens may be actions.
-    load = workload(resolve(config), Lengths(prompt=0, completion=row, longest=row, said=()))
+    load = workload(resolve(config), Lengths(prompt=0, completion=row, longest=row, notes=()))
     found.pop("rollouts")  # which lie in the host's memory
     assert footprint.memory(model_shape(resolve(config), device="cpu"), load) == found
 
