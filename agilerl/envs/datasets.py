@@ -14,7 +14,6 @@ from agilerl.envs.curation import (
     Needs,
     Purpose,
     RowFaultError,
-    Ruler,
     Sample,
     Sizes,
     check_rows,
@@ -203,33 +202,31 @@ class CuratedTask(DatasetTask):
             for split, source in given.items()
             if source is not None
         }
-        self._panel_sizes, self._bad_rows = Sizes(exam_prompts, test_prompts), bad_rows
-        self._shrink_panels, self._said = shrink_panels, Sizes(exam_prompts, test_prompts)
         self._setup(self._sources, grader, conversation_template, purpose, seed)
         self.name = self._sources["train"].name
-        self._curate(Ruler())
+        self._asked = self._announced = Sizes(exam_prompts, test_prompts)
+        self._bad_rows: BadRows = bad_rows
+        self._shrink = shrink_panels
+        self.fit(None, None)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Split the rows by the tokens that the model sees; leave out prompts of more than ``max_tokens`` tokens."""
-        self._curate(Ruler(tokenizer, max_tokens))
-
-    def _curate(self, ruler: Ruler) -> None:
-        curated = curate(
+        sides, self.counts = curate(
             self._sources,
             self._form,
-            self._panel_sizes,
-            converse=self._converse,
-            ruler=ruler,
+            self._asked,
+            self._converse,
+            tokenizer=tokenizer,
+            max_tokens=max_tokens,
             bad_rows=self._bad_rows,
-            shrink=self._shrink_panels,
+            shrink=self._shrink,
         )
-        self.counts = curated.counts
-        self._use(curated.sides)
-        found, asked = Sizes(self.exam_prompts, self.test_prompts), self._panel_sizes
-        if found != self._said:
-            self._said = found
-            distinct = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
-            warn_of_fewer(self.name, (asked.exam, asked.test), (found.exam, found.test), distinct)
+        self._use(sides)
+        sizes = Sizes(self.exam_prompts, self.test_prompts)
+        if sizes != self._announced:
+            self._announced = sizes
+            rows = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
+            warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:
@@ -268,7 +265,7 @@ def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
     for part, form in zip(parts, forms):
         if form != forms[0]:
             raise EnvError(
-                f"expected datasets with the same form, found {forms[0].told()} in {parts[0].name} and {form.told()} "
+                f"expected datasets with the same form, found {forms[0]} in {parts[0].name} and {form} "
                 f"in {part.name}; rename columns so that they agree"
             )
     return forms[0]

@@ -124,7 +124,7 @@ QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form(
         (QA, {"question": ["1"], "answer": "2"}, "not_text", r"question, found \['1'\]"),
         (QA, {"question": " \n", "answer": "2"}, "empty", r"question, found ' \\n'"),
         (QA, {"question": "1", "answer": ""}, "empty", "answer, found ''"),
-        (QA, {"question": [], "answer": "2"}, "empty", "column question, found an empty list"),
+        (QA, {"question": [], "answer": "2"}, "empty", r"column question, found \[\]"),
         (QA, {"question": "a\ud800", "answer": "2"}, "not_text", "half of a character"),
         (Form("question", "answer", "any"), {"question": "1", "answer": None}, "missing", "answer, found None"),
         (
@@ -135,7 +135,7 @@ QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form(
         ),
         (TALK, {"messages": "hello"}, "not_text", "column messages, found 'hello'"),
         (TALK, {"messages": [{"role": "user"}]}, "not_text", "in the column messages"),
-        (TALK, {"messages": [{"role": "user", "content": None}]}, "not_text", "as the content of each message"),
+        (TALK, {"messages": [{"role": "user", "content": None}]}, "not_text", "with texts in the column messages"),
         (TALK, {"messages": ASK}, "missing", "ends with the assistant"),
         (TALK, {"messages": SAY}, "missing", "a message before the assistant's"),
         (TALK, {"messages": [*ASK, {"role": "assistant", "content": ""}]}, "empty", "in the last message"),
