@@ -98,6 +98,13 @@ class Form:
             raise RowFaultError("not_text", "expected text, found half of a character in it (a lone surrogate)")
         return sample
 
+    def is_conversation(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row's prompt is a conversation, not a text; False for a malformed row."""
+        try:
+            return not isinstance(self.read(row).prompt, str)
+        except RowFaultError:
+            return False
+
     def _read(self, row: Mapping[str, Any]) -> Sample:
         if self.prompt is None:
             prompt, chosen, rejected = _shared_prompt(row)

@@ -13,7 +13,6 @@ from agilerl.envs.curation import (
     Form,
     Needs,
     Purpose,
-    RowFaultError,
     Sample,
     Sizes,
     check_rows,
@@ -89,7 +88,12 @@ class DatasetTask(Task):
         self._grader, self.grader, self.seed = grader, grader_name(grader), seed
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
         self.labelled = self._form.labelled
-        self._template = _checked_template(template, sides["train"], self._form)
+        rows = sides["train"]
+        self._template = checked_template(template, rows[0])
+        if template and self._form.is_conversation(rows[0]):
+            raise ConfigError(
+                f"{rows.name} holds conversations, which are used as they are; remove conversation_template"
+            )
 
     def _use(self, sides: Mapping[Split, Rows]) -> None:
         self._sides = sides
@@ -144,8 +148,7 @@ class DatasetTask(Task):
     def _converse(self, row: Mapping[str, Any], sample: Sample) -> list[Message]:
         if not isinstance(sample.prompt, str):
             return sample.prompt
-        filled = {**row, "question": sample.prompt}
-        return [{"role": m["role"], "content": fill_template(m["content"], filled)} for m in self._template]
+        return filled(self._template, {**row, "question": sample.prompt})
 
 
 class CuratedTask(DatasetTask):
@@ -231,7 +234,26 @@ class CuratedTask(DatasetTask):
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:
     """Replace ``{column}`` by the row's value; braces that name no column stay, as do braces inside values."""
-    return PLACEHOLDER.sub(lambda found: str(row[found[1]]) if found[1] in row else found[0], text)
+    return PLACEHOLDER.sub(lambda match: str(row[match[1]]) if match[1] in row else match[0], text)
+
+
+def filled(template: Template, row: Mapping[str, Any]) -> list[Message]:
+    """Return a template's messages with the row's columns filled in."""
+    return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in template]
+
+
+def checked_template(template: Template | None, columns: Iterable[str]) -> Template:
+    """Return a template, by default the question alone; raises ConfigError if no prompt would differ from another."""
+    for message in template or PLAIN:
+        if not {"role", "content"} <= set(message):
+            raise ConfigError(f"conversation_template: expected role and content in each message, found {message!r}")
+    used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
+    if used.isdisjoint({"question", *columns} - {"answer"}):
+        raise ConfigError(
+            "conversation_template: expected {question} (or another column) in one of the messages, otherwise every "
+            f"prompt is the same; found the placeholders {sorted(used)}"
+        )
+    return template or PLAIN
 
 
 def needs_answer(grader: Grader) -> Needs:
@@ -259,34 +281,11 @@ def _read(split: Split, source: Any) -> Rows:
 def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
     """Return the form of all rows; raises EnvError if datasets have different ones."""
     parts = [part for rows in sides for part in rows.parts]
-    forms = [
-        replace(form_of(part.columns, purpose, part.name, needs=needs), grades_text=needs == "text") for part in parts
-    ]
+    forms = [form_of(part.columns, purpose, part.name, needs=needs) for part in parts]
     for part, form in zip(parts, forms):
         if form != forms[0]:
             raise EnvError(
-                f"expected datasets with the same form, found {forms[0]} in {parts[0].name} and {form} "
-                f"in {part.name}; rename columns so that they agree"
+                f"expected datasets with the same form, found {forms[0]} in {parts[0].name} and {form} in {part.name}; "
+                "rename columns so that they agree"
             )
-    return forms[0]
-
-
-def _checked_template(template: Template | None, rows: Rows, form: Form) -> Template:
-    row = rows[0]
-    try:
-        conversational = not isinstance(form.read(row).prompt, str)
-    except RowFaultError:
-        conversational = False
-    if conversational and template:
-        raise ConfigError(f"{rows.name} holds conversations, which are used as they are; remove conversation_template")
-    for message in template or PLAIN:
-        whole = isinstance(message, Mapping) and {"role", "content"} <= set(message)
-        if not whole or not isinstance(message["content"], str):
-            raise ConfigError(f"a conversation template is a list of {{'role', 'content'}}, found {message!r} in it")
-    used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
-    if used.isdisjoint({"question", *row} - {"answer"}):
-        raise ConfigError(
-            "expected {question} (or another column) somewhere in the conversation template, otherwise every prompt is "
-            f"the same; found the placeholders {sorted(used)} and the columns {sorted(row)}"
-        )
-    return template or PLAIN
+    return replace(forms[0], grades_text=needs == "text")
