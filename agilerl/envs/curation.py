@@ -98,13 +98,6 @@ class Form:
             raise RowFaultError("not_text", "expected text, found half of a character in it (a lone surrogate)")
         return sample
 
-    def is_conversation(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row's prompt is a conversation, not a text; False for a malformed row."""
-        try:
-            return not isinstance(self.read(row).prompt, str)
-        except RowFaultError:
-            return False
-
     def _read(self, row: Mapping[str, Any]) -> Sample:
         if self.prompt is None:
             prompt, chosen, rejected = _shared_prompt(row)
@@ -112,9 +105,7 @@ class Form:
         if self.prompt == "messages":
             return (self.learned and _calling(row)) or _conversation(row, self.needs == "text")
         if self.prompt == "text":
-            if not isinstance(text := _value(row, "text"), str):
-                raise RowFaultError("not_text", f"expected text in the column text, found {shown(text)}")
-            return Sample("", text)
+            return Sample("", _text(row, "text"))
         prompt = _prompt(row, self.prompt)
         if self.pairs:
             chosen, rejected = (_answer(row, column, prompt) for column in ("chosen", "rejected"))
@@ -135,18 +126,11 @@ def form_of(
     needs: Needs = "no",
     learned: bool = False,
 ) -> Form:
-    """Return the form of rows with these columns.
+    """Return the form of rows with these columns, of the dataset ``name``.
 
-    Args:
-        columns: what the rows have.
-        purpose: what they are read for.
-        name: the dataset's name in messages.
-        response: response column of ``sft``; without a ``target``, its default, one of the usual ones.
-        needs: whether ``reasoning`` needs an answer to grade with.
-        learned: whether rows of ``sft`` are only learned, never asked.
-
-    Raises:
-        EnvError: a column is missing; the message names the nearest one.
+    ``response`` is the response column of ``sft``: without a ``target``, its default, it is one of the usual ones;
+    rows of ``sft`` that are only ``learned``, never asked, may be whole texts. ``needs`` says whether ``reasoning``
+    needs an answer to grade with. Raises EnvError if a column is missing; the message names the nearest one.
     """
     if purpose == "unpaired" and "label" in columns:
         return replace(form_of(columns, "sft", name, response=response), labelled=True)
@@ -222,14 +206,12 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     messages = value if isinstance(value, Sequence) else ()
     sound = (isinstance(m, Mapping) and "role" in m and isinstance(m.get("content"), str) for m in messages)
     if not messages or not all(sound):
-        raise RowFaultError(
-            "not_text",
-            f"expected text or a list of {{'role', 'content'}} with texts in {where}, found {value!r:.100}",
-        )
+        expected = "expected text or a list of {'role', 'content'} with texts"
+        raise RowFaultError("not_text", f"{expected} in {where}, found {shown(value)}")
     return [{"role": str(m["role"]), "content": m["content"]} for m in messages]
 
 
-def _value(row: Mapping[str, Any], column: str) -> Any:
+def _value(row: Mapping[str, Any], column: str) -> str | list[Message]:
     """Return a value that is a non-empty text or conversation."""
     value, expected = row.get(column), f"expected text in the column {column}, found"
     if value is None:
@@ -246,14 +228,19 @@ def _value(row: Mapping[str, Any], column: str) -> Any:
     return messages
 
 
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if not isinstance(value := _value(row, column), str):
+        raise RowFaultError("not_text", f"expected text in the column {column}, found {shown(value)}")
+    return value
+
+
 def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
     value: Any = row.get(column)
     if not isinstance(value, str | list) and hasattr(value, "tolist"):  # of numpy or torch
         value = value.tolist()
     if isinstance(value, list) and value and all(type(one) in (int, float) for one in value):
         return str(value)  # the row keeps the numbers, for the grader
-    prompt: str | list[Message] = _value(row, column)
-    return prompt
+    return _value(row, column)
 
 
 def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str:
@@ -263,9 +250,8 @@ def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) ->
         value = value[-1:]
     messages = as_messages(value, "assistant", f"the column {column}")
     if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise RowFaultError(
-            "not_text", f"expected text or one message of the assistant in the column {column}, found {value!r:.100}"
-        )
+        expected = f"expected text or one message of the assistant in the column {column}"
+        raise RowFaultError("not_text", f"{expected}, found {shown(value)}")
     return messages[0]["content"]
 
 
@@ -284,21 +270,15 @@ def label_of(row: Mapping[str, Any]) -> bool:
 
 def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
     """Split a whole conversation into the prompt and the assistant's last message."""
-    messages = _value(row, "messages")
-    if isinstance(messages, str):
-        raise RowFaultError(
-            "not_text", f"expected a list of {{'role', 'content'}} in the column messages, found {messages!r:.100}"
-        )
-    last = messages[-1]
+    if isinstance(messages := _value(row, "messages"), str):
+        raise RowFaultError("not_text", f"expected messages in the column messages, found {shown(messages)}")
+    *before, last = messages
     if last["role"] != "assistant" and not answered:
         return Sample(messages)
-    if last["role"] != "assistant" or len(messages) == 1:
-        raise RowFaultError(
-            "missing",
-            "expected a conversation in the column messages that ends with the assistant, with a message before the "
-            f"assistant's, found {last!r:.100}",
-        )
-    return Sample(messages[:-1], last["content"])
+    if last["role"] != "assistant" or not before:
+        expected = "expected a conversation that ends with the assistant's answer to a message"
+        raise RowFaultError("missing", f"{expected}, found {shown(messages)}")
+    return Sample(before, last["content"])
 
 
 def _calling(row: Mapping[str, Any]) -> Sample | None:
@@ -321,9 +301,8 @@ def _calling(row: Mapping[str, Any]) -> Sample | None:
         if HALF.search(json.dumps([messages, tools], ensure_ascii=False)) or not isinstance(tools, list):
             raise ValueError("expected text and a list of tools")
     except (EnvError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise RowFaultError(
-            "not_text", f"expected messages with calls of tools in {where}, found {error} in {shown(value)}"
-        ) from error
+        expected = f"expected messages with calls of tools in {where}"
+        raise RowFaultError("not_text", f"{expected}, found {error} in {shown(value)}") from error
     if len(plain) < 2 or plain[-1]["role"] != "assistant":
         raise RowFaultError("missing", f"expected a conversation that ends with the assistant in {where}")
     calls = messages[-1].get("tool_calls", [])
@@ -346,11 +325,8 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], str, st
     *before, last = as_messages(chosen, "assistant", "chosen")
     *others, worse = as_messages(rejected, "assistant", "rejected")
     if not before or before != others or not last["role"] == worse["role"] == "assistant":
-        raise RowFaultError(
-            "missing",
-            "expected conversations in chosen and rejected that differ only in the assistant's last message; otherwise "
-            "add the column prompt",
-        )
+        expected = "conversations in chosen and rejected that differ only in the assistant's last message"
+        raise RowFaultError("missing", f"expected {expected}, or a column prompt; add it")
     return before, last["content"], worse["content"]
 
 
@@ -361,9 +337,8 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
         shared -= 1
     prompt = chosen[:shared].rstrip()
     if not prompt:
-        raise RowFaultError(
-            "missing", "expected a column prompt, because the texts in chosen and rejected share no beginning; add it"
-        )
+        expected = "texts in chosen and rejected that begin alike"
+        raise RowFaultError("missing", f"expected {expected}, or a column prompt; add it")
     better, worse = chosen[len(prompt) :], rejected[len(prompt) :]
     if not better.strip() or not worse.strip():
         raise RowFaultError("empty", f"expected an answer after the shared beginning of {shown(chosen)}, found none")
@@ -430,17 +405,11 @@ def curate(
     Training rows (and rows of the exam's own dataset) whose rendered prompt is in a panel are left out. In a mixture,
     every dataset gives each panel its share by weight.
 
-    Args:
-        sources: ``train``, and ``exam`` and ``test`` if they are separate datasets.
-        form: which columns are read.
-        sizes: number of prompts in each panel.
-        converse: turns a row into the conversation shown to the model.
-        tokenizer: renders and measures prompts; if None, they are compared as conversations and have no length. Rows
-            whose text contains one of its special tokens, which would be read e.g. as the end of a message, are left
-            out.
-        max_tokens: most tokens of a prompt; rows with a longer one are left out.
-        bad_rows: ``raise`` an error at the first malformed row, or ``drop`` such rows.
-        shrink: if there are too few prompts, make the panels smaller, so that training keeps half of its rows.
+    ``converse`` turns a row into the conversation shown to the model. Prompts are compared and measured as the
+    ``tokenizer``'s tokens; without one they are compared as conversations, and have no length. Rows with a longer
+    prompt than ``max_tokens``, or a special token of the tokenizer in a text, which would be read e.g. as the end of a
+    message, are left out; malformed rows too, if ``bad_rows`` is ``drop``. ``shrink`` makes panels smaller if there are
+    too few prompts, so that training keeps half of its rows.
 
     Returns:
         The rows of ``train``, ``exam`` and ``test``, no two of which share a rendered prompt, and the number of rows:

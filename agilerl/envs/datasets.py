@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from agilerl.envs.curation import (
     Form,
     Needs,
     Purpose,
+    RowFaultError,
     Sample,
     Sizes,
     check_rows,
@@ -90,10 +92,9 @@ class DatasetTask(Task):
         self.labelled = self._form.labelled
         rows = sides["train"]
         self._template = checked_template(template, rows[0])
-        if template and self._form.is_conversation(rows[0]):
-            raise ConfigError(
-                f"{rows.name} holds conversations, which are used as they are; remove conversation_template"
-            )
+        with suppress(RowFaultError):  # reported when all rows are read
+            if template and not isinstance(self._form.read(rows[0]).prompt, str):
+                raise ConfigError(f"{rows.name} holds conversations, used as they are; remove conversation_template")
 
     def _use(self, sides: Mapping[Split, Rows]) -> None:
         self._sides = sides

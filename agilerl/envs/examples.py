@@ -298,7 +298,7 @@ class PreferenceTask(DataTask):
 
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row; in training it has ``rejected``."""
-        row = super().row(split, index)
+        row = self.task.row(split, index)
         if split == "train" and self.task.counterexample(row) is None:
             row = {**row, "rejected": self._rejected(row, index)}
         return row
@@ -357,13 +357,13 @@ class UnpairedTask(DataTask):
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row; in training it has ``label``."""
         if self.labelled or split != "train":
-            return super().row(split, index)
+            return self.task.row(split, index)
         self.check_index(split, index)
         return {**self.task.row(split, index // 2), "label": index % 2 == 0}
 
     def level(self, position: int) -> int | None:
         """Return the task's level of a curriculum."""
-        return super().level(position if self.labelled else position // 2)
+        return self.task.level(position if self.labelled else position // 2)
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question with its answer, good or bad."""

@@ -137,7 +137,7 @@ QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form(
         (TALK, {"messages": [{"role": "user"}]}, "not_text", "in the column messages"),
         (TALK, {"messages": [{"role": "user", "content": None}]}, "not_text", "with texts in the column messages"),
         (TALK, {"messages": ASK}, "missing", "ends with the assistant"),
-        (TALK, {"messages": SAY}, "missing", "a message before the assistant's"),
+        (TALK, {"messages": SAY}, "missing", "the assistant's answer to a message"),
         (TALK, {"messages": [*ASK, {"role": "assistant", "content": ""}]}, "empty", "in the last message"),
         (TALK, {"messages": [*ASK, {**SAY[0], "tool_calls": [{}]}]}, "not_text", "found tool calls"),
         (PAIR, {"prompt": "1", "chosen": "2", "rejected": "2"}, "alike", r"chosen and rejected .* found '2'"),
