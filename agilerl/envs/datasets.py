@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from agilerl.arguments import Count, Seed, Whole, checked
@@ -76,12 +77,16 @@ class DatasetTask(Task):
             EnvError: an empty dataset, a missing column, a malformed row.
             ConfigError: a malformed template, or one without a placeholder for a column.
         """
-        given: dict[Split, Any] = {"train": train, "exam": exam, "test": test}
-        read = {split: _read(split, source) for split, source in given.items()}
-        self._setup(read, reward_fn, conversation_template, purpose, seed)
-        for rows in read.values():
+        without_test = isinstance(test, list | tuple) and not test
+        sides: dict[Split, Rows] = {
+            "train": read_dataset(train, name="the train dataset"),
+            "exam": read_dataset(exam, name="the exam dataset"),
+            "test": Rows(()) if without_test else read_dataset(test, name="the test dataset"),
+        }
+        self._setup(sides, reward_fn, conversation_template, purpose, seed)
+        for rows in sides.values():
             check_rows(rows, self._form)
-        self._use(read)
+        self._use(sides)
 
     def _setup(
         self, sides: Mapping[Split, Rows], graders: Graders, template: Template | None, purpose: Purpose, seed: int
@@ -198,33 +203,23 @@ class CuratedTask(DatasetTask):
             EnvError: a dataset that cannot be read or is too small, a missing column, a malformed row.
             ConfigError: a setting out of range, a malformed template.
         """
-        if dataset is None:
-            raise EnvError("CuratedTask(dataset=...): expected rows to train on, found None; pass a dataset or a file")
         given: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
-        self._sources = {
+        sources = {
             split: read_dataset(source, columns=columns, name=f"the {split} dataset")
             for split, source in given.items()
-            if source is not None
+            if source is not None or split == "train"
         }
-        self._setup(self._sources, grader, conversation_template, purpose, seed)
-        self.name = self._sources["train"].name
+        self._setup(sources, grader, conversation_template, purpose, seed)
+        self.name = sources["train"].name
         self._asked = self._announced = Sizes(exam_prompts, test_prompts)
-        self._bad_rows: BadRows = bad_rows
-        self._shrink = shrink_panels
+        self._curate = partial(
+            curate, sources, self._form, self._asked, self._converse, bad_rows=bad_rows, shrink=shrink_panels
+        )
         self.fit(None, None)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Split the rows by the tokens that the model sees; leave out prompts of more than ``max_tokens`` tokens."""
-        sides, self.counts = curate(
-            self._sources,
-            self._form,
-            self._asked,
-            self._converse,
-            tokenizer=tokenizer,
-            max_tokens=max_tokens,
-            bad_rows=self._bad_rows,
-            shrink=self._shrink,
-        )
+        sides, self.counts = self._curate(tokenizer=tokenizer, max_tokens=max_tokens)
         self._use(sides)
         sizes = Sizes(self.exam_prompts, self.test_prompts)
         if sizes != self._announced:
@@ -271,12 +266,6 @@ def needs_answer(grader: Grader) -> Needs:
             return "text" if parameter.annotation in (str, "str") else "any"
     # Three arguments with other names are a completion, an answer and a question.
     return "any" if len(required) == 3 and OF_A_BATCH.isdisjoint(p.name for p in required) else "no"
-
-
-def _read(split: Split, source: Any) -> Rows:
-    if split == "test" and isinstance(source, list | tuple) and not source:
-        return Rows(())
-    return read_dataset(source, name=f"the {split} dataset")
 
 
 def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:

@@ -109,18 +109,6 @@ def _answer(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
 
 
-def _check_shown(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless the chat template shows the tools and the calls of a conversation."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
-    text = render_text(tokenizer, messages, tools=tools) if names and has_template(tokenizer) else ""
-    if missing := sorted(name for name in names if name not in text):
-        raise ConfigError(
-            f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} does not show "
-            f"the tool {missing[0]!r}, so it would not be learned; use a model whose template has tools"
-        )
-
-
 def _render(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -131,7 +119,15 @@ def _render(
 ) -> Example:
     """Render a conversation; ``learned`` are the indices of the assistant's messages whose tokens are learned."""
     check_tokenizer(tokenizer)
-    _check_shown(tokenizer, messages, tools)
+    template = f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r}"
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
+    shown = render_text(tokenizer, messages, tools=tools) if names and has_template(tokenizer) else ""
+    if missing := sorted(name for name in names if name not in shown):
+        raise ConfigError(
+            f"{template} does not show the tool {missing[0]!r}, so it would not be learned; use a model whose template "
+            "has tools"
+        )
     text, ids, marks = "", [], list[bool]()
     for index in learned:
         _check_text(tokenizer, messages[index]["content"])
@@ -140,9 +136,9 @@ def _render(
         after = render_text(tokenizer, messages[: index + 1], tools=tools, prompts=False)
         if not before.startswith(text) or not after.startswith(before):
             raise ConfigError(
-                f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
-                "earlier text when a message follows, so the assistant's tokens cannot be identified; learn "
-                "completions only, with single answers (loss_on='completion'), or use a template that only appends"
+                f"{template} changes earlier text when a message follows, so the assistant's tokens cannot be "
+                "identified; learn completions only, with single answers (loss_on='completion'), or use a template "
+                "that only appends"
             )
         new, answer = text_ids(tokenizer, before[len(text) :]), text_ids(tokenizer, after[len(before) :])
         response = messages[index]["content"][len(prefill) :].strip()

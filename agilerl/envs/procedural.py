@@ -163,6 +163,7 @@ class ReasoningGymTask(Task):
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
         self.shrink_panels = shrink_panels
+        self._kind = "distinct questions" if holdout == "any" else "distinct questions in its reserved fifth"
         self._datasets: dict[tuple[str, int, int], Any] = {}
         self._panel: list[Row] = []
         self._panel_questions: set[str] = set()
@@ -301,10 +302,6 @@ class ReasoningGymTask(Task):
         self._panel_questions = {row["question"] for row in self._panel}
         return True
 
-    @property
-    def _kind(self) -> str:
-        return "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
-
     def _exhausted(self) -> EnvError:
         other = "" if self.holdout == "any" else ", or set holdout to 'any', which lets panels hold any question"
         return EnvError(
@@ -329,12 +326,9 @@ class ReasoningGymTask(Task):
         if key not in self._datasets:
             while len(self._datasets) >= KEPT_DATASETS:
                 del self._datasets[next(iter(self._datasets))]
-            seed, params = self._chunk_seed(purpose, chunk), self.levels[level]
+            seed = int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))
             try:
-                self._datasets[key] = build_dataset(self.name, params, seed=seed, size=CHUNK)
+                self._datasets[key] = build_dataset(self.name, self.levels[level], seed=seed, size=CHUNK)
             except ConfigError as error:
                 raise ConfigError(f"{error}{self._of_level(level)}") from error
         return self._datasets[key]
-
-    def _chunk_seed(self, purpose: str, chunk: int) -> int:
-        return int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))

@@ -34,15 +34,15 @@ class Part:
     """All rows as they were read: a sequence of dicts, or a Hugging Face ``Dataset``."""
     names: Mapping[str, str]
     """All columns that occur in any row: from the source's names to those in the rows."""
+    indices: Sequence[int]
+    """Which of the rows belong to the part."""
     lines: Sequence[int] = ()
     """For text files, the line where each row begins, counted from 1."""
     weight: float = 1.0
     """Its share of a mixture, relative to the other parts."""
-    indices: Sequence[int] | None = None
-    """Which of the rows belong to the part; None for all."""
 
     def __len__(self) -> int:
-        return len(self.rows if self.indices is None else self.indices)
+        return len(self.indices)
 
     @property
     def columns(self) -> list[str]:
@@ -51,17 +51,12 @@ class Part:
 
     def row(self, index: int) -> Row:
         """Return a row with all its columns."""
-        row = self.rows[index if self.indices is None else self.indices[index]]
+        row = self.rows[self.indices[index]]
         return {self.names.get(column, column): value for column, value in row.items()}
-
-    def at(self, index: int) -> str:
-        """Describe where a row is in its source."""
-        number = index if self.indices is None else self.indices[index]
-        return f"line {self.lines[number]}" if self.lines else f"row {number}"
 
 
 def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = ()) -> Part:
-    return Part(name, rows, {str(column): str(column) for column in columns}, lines)
+    return Part(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
 
 
 class Rows(Sequence[Row]):
@@ -107,7 +102,8 @@ class Rows(Sequence[Row]):
     def where(self, index: int) -> str:
         """Describe where a row is from: the line in a text file, else its number counted from 0."""
         part, number = self._find(index)
-        return f"{part.at(number)} of {part.name}"
+        number = part.indices[number]
+        return f"{f'line {part.lines[number]}' if part.lines else f'row {number}'} of {part.name}"
 
     def part_of(self, index: int) -> int:
         """Return the number of the part that a row belongs to."""
@@ -118,7 +114,7 @@ class Rows(Sequence[Row]):
         indices: list[list[int]] = [[] for _ in self.parts]
         for index in sorted(kept):
             part, number = self._find(index)
-            indices[self.part_of(index)].append(number if part.indices is None else part.indices[number])
+            indices[self.part_of(index)].append(part.indices[number])
         return Rows([replace(part, indices=numbers) for part, numbers in zip(self.parts, indices)])
 
     def _find(self, index: int) -> tuple[Part, int]:

@@ -62,13 +62,13 @@ class TokenObservationWrapper:
             ConfigError: a setting out of range, or a chat template that does not suit the environment.
         """
         tokenizer = padded(tokenizer)
-        self._task = EpisodeTask(
-            lambda: env,
-            max_turns=max_turns,
-            apply_chat_template=apply_chat_template,
-            strict_chat_template_boundary=strict_chat_template_boundary,
-            enable_sliding_window=enable_sliding_window,
-        )
+        self.settings: dict[str, Any] = {
+            "apply_chat_template": apply_chat_template,
+            "strict_chat_template_boundary": strict_chat_template_boundary,
+            "enable_sliding_window": enable_sliding_window,
+        }
+        """How observations become prompts, as arguments of ``EpisodeTask``."""
+        self._task = EpisodeTask(lambda: env, max_turns=max_turns, **self.settings)
         self.env, self.tokenizer, self.max_turns = env, tokenizer, max_turns
         self.max_model_len = max_model_len
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
@@ -78,16 +78,6 @@ class TokenObservationWrapper:
         self._episode: Episode | None = None
         self._drawn = 0
         self._closed = False
-
-    @property
-    def settings(self) -> dict[str, bool]:
-        """How observations become prompts, as arguments of ``EpisodeTask``."""
-        task = self._task
-        return {
-            "apply_chat_template": task.apply_chat_template,
-            "strict_chat_template_boundary": task.strict,
-            "enable_sliding_window": task.sliding_window,
-        }
 
     @checked
     def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:
