@@ -182,10 +182,8 @@ class Task(ABC):
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
         """Return the row at a place with its prompt, which leaves room for a completion in ``context_length`` tokens.
 
-        In training, a row whose prompt is too long is replaced by another row, always the same one.
-
-        Raises:
-            EnvError: a panel's prompt is too long, or those of all stand-ins are.
+        In training, a row whose prompt is too long is replaced by another row, always the same one. Raises EnvError if
+        a panel's prompt is too long, or those of all stand-ins are.
         """
 
         def rendered(row: Row) -> list[int]:
@@ -285,11 +283,7 @@ def score_completions(task: AnyTask, rows: Sequence[Mapping[str, Any]], texts: S
 def grade_completions(
     task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], *, exam: bool = False
 ) -> Grades:
-    """Return the grades of each text as an answer to the row at the same place, by grader.
-
-    Raises:
-        RewardError: the numbers of rows and texts differ, or a grader failed for every text.
-    """
+    """Return the grades of each text as an answer to the row at the same index; errors as of ``score_completions``."""
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
     return task.grade_exam(texts, rows) if exam else task.grade(texts, rows)

@@ -93,11 +93,7 @@ class GradedTask(TaskWrapper):
 
 
 def all_weights(task: Task | EpisodeTask, weights: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the weights of all reward parts, ``weights`` overriding the task's; None if ``weights`` is empty.
-
-    Raises:
-        ConfigError: ``weights`` names a part that the reward does not have.
-    """
+    """Return the weights of all reward parts, ``weights`` overriding the task's; None if ``weights`` is empty."""
     if not weights:
         return None
     graded = _graded(task)

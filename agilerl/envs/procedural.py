@@ -49,9 +49,8 @@ class Curriculum:
     def levels(self, name: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the parameters of a dataset at each level; ``params`` are the task's, already checked.
 
-        Raises:
-            ConfigError: a dataset without a curriculum, an attribute or level that it does not have, or task parameters
-                that leave nothing to change.
+        Raises ConfigError for a dataset without a curriculum, an attribute or level that it does not have, or task
+        parameters that leave nothing to change.
         """
         members = {s["name"]: s["config"] for s in params["datasets"]} if name == "composite" else {name: params}
         known = {member: curriculum_attributes(member) for member in members}
@@ -170,6 +169,7 @@ class ReasoningGymTask(Task):
         self._panel_draws = self._draws_since_new = 0
         self.curriculum = curriculum
         self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
+        self._last = len(self.levels) - 1
         # Some scorers read the parameters (decimal_arithmetic its precision), so each level has its own scorer.
         datasets = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
         self._scorers = Scorers(self.name, self.levels, datasets)
@@ -228,10 +228,6 @@ class ReasoningGymTask(Task):
         if self.curriculum is not None:
             for level in range(len(self.levels)):
                 self._train_row(level * self.curriculum.prompts_per_level)
-
-    @property
-    def _last(self) -> int:
-        return len(self.levels) - 1
 
     def _of_level(self, level: int) -> str:
         where = f" (level {level} of its curriculum, which other attributes, params or a lower max_level can avoid)"

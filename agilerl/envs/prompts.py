@@ -103,9 +103,9 @@ def end_token_ids(tokenizer: Any) -> frozenset[int]:
     A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they are
     listed in the generation configuration next to the tokenizer's files.
     """
-    own = getattr(tokenizer, "eos_token_id", None)
-    beside = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
-    return beside if own is None else beside | {int(own)}
+    end = getattr(tokenizer, "eos_token_id", None)
+    ends = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    return ends if end is None else ends | {int(end)}
 
 
 def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
@@ -113,10 +113,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
 
     ``known``, the number of tokens marked by an action mask or with log-probs, decides, because ids alone cannot
     distinguish a sampled pad token from padding. Without it, a completion ends at its first token of ``ends``, or else
-    before the trailing padding; a pad token followed by other tokens was sampled.
-
-    Raises:
-        EnvError: fewer ids than ``known``, or something other than padding after them.
+    before the trailing padding; a pad token followed by other tokens was sampled. Raises EnvError for fewer ids than
+    ``known``, or something other than padding after them.
     """
     if known is not None:
         behind = set(ids[known:])
@@ -126,10 +124,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
                 f"padding, found {len(ids)} tokens after the prompt"
             )
         return known
-    first = next((place for place, token in enumerate(ids) if token in ends), None)
-    if first is not None:
-        return first + 1
-    return next((place + 1 for place in range(len(ids) - 1, -1, -1) if ids[place] != pad), 0)
+    first = next((length for length, token in enumerate(ids, 1) if token in ends), None)
+    return first or next((length for length in range(len(ids), 0, -1) if ids[length - 1] != pad), 0)
 
 
 @checked
@@ -183,10 +179,7 @@ def render_text(
     """Return a conversation as the chat template writes it, up to where the model continues it.
 
     ``prompts=False`` omits the start of the model's message. With ``continues`` the last message stays open for the
-    model to continue.
-
-    Raises:
-        ConfigError: a malformed message, or a template that refuses the messages.
+    model to continue. Raises ConfigError for a malformed message, or a template that refuses the messages.
     """
     conversation, roles = as_messages(messages), {"prompts": prompts, "continues": continues}
     return str(_apply_template(tokenizer, conversation, tools, **roles, tokenize=False))
@@ -204,10 +197,7 @@ def _check_system_role(tokenizer: Any) -> None:
 
 
 def generation_prompt(tokenizer: Any) -> list[int]:
-    """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer.
-
-    Raises ConfigError if there are none.
-    """
+    """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer."""
     first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
     ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
     # Line breaks at the end may merge with those of a prefill into another token.
@@ -282,9 +272,8 @@ class ChatFormat:
     ) -> None:
         """Probe a tokenizer's chat template.
 
-        Raises:
-            ConfigError: no pad or end token, a template that refuses the roles user, assistant, user, one that hides
-                what the assistant said, or one that leaves out the tools.
+        Raises ConfigError for no pad or end token, or a template that refuses the roles user, assistant, user, or
+        leaves out the tools.
         """
         check_tokenizer(tokenizer)
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -346,11 +335,7 @@ HALF = re.compile("[\ud800-\udfff]")
 
 
 def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an observation as messages; plain text becomes a user message.
-
-    Raises:
-        ConfigError: it is neither text nor a list of messages with a role and text, or has half a character.
-    """
+    """Return an observation as messages; plain text becomes a user message. Raises ConfigError for anything else."""
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     if (
         not isinstance(messages, Sequence)

@@ -117,10 +117,8 @@ class Scorers:
         """Return the score of an answer at a level, from 0 to 1.
 
         An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0. One
-        that it takes for right and that is not (``pays_for_nothing``) is worth what no answer is.
-
-        Raises:
-            RewardError: the scorer cannot read even the problem's correct answer, or the worker cannot start.
+        that it takes for right and that is not (``pays_for_nothing``) is worth what no answer is. Raises RewardError if
+        the scorer cannot read even the problem's correct answer, or the worker cannot start.
         """
         if answer != row["answer"]:
             source = str(row["metadata"]["source_dataset"])

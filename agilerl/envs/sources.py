@@ -64,7 +64,15 @@ class Rows(Sequence[Row]):
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        self._starts = (0, *accumulate(map(len, self.parts)))
+        self.name = " and ".join(part.name for part in parts)
+        """The rows' name in messages."""
+        self.columns = list(dict.fromkeys(column for part in parts for column in part.columns))
+        """Names of all columns that occur in any row."""
+        self.sizes = [len(part) for part in parts]
+        """Number of rows of each part."""
+        self.weights = [part.weight for part in parts]
+        """Weight of each part."""
+        self._starts = (0, *accumulate(self.sizes))
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -78,26 +86,6 @@ class Rows(Sequence[Row]):
 
     def __repr__(self) -> str:
         return f"Rows({len(self)} of {self.name}, columns {self.columns})"
-
-    @property
-    def name(self) -> str:
-        """The rows' name in messages."""
-        return " and ".join(part.name for part in self.parts)
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of all columns that occur in any row."""
-        return list(dict.fromkeys(column for part in self.parts for column in part.columns))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of rows of each part."""
-        return [len(part) for part in self.parts]
-
-    @property
-    def weights(self) -> list[float]:
-        """Weight of each part."""
-        return [part.weight for part in self.parts]
 
     def where(self, index: int) -> str:
         """Describe where a row is from: the line in a text file, else its number counted from 0."""
@@ -222,8 +210,7 @@ def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
 def read_file(path: Path) -> Part:
     """Read a file in the format of its suffix.
 
-    Raises:
-        EnvError: no such file, an unknown suffix, text that is not UTF-8, a damaged line, or a duplicate column.
+    Raises EnvError for no file, an unknown suffix, text that is not UTF-8, a damaged line, or a duplicate column.
     """
     kind, memory = path.suffix.lower(), memory_bytes()
     try:
@@ -282,10 +269,10 @@ def _parsed(text: str, path: Path, where: str, line: int = 1) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        found = error.doc[error.pos : error.pos + 40].strip() or "the end"
+        rest = error.doc[error.pos : error.pos + 40].strip() or "the end"
         raise EnvError(
             f"line {line + error.lineno - 1} of {path.name} is not a complete JSON value: {error.msg} at character "
-            f"{error.colno}, found {shown(found)}; is the file damaged?"
+            f"{error.colno}, found {shown(rest)}; is the file damaged?"
         ) from error
     except (ValueError, RecursionError) as error:
         raise EnvError(f"{where} cannot be read as JSON: {error}") from error

@@ -208,11 +208,9 @@ def graded(
     """Return ``task`` with the manifest's graders, set up, or unchanged if there are none.
 
     ``allow_code`` allows graders that are functions and classes named by the manifest; ``typed_addresses`` are those
-    that a judge's key may be sent to because the user gave them on the command line.
-
-    Raises:
-        ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; duplicate graders; a
-            fitness grader that is none of them.
+    that a judge's key may be sent to because the user gave them on the command line. Raises ConfigError for a grader
+    that is unknown, takes other parameters, or is not for manifests; for duplicate graders, and for a fitness grader
+    that is none of them.
     """
     if config.graders is None:
         return task
@@ -227,7 +225,11 @@ def graded(
     # Weights that evolve may start at 0; they need a fitness grader.
     if not any(weight for _, weight in named.values()) and config.fitness_grader is None:
         raise ConfigError("environment.graders: every weight is 0, so there is nothing to learn; raise one of them")
-    task = GradedTask(task, CombinedGrader(named), _fitness(config.fitness_grader, named, task))
+    fitness: dict[str, Grader] = {OWN: TaskGrader(task), **{name: grader for name, (grader, _) in named.items()}}
+    if config.fitness_grader not in (None, *fitness):
+        wrong = str(config.fitness_grader)
+        raise ConfigError(f"environment.fitness_grader={shown(wrong)} is unknown; {nearest(wrong, fitness)}")
+    task = GradedTask(task, CombinedGrader(named), fitness.get(config.fitness_grader or ""))
     task.prepare()
     return task
 
@@ -238,11 +240,7 @@ def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None)
 
 
 def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:
-    """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight.
-
-    Raises:
-        ConfigError: a part that the reward does not have; a gene without a fitness grader.
-    """
+    """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight."""
     weights = {entry.called: entry.weight for entry in config.graders or ()}
     evolving = [name.partition(".")[2] for name in genes if name.startswith("reward_weights.")]
     keys = {f"algorithm.reward_weights.{name}": name for name in given}
@@ -255,16 +253,6 @@ def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iter
             f"weight to what is easy; use one of {', '.join(dict.fromkeys([OWN, *weights]))}"
         )
     return {**{name: weights[name] for name in evolving}, **given}
-
-
-def _fitness(name: str | None, named: dict[str, tuple[Grader, float]], task: Task) -> Grader | None:
-    if name is None:
-        return None
-    if name in named:
-        return named[name][0]
-    if name == OWN:
-        return TaskGrader(task)
-    raise ConfigError(f"environment.fitness_grader={shown(name)} is unknown; {nearest(name, [OWN, *named])}")
 
 
 def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Grader:
