@@ -24,6 +24,15 @@ _NUMBER = re.compile(
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
+_FORMATS: dict[Format, tuple[str, str]] = {
+    "whole": ("", "the whole completion"),
+    "tags": (f"Give your final answer between {OPEN} and {CLOSE}.", f"what stands between the last {OPEN} and {CLOSE}"),
+    "last_number": ("", "the last number of the completion"),
+    "after": ('End with "{phrase}" and your final answer.', "what follows the last {phrase!r} in its sentence"),
+    "boxed": (r"Give your final answer in \boxed{{}}.", r"what the last \boxed{{}} holds"),
+}
+"""What prompts end with, and what is graded."""
+
 
 @dataclass(frozen=True)
 class AnswerFormat:
@@ -41,38 +50,29 @@ class AnswerFormat:
     @property
     def instruction(self) -> str:
         """What prompts end with; empty for ``whole`` and ``last_number``, which ask for nothing."""
-        return {
-            "tags": f"Give your final answer between {OPEN} and {CLOSE}.",
-            "after": f'End with "{self.phrase}" and your final answer.',
-            "boxed": r"Give your final answer in \boxed{}.",
-        }.get(self.kind, "")
+        return _FORMATS[self.kind][0].format(phrase=self.phrase)
 
     def __str__(self) -> str:
-        graded = {
-            "whole": "the whole completion is graded",
-            "tags": f"what stands between the last {OPEN} and {CLOSE} is graded",
-            "last_number": "the last number of the completion is graded",
-            "after": f"what follows the last {self.phrase!r} in its sentence is graded",
-            "boxed": r"what the last \boxed{} holds is graded",
-        }[self.kind]
+        graded = _FORMATS[self.kind][1].format(phrase=self.phrase)
         asked = f"questions end with: {self.instruction}" if self.instruction else "prompts ask for no format"
-        return f"{graded}; {asked}"
+        return f"{graded} is graded; {asked}"
 
     def ask(self, messages: Sequence[Message]) -> list[Message]:
         """Return a conversation whose last user message ends with the instruction, unless the conversation asks itself.
 
         It asks if a message before the prefill has the tag, the box or the phrase.
         """
-        found, mark = [dict(message) for message in messages], {"tags": OPEN, "boxed": r"\boxed"}.get(self.kind)
-        end = len(found) - bool(found and found[-1]["role"] == "assistant")
-        if not self.instruction or any((mark or self.phrase) in message["content"] for message in found[:end]):
-            return found
-        place = max((k for k, message in enumerate(found) if message["role"] == "user"), default=None)
-        if place is None:
-            place = end
-            found.insert(place, {"role": "user", "content": ""})
-        found[place]["content"] = f"{found[place]['content']}\n\n{self.instruction}".lstrip("\n")
-        return found
+        asked = [dict(message) for message in messages]
+        mark = {"tags": OPEN, "boxed": r"\boxed"}.get(self.kind, self.phrase)
+        end = len(asked) - bool(asked and asked[-1]["role"] == "assistant")
+        if not self.instruction or any(mark in message["content"] for message in asked[:end]):
+            return asked
+        index = max((k for k, message in enumerate(asked) if message["role"] == "user"), default=None)
+        if index is None:
+            index = end
+            asked.insert(index, {"role": "user", "content": ""})
+        asked[index]["content"] = f"{asked[index]['content']}\n\n{self.instruction}".lstrip("\n")
+        return asked
 
     def find(self, completion: str, prefill: str = "") -> str | None:
         """Return the answer in a completion that continues ``prefill``; None if there is none.
@@ -105,14 +105,14 @@ def _tagged(text: str) -> Iterable[tuple[int, int]]:
 def _boxed(text: str) -> Iterable[tuple[int, int]]:
     """Yield the span within the last ``\\boxed{`` whose braces balance; of nested ones the inner one."""
     opened: list[int | None] = []
-    found = (0, 0)
+    last = (0, 0)
     for match in _BRACES.finditer(text):
         if match[0] == "}" and opened:
             start = opened.pop()
-            found = found if start is None else max(found, (start, match.start()))
+            last = last if start is None else max(last, (start, match.start()))
         elif match[0].endswith("{") and match[0] != r"\{":
             opened.append(match.end() if len(match[0]) > 1 else None)
-    yield found
+    yield last
 
 
 def _following(text: str, phrase: str) -> Iterable[tuple[int, int]]:

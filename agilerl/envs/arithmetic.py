@@ -65,10 +65,7 @@ class GCD(_Dataset):
                 "numbers": numbers,
                 "result": divisor,
                 "num_terms": len(numbers),
-                "difficulty": {
-                    "num_terms": (c.min_numbers, c.max_numbers),
-                    "value": (c.min_value, c.max_value),
-                },
+                "difficulty": {"num_terms": (c.min_numbers, c.max_numbers), "value": (c.min_value, c.max_value)},
             },
         }
 
@@ -115,10 +112,7 @@ class ChainSum(_Dataset):
                 "num_terms": count,
                 "num_digits": digits,
                 "expression": expression,
-                "difficulty": {
-                    "num_terms": (c.min_terms, c.max_terms),
-                    "num_digits": (c.min_digits, c.max_digits),
-                },
+                "difficulty": {"num_terms": (c.min_terms, c.max_terms), "num_digits": (c.min_digits, c.max_digits)},
             },
         }
 
@@ -139,10 +133,10 @@ DATASETS: dict[str, tuple[type, type]] = {"gcd": (GCD, GCDConfig), "chain_sum": 
 
 def create_dataset(name: str, **params: Any) -> _Dataset:
     """Return a dataset with parameters; raises ValueError for values that it refuses."""
-    dataset, config = DATASETS[name]
-    made = config(**params)
-    made.validate()
-    return dataset(made)  # type: ignore[no-any-return]
+    dataset, parameters = DATASETS[name]
+    config = parameters(**params)
+    config.validate()
+    return dataset(config)  # type: ignore[no-any-return]
 
 
 def _check(fits: bool, rule: str) -> None:

@@ -5,7 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -15,7 +15,7 @@ from agilerl.arguments import Hint, checked
 from agilerl.custom_code import left, torch_restored
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import Grades, ScoreOrError, check_score, grades_of, score_or_error
+from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, score_or_error
 from agilerl.rewards.waiting import WaitingGrader, speaks_for
 from agilerl.streams import stream
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Message = dict[str, str]
 """``{"role": "system" | "user" | "assistant", "content": str}``."""
 
-Made = TypeVar("Made")
+Rendered = TypeVar("Rendered")
 
 TRIED_ROWS = 256
 """Training rows rendered before a run starts, to check that they fit."""
@@ -118,18 +118,20 @@ class Task(ABC):
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        scores_or_errors: list[ScoreOrError] = []
+        outcomes: list[ScoreOrError] = []
         with torch_restored():
             for completion, row in zip(completions, rows):
                 try:
-                    scores_or_errors.append(check_score(self.reward(completion, row), f"the reward of {self.name}"))
+                    score: object = self.reward(completion, row)
                 except RewardError as error:
-                    scores_or_errors.append(error)
+                    outcomes.append(error)
+                    continue
                 except Exception as error:  # any failure concerns this completion alone
-                    scores_or_errors.append(score_or_error(error, f"the reward of {self.name}"))
-                except BaseException as error:
-                    scores_or_errors.append(score_or_error(left(error), f"the reward of {self.name}"))
-        return grades_of(self.grader, scores_or_errors)
+                    score = error
+                except BaseException as error:  # a scorer must not end the process
+                    score = left(error)
+                outcomes.append(score_or_error(score, f"the reward of {self.name}"))
+        return grades_of(self.grader, outcomes)
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the grades of completions of an exam or test; by default as in training."""
@@ -180,28 +182,26 @@ class Task(ABC):
     def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
         """Return the row at a place with its prompt, which leaves room for a completion in ``context_length`` tokens.
 
-        In training, a row whose prompt is too long is replaced by another row, always the same one.
-
-        Raises:
-            EnvError: a panel's prompt is too long, or those of all stand-ins are.
+        In training, a row whose prompt is too long is replaced by another row, always the same one. Raises EnvError if
+        a panel's prompt is too long, or those of all stand-ins are.
         """
 
         def rendered(row: Row) -> list[int]:
             return render_prompt(tokenizer, self.messages(row), max_tokens=context_length - 1)
 
-        if split != "train":
-            row = self.row(split, index)
-            return Place(row, rendered(row))
-        row, ids, skipped = self.first_that_fits(index, rendered)
-        return Place(row, ids, skipped, self.level(index))
+        if split == "train":
+            row, ids, skipped = self.first_that_fits(index, rendered)
+            return Place(row, ids, skipped, self.level(index))
+        row = self.row(split, index)
+        return Place(row, rendered(row))
 
-    def first_that_fits(self, position: int, make: Callable[[Row], Made]) -> tuple[Row, Made, int]:
-        """Return a training row, ``make`` of it, and how many rows before it were too long."""
+    def first_that_fits(self, position: int, render: Callable[[Row], Rendered]) -> tuple[Row, Rendered, int]:
+        """Return a training row, ``render`` of it, and how many rows before it were too long."""
         first = None
         for number in range(_MOST_SKIPPED):
             row = self.row("train", position + number * _STRIDE)
             try:
-                return row, make(row), number
+                return row, render(row), number
             except PromptTooLongError as error:
                 first = first or error
         raise EnvError(f"none of {_MOST_SKIPPED} training rows of {self.name} fits; the first: {first}") from first
@@ -224,8 +224,23 @@ class Task(ABC):
             raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index!r}")
 
 
+def _of_inner(name: str) -> Any:
+    """Return the method of a wrapper that calls the inner task's."""
+
+    def method(self: "TaskWrapper", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.task, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, getattr(Task, name).__doc__
+    return method
+
+
 class TaskWrapper(Task):
     """A task around another one: what a subclass does not override is the inner task's."""
+
+    row, messages, reward = map(_of_inner, ("row", "messages", "reward"))
+    grade, grade_exam = map(_of_inner, ("grade", "grade_exam"))
+    level, demonstration, counterexample = map(_of_inner, ("level", "demonstration", "counterexample"))
+    prepare, close = map(_of_inner, ("prepare", "close"))
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -237,54 +252,14 @@ class TaskWrapper(Task):
         self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
         self.labelled = self.task.labelled
 
-    def row(self, split: Split, index: int) -> Row:
-        """Return the task's row."""
-        return self.task.row(split, index)
-
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """Return the task's conversation."""
-        return self.task.messages(row)
-
-    def level(self, position: int) -> int | None:
-        """Return the task's level of a curriculum."""
-        return self.task.level(position)
-
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return the task's reward."""
-        return self.task.reward(completion, row)
-
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the task's grades."""
-        return self.task.grade(completions, rows)
-
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the task's grades of an exam."""
-        return self.task.grade_exam(completions, rows)
-
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the task's graders that may begin early."""
         return waiting_graders(self.task, exam=exam)
-
-    def demonstration(self, row: Mapping[str, Any]) -> str | None:
-        """Return the task's response to imitate."""
-        return self.task.demonstration(row)
-
-    def counterexample(self, row: Mapping[str, Any]) -> str | None:
-        """Return the task's worse response."""
-        return self.task.counterexample(row)
-
-    def prepare(self) -> None:
-        """Let the task prepare itself."""
-        self.task.prepare()
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Let the task leave out what does not fit."""
         self.task.fit(tokenizer, max_tokens)
         self._describe()
-
-    def close(self) -> None:
-        """Close what the task has opened."""
-        self.task.close()
 
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:
@@ -308,11 +283,7 @@ def score_completions(task: AnyTask, rows: Sequence[Mapping[str, Any]], texts: S
 def grade_completions(
     task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], *, exam: bool = False
 ) -> Grades:
-    """Return the grades of each text as an answer to the row at the same place, by grader.
-
-    Raises:
-        RewardError: the numbers of rows and texts differ, or a grader failed for every text.
-    """
+    """Return the grades of each text as an answer to the row at the same index; errors as of ``score_completions``."""
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
     return task.grade_exam(texts, rows) if exam else task.grade(texts, rows)
@@ -358,30 +329,25 @@ class TrainingOrder:
     def __call__(self, position: int) -> int:
         """Return the row at a training position, counted over all sources in sequence."""
         source, number = self.source(position)
-        epoch, place = divmod(number, self.sizes[source])
-        known = self._epochs.get(source)
-        if known is None or known[0] != epoch:
+        epoch, index = divmod(number, self.sizes[source])
+        if self._epochs.get(source, (-1,))[0] != epoch:
             # A single source keeps the key from before mixtures existed, so that its order is unchanged.
             key = (epoch,) if len(self.sizes) == 1 else (epoch, source)
             order = stream(self.seed, "dataset/order", *key).permutation(self.sizes[source]).tolist()
-            self._epochs[source] = known = (epoch, order)
-        return self._starts[source] + known[1][place]
+            self._epochs[source] = (epoch, order)
+        return self._starts[source] + self._epochs[source][1][index]
 
     def source(self, position: int) -> tuple[int, int]:
         """Return the source of a position, and how many earlier positions have that source."""
         if len(self.sizes) == 1:
             return 0, position
-        block, place = divmod(position, BLOCK)
+        block, index = divmod(position, BLOCK)
         if self._block[0] != block:
             pattern = np.repeat(np.arange(len(self.sizes)), self._shares)
             pattern = stream(self.seed, "dataset/mixture", block).permutation(pattern)
-            used = [block * share for share in self._shares]
-            numbered = []
-            for source in pattern.tolist():
-                numbered.append((source, used[source]))
-                used[source] += 1
-            self._block = (block, numbered)
-        return self._block[1][place]
+            numbers = [count(block * share) for share in self._shares]
+            self._block = (block, [(source, next(numbers[source])) for source in pattern.tolist()])
+        return self._block[1][index]
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
@@ -390,8 +356,8 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     exact = [weight / whole * total for weight in weights]
     shares = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
-    for place in by_remainder[: total - sum(shares)]:
-        shares[place] += 1
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
     return shares
 
 
@@ -416,10 +382,10 @@ def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
     return (exam_fits, test_fits) if enough else None
 
 
-def warn_of_fewer(name: str, asked: tuple[int, int], found: tuple[int, int], distinct: str) -> None:
+def warn_of_fewer(name: str, asked: tuple[int, int], sizes: tuple[int, int], distinct: str) -> None:
     """Warn that the panels are smaller than requested."""
     warnings.warn(
-        f"{name} has only {distinct}: the exam has {found[0]} prompts and the test {found[1]} instead of {asked[0]} "
+        f"{name} has only {distinct}: the exam has {sizes[0]} prompts and the test {sizes[1]} instead of {asked[0]} "
         f"and {asked[1]} (eval_prompts, test_prompts); fitness is less exact",
         stacklevel=3,
     )

@@ -4,9 +4,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agilerl.arguments import nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
@@ -82,8 +82,7 @@ class Form:
     learned: bool = False
     """Whether rows are only learned, never asked: then they may be whole texts, and conversations may call tools."""
 
-    def told(self) -> str:
-        """Return the columns that are read, for messages."""
+    def __str__(self) -> str:
         columns = [self.prompt, *(("chosen", "rejected") if self.pairs else (self.response,))]
         columns += ["label"] if self.labelled else []
         return " and ".join(dict.fromkeys(column for column in columns if column is not None))
@@ -101,24 +100,21 @@ class Form:
 
     def _read(self, row: Mapping[str, Any]) -> Sample:
         if self.prompt is None:
-            prompt, answers = _shared_prompt(row)
-            return Sample(prompt, answers[0], answers[1] if self.pairs else None)
-        if self.pairs:
-            return _pair(row, _prompt(row, self.prompt))
+            prompt, chosen, rejected = _shared_prompt(row)
+            return Sample(prompt, chosen, rejected if self.pairs else None)
         if self.prompt == "messages":
             return (self.learned and _calling(row)) or _conversation(row, self.needs == "text")
         if self.prompt == "text":
-            if not isinstance(text := _value(row, "text"), str):
-                raise RowFaultError("not_text", f"expected text in the column text, found {shown(text)}")
-            return Sample("", text)
+            return Sample("", _text(row, "text"))
         prompt = _prompt(row, self.prompt)
-        return Sample(prompt, None if self.response is None else self._response(row, self.response, prompt))
-
-    def _response(self, row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str | None:
-        value = row.get(column)
-        if self.needs == "text" or (self.needs == "any" and value is None):
-            return _answer(row, column, prompt)
-        return value if isinstance(value, str) else None
+        if self.pairs:
+            chosen, rejected = (_answer(row, column, prompt) for column in ("chosen", "rejected"))
+            _check_differing(chosen, rejected)
+            return Sample(prompt, chosen, rejected)
+        value = None if self.response is None else row.get(self.response)
+        if self.response is not None and (self.needs == "text" or (self.needs == "any" and value is None)):
+            return Sample(prompt, _answer(row, self.response, prompt))
+        return Sample(prompt, value if isinstance(value, str) else None)
 
 
 def form_of(
@@ -130,25 +126,21 @@ def form_of(
     needs: Needs = "no",
     learned: bool = False,
 ) -> Form:
-    """Return the form of rows with these columns.
+    """Return the form of rows with these columns, of the dataset ``name``.
 
-    Args:
-        columns: what the rows have.
-        purpose: what they are read for.
-        name: the dataset's name in messages.
-        response: response column of ``sft``; without a ``target``, its default, one of the usual ones.
-        needs: whether ``reasoning`` needs an answer to grade with.
-        learned: whether rows of ``sft`` are only learned, never asked.
-
-    Raises:
-        EnvError: a column is missing; the message names the nearest one.
+    ``response`` is the response column of ``sft``: without a ``target``, its default, it is one of the usual ones;
+    rows of ``sft`` that are only ``learned``, never asked, may be whole texts. ``needs`` says whether ``reasoning``
+    needs an answer to grade with. Raises EnvError if a column is missing; the message names the nearest one.
     """
     if purpose == "unpaired" and "label" in columns:
         return replace(form_of(columns, "sft", name, response=response), labelled=True)
-    if purpose == "unpaired" and not {"chosen", "rejected"} <= set(columns):
+    paired = {"chosen", "rejected"} <= set(columns)
+    if purpose == "unpaired" and not paired:
         raise _missing(["label"], columns, name)
     if purpose in ("preference", "unpaired"):
-        return _form_of_pairs(columns, name)
+        if not paired:
+            raise _missing(["rejected" if "chosen" in columns else "chosen"], columns, name)
+        return Form(_first(("prompt", "question"), columns), "chosen", pairs=True)
     if response not in (None, "target", *columns) and "messages" not in columns:
         raise _missing([str(response)], columns, name)
     if purpose == "sft":
@@ -156,10 +148,10 @@ def form_of(
         responses = [*([response] if response else []), "completion", "answer", "chosen"]
     else:
         prompts, responses = ["question", "messages", "prompt"], ["answer", "completion", "chosen"]
-    prompt = next((column for column in prompts if column in columns), None)
-    if prompt is None and {"chosen", "rejected"} <= set(columns):
+    prompt, answer = _first(prompts, columns), _first(responses, columns)
+    if prompt is None and paired:
         return Form(None, "chosen")
-    if prompt is None and purpose == "sft" and "text" in columns and set(responses).isdisjoint(columns):
+    if prompt is None and purpose == "sft" and "text" in columns and answer is None:
         if learned:
             return Form("text", "text", learned=True)
         raise EnvError(
@@ -170,17 +162,13 @@ def form_of(
         raise _missing(prompts if purpose == "sft" else ["question", "prompt", "messages"], columns, name)
     if prompt == "messages":
         return Form(prompt, prompt, "text" if needs == "text" else "no", learned=learned)
-    answer = next((column for column in responses if column in columns), None)
     if answer is None and needs != "no":
         raise _missing(responses, columns, name)
     return Form(prompt, answer, needs)
 
 
-def _form_of_pairs(columns: Sequence[str], name: str) -> Form:
-    for column in ("chosen", "rejected"):
-        if column not in columns:
-            raise _missing([column], columns, name)
-    return Form(next((column for column in ("prompt", "question") if column in columns), None), "chosen", pairs=True)
+def _first(names: Iterable[str], columns: Sequence[str]) -> str | None:
+    return next((name for name in names if name in columns), None)
 
 
 _OFTEN = {
@@ -188,26 +176,23 @@ _OFTEN = {
     "answer": ("solution", "target", "output", "response", "label"),
 }
 """What other datasets often call a column."""
+_SERVES = {"question": ("question", "messages", "prompt"), "answer": ("answer", "completion", "chosen", "messages")}
+"""The columns of which one is enough."""
 
 
 def renamed(columns: Sequence[str]) -> dict[str, str]:
     """Return what to rename so that rows have a question and an answer, as far as other datasets' names tell."""
-    has = {"question": ("question", "messages", "prompt"), "answer": ("answer", "completion", "chosen", "messages")}
-    found = {
-        own: next((column for column in names if column in columns), None)
-        for own, names in _OFTEN.items()
-        if not any(column in columns for column in has[own])
-    }
-    return {own: theirs for own, theirs in found.items() if theirs is not None}
+    guesses = {new: _first(names, columns) for new, names in _OFTEN.items() if _first(_SERVES[new], columns) is None}
+    return {new: old for new, old in guesses.items() if old is not None}
 
 
 def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvError:
-    meant = renamed(columns).get(wanted[0])
-    hint = f"did you mean {meant!r}?" if meant else nearest(wanted[0], columns)
-    guess = f" {hint}" if hint.startswith("did") else ""
+    guess = renamed(columns).get(wanted[0])
+    hint = f"did you mean {guess!r}?" if guess else nearest(wanted[0], columns)
     return EnvError(
-        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{guess} rename a "
-        f"column with columns: {{{wanted[0]}: {meant or '<its name>'}}}"
+        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};"
+        f"{f' {hint}' if hint.startswith('did') else ''} rename a column with columns: "
+        f"{{{wanted[0]}: {guess or '<its name>'}}}"
     )
 
 
@@ -215,43 +200,38 @@ def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvErr
 
 
 def as_messages(value: Any, role: str, where: str) -> list[Message]:
-    """Return a column as messages; text becomes one message of ``role``. Raises EnvError for anything else."""
+    """Return a column as messages; text becomes one message of ``role``. Raises RowFaultError for anything else."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    sound = isinstance(value, Sequence) and len(value) > 0
-    if not sound or not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in value):
-        raise EnvError(f"expected text or a list of {{'role', 'content'}} in {where}, found {value!r:.100}")
-    if not all(isinstance(m["content"], str) for m in value):
-        raise EnvError(f"expected text as the content of each message in {where}, found {value!r:.100}")
-    return [{"role": str(m["role"]), "content": m["content"]} for m in value]
+    messages = value if isinstance(value, Sequence) else ()
+    sound = (isinstance(m, Mapping) and "role" in m and isinstance(m.get("content"), str) for m in messages)
+    if not messages or not all(sound):
+        expected = "expected text or a list of {'role', 'content'} with texts"
+        raise RowFaultError("not_text", f"{expected} in {where}, found {shown(value)}")
+    return [{"role": str(m["role"]), "content": m["content"]} for m in messages]
 
 
-def _value(row: Mapping[str, Any], column: str) -> Any:
+def _value(row: Mapping[str, Any], column: str) -> str | list[Message]:
     """Return a value that is a non-empty text or conversation."""
-    value = row.get(column)
+    value, expected = row.get(column), f"expected text in the column {column}, found"
     if value is None:
-        found = "None" if column in row else "no such column"
-        raise RowFaultError("missing", f"expected text in the column {column}, found {found}")
+        raise RowFaultError("missing", f"{expected} {'None' if column in row else 'no such column'}")
+    if isinstance(value, Sequence) and not (value.strip() if isinstance(value, str) else value):
+        raise RowFaultError("empty", f"{expected} {shown(value)}")
     if isinstance(value, str):
-        if not value.strip():
-            raise RowFaultError("empty", f"expected text in the column {column}, found {shown(value)}")
         return value
-    if isinstance(value, Sequence) and len(value) == 0:
-        raise RowFaultError("empty", f"expected messages in the column {column}, found an empty list")
-    listed = value if isinstance(value, Sequence) else ()
-    if any(isinstance(message, Mapping) and message.get("tool_calls") for message in listed):
-        raise RowFaultError(
-            "not_text",
-            f"expected messages of text in the column {column}, found tool calls, which only SFTGym learns; tools are "
-            "used in ToolEnv",
-        )
-    try:
-        messages = as_messages(value, "user", f"the column {column}")
-    except EnvError as error:
-        raise RowFaultError("not_text", str(error)) from error
+    if isinstance(value, Sequence) and any(isinstance(m, Mapping) and m.get("tool_calls") for m in value):
+        raise RowFaultError("not_text", f"{expected} tool calls, which only SFTGym learns; tools are used in ToolEnv")
+    messages = as_messages(value, "user", f"the column {column}")
     if not messages[-1]["content"].strip():
         raise RowFaultError("empty", f"expected text in the last message of the column {column}, found none")
     return messages
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if not isinstance(value := _value(row, column), str):
+        raise RowFaultError("not_text", f"expected text in the column {column}, found {shown(value)}")
+    return value
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
@@ -260,8 +240,7 @@ def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
         value = value.tolist()
     if isinstance(value, list) and value and all(type(one) in (int, float) for one in value):
         return str(value)  # the row keeps the numbers, for the grader
-    prompt: str | list[Message] = _value(row, column)
-    return prompt
+    return _value(row, column)
 
 
 def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str:
@@ -271,47 +250,35 @@ def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) ->
         value = value[-1:]
     messages = as_messages(value, "assistant", f"the column {column}")
     if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise RowFaultError(
-            "not_text", f"expected text or one message of the assistant in the column {column}, found {value!r:.100}"
-        )
+        expected = f"expected text or one message of the assistant in the column {column}"
+        raise RowFaultError("not_text", f"{expected}, found {shown(value)}")
     return messages[0]["content"]
 
 
-LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-"""What the column ``label`` may hold, text in any case; True is 1."""
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def label_of(row: Mapping[str, Any]) -> bool:
     """Return whether the response of a labelled row is a good one; raises RowFaultError for what is no label."""
     value = row.get("label")
-    known = LABELS.get(value.lower() if isinstance(value, str) else value) if isinstance(value, str | int) else None
-    if known is None:
+    text = str(value).lower() if isinstance(value, str | int) else ""
+    if text not in _LABELS:
         kind: Fault = "missing" if value is None else "not_text"
         raise RowFaultError(kind, f"expected True or False (or 1 or 0) in the column label, found {shown(value)}")
-    return known
-
-
-def _pair(row: Mapping[str, Any], prompt: str | list[Message]) -> Sample:
-    chosen, rejected = (_answer(row, column, prompt) for column in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise RowFaultError("alike", f"expected chosen and rejected to differ, found {shown(chosen)} twice")
-    return Sample(prompt, chosen, rejected)
+    return _LABELS[text]
 
 
 def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
     """Split a whole conversation into the prompt and the assistant's last message."""
-    where, value = "the column messages", _value(row, "messages")
-    if isinstance(value, str):
-        raise RowFaultError("not_text", f"expected a list of {{'role', 'content'}} in {where}, found {value!r:.100}")
-    if value[-1]["role"] != "assistant":
-        if answered:
-            raise RowFaultError(
-                "missing", f"expected a conversation that ends with the assistant, found {value[-1]!r:.100}"
-            )
-        return Sample(value)
-    if len(value) == 1:
-        raise RowFaultError("missing", f"expected a message before the assistant's in {where}, found {value!r:.100}")
-    return Sample(value[:-1], value[-1]["content"])
+    if isinstance(messages := _value(row, "messages"), str):
+        raise RowFaultError("not_text", f"expected messages in the column messages, found {shown(messages)}")
+    *before, last = messages
+    if last["role"] != "assistant" and not answered:
+        return Sample(messages)
+    if last["role"] != "assistant" or not before:
+        expected = "expected a conversation that ends with the assistant's answer to a message"
+        raise RowFaultError("missing", f"{expected}, found {shown(messages)}")
+    return Sample(before, last["content"])
 
 
 def _calling(row: Mapping[str, Any]) -> Sample | None:
@@ -334,9 +301,8 @@ def _calling(row: Mapping[str, Any]) -> Sample | None:
         if HALF.search(json.dumps([messages, tools], ensure_ascii=False)) or not isinstance(tools, list):
             raise ValueError("expected text and a list of tools")
     except (EnvError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise RowFaultError(
-            "not_text", f"expected messages with calls of tools in {where}, found {error} in {shown(value)}"
-        ) from error
+        expected = f"expected messages with calls of tools in {where}"
+        raise RowFaultError("not_text", f"{expected}, found {error} in {shown(value)}") from error
     if len(plain) < 2 or plain[-1]["role"] != "assistant":
         raise RowFaultError("missing", f"expected a conversation that ends with the assistant in {where}")
     calls = messages[-1].get("tool_calls", [])
@@ -350,43 +316,38 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], list[str]]:
+def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], str, str]:
     """Return the shared prompt of chosen and rejected, and their answers."""
     chosen, rejected = (_value(row, column) for column in ("chosen", "rejected"))
+    _check_differing(chosen, rejected)
     if isinstance(chosen, str) and isinstance(rejected, str):
         return _shared_text(chosen, rejected)
-    ends = [as_messages(value, "assistant", "chosen and rejected") for value in (chosen, rejected)]
-    if len(ends[0]) < 2 or ends[0][:-1] != ends[1][:-1]:
-        raise RowFaultError(
-            "missing",
-            "expected conversations in chosen and rejected to differ only in their last message; otherwise add "
-            "the column prompt",
-        )
-    if ends[0] == ends[1]:
-        raise RowFaultError("alike", f"expected chosen and rejected to differ, found {ends[0][-1]!r:.100} twice")
-    if not all(end[-1]["role"] == "assistant" for end in ends):
-        raise RowFaultError(
-            "missing", f"expected conversations that end with the assistant, found {ends[0][-1]!r:.100}"
-        )
-    return ends[0][:-1], [end[-1]["content"] for end in ends]
+    *before, last = as_messages(chosen, "assistant", "chosen")
+    *others, worse = as_messages(rejected, "assistant", "rejected")
+    if not before or before != others or not last["role"] == worse["role"] == "assistant":
+        expected = "conversations in chosen and rejected that differ only in the assistant's last message"
+        raise RowFaultError("missing", f"expected {expected}, or a column prompt; add it")
+    return before, last["content"], worse["content"]
 
 
-def _shared_text(chosen: str, rejected: str) -> tuple[str, list[str]]:
+def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts after the last whole word that they share; no character is lost."""
-    if chosen == rejected:
-        raise RowFaultError("alike", f"expected chosen and rejected to differ, found {shown(chosen)} twice")
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
     prompt = chosen[:shared].rstrip()
     if not prompt:
-        raise RowFaultError(
-            "missing", "expected a column prompt, because the texts in chosen and rejected share no beginning; add it"
-        )
-    answers = [text[len(prompt) :] for text in (chosen, rejected)]
-    if not all(answer.strip() for answer in answers):
+        expected = "texts in chosen and rejected that begin alike"
+        raise RowFaultError("missing", f"expected {expected}, or a column prompt; add it")
+    better, worse = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not better.strip() or not worse.strip():
         raise RowFaultError("empty", f"expected an answer after the shared beginning of {shown(chosen)}, found none")
-    return prompt, answers
+    return prompt, better, worse
+
+
+def _check_differing(chosen: object, rejected: object) -> None:
+    if chosen == rejected:
+        raise RowFaultError("alike", f"expected chosen and rejected to differ, found {shown(chosen)} twice")
 
 
 # -- rows checked, measured and split without leakage; all of them counted --------------------------------------------
@@ -404,25 +365,11 @@ Converse = Callable[[Mapping[str, Any], Sample], Sequence[Message]]
 """From a row and its parsed sample to the conversation shown to the model."""
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """How many prompts the panels have."""
 
     exam: int
     test: int
-
-
-@dataclass(frozen=True)
-class Curated:
-    """The rows in use; no two splits share a rendered prompt."""
-
-    sides: Mapping[Split, Rows]
-    """``train``, ``exam`` and ``test``."""
-    counts: Mapping[str, int]
-    """``read`` = ``train`` + ``exam`` + ``test`` + ``missing`` + ``not_text`` + ``empty`` + ``alike`` (rows that do not
-    have the form of their dataset) + ``special_tokens`` + ``too_long`` + ``leaking`` (the same prompt is in a panel) +
-    ``unused`` (from a panel's own dataset, which needs fewer). ``repeated``: training rows that share a prompt with
-    another one; they stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,35 +386,17 @@ class _Fit:
     """Whether a panel may take it; a bad answer is nothing to compare with."""
 
 
-@dataclass(frozen=True)
-class Ruler:
-    """The tokenizer and limit that prompts are rendered and measured with."""
-
-    tokenizer: Any = None
-    """If None, prompts are compared as conversations, not as tokens, and have no length."""
-    max_tokens: int | None = None
-    """Most tokens of a prompt."""
-
-    def special_tokens(self) -> tuple[str, ...]:
-        """Return the texts that the tokenizer does not read as plain text."""
-        if self.tokenizer is None:
-            return ()
-        added = [
-            token.content for token in getattr(self.tokenizer, "added_tokens_decoder", {}).values() if token.special
-        ]
-        return tuple(dict.fromkeys([*getattr(self.tokenizer, "all_special_tokens", ()), *added]))
-
-
 def curate(
     sources: Mapping[Split, Rows],
     form: Form,
     sizes: Sizes,
-    *,
     converse: Converse,
-    ruler: Ruler | None = None,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int | None = None,
     bad_rows: BadRows = "raise",
     shrink: bool = False,
-) -> Curated:
+) -> tuple[dict[Split, Rows], dict[str, int]]:
     """Check all rows, leave out what cannot be used, and fill the panels.
 
     A panel takes its rows from its own dataset if ``sources`` has one, else from the training rows. Which rows it takes
@@ -476,31 +405,35 @@ def curate(
     Training rows (and rows of the exam's own dataset) whose rendered prompt is in a panel are left out. In a mixture,
     every dataset gives each panel its share by weight.
 
-    Args:
-        sources: ``train``, and ``exam`` and ``test`` if they are separate datasets.
-        form: which columns are read.
-        sizes: number of prompts in each panel.
-        converse: turns a row into the conversation shown to the model.
-        ruler: renders and measures prompts. Rows are left out if their prompt is too long or their text contains a
-            special token of the tokenizer, which would be read e.g. as the end of a message.
-        bad_rows: ``raise`` an error at the first malformed row, or ``drop`` such rows.
-        shrink: if there are too few prompts, make the panels smaller, so that training keeps half of its rows.
+    ``converse`` turns a row into the conversation shown to the model. Prompts are compared and measured as the
+    ``tokenizer``'s tokens; without one they are compared as conversations, and have no length. Rows with a longer
+    prompt than ``max_tokens``, or a special token of the tokenizer in a text, which would be read e.g. as the end of a
+    message, are left out; malformed rows too, if ``bad_rows`` is ``drop``. ``shrink`` makes panels smaller if there are
+    too few prompts, so that training keeps half of its rows.
+
+    Returns:
+        The rows of ``train``, ``exam`` and ``test``, no two of which share a rendered prompt, and the number of rows:
+        ``read`` = ``train`` + ``exam`` + ``test`` + ``missing`` + ``not_text`` + ``empty`` + ``alike`` (rows that do
+        not have the form of their dataset) + ``special_tokens`` + ``too_long`` + ``leaking`` (the same prompt is in a
+        panel) + ``unused`` (from a panel's own dataset, which needs fewer). ``repeated``: training rows that share a
+        prompt with another one; they stay.
 
     Raises:
         EnvError: malformed rows, too few prompts for a panel, or none left to train on.
     """
     counts: Counter[str] = Counter()
-    fits = {split: _usable(rows, form, converse, ruler or Ruler(), bad_rows, counts) for split, rows in sources.items()}
-    try:
-        return _divided(sources, fits, sizes, counts)
-    except _TooFewError:
-        smaller = _fewer(sources, fits, sizes) if shrink else None
-        while smaller is not None:
-            try:
-                return _divided(sources, fits, smaller, counts)
-            except _TooFewError:  # splits share prompts, or shares of a mixture were rounded up
-                smaller = _less(smaller, sizes)
-        raise
+    fits = {}
+    for split, rows in sources.items():
+        fits[split], counted = _usable(rows, form, converse, tokenizer, max_tokens, bad_rows)
+        counts += counted
+    failure = None
+    for smaller in (sizes, *(_smaller(sources, fits, sizes) if shrink else ())):
+        try:
+            return _divided(sources, fits, smaller, counts)
+        except _TooFewError as error:  # also of smaller ones, if splits share prompts, or shares were rounded up
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 class _TooFewError(EnvError):
@@ -509,111 +442,105 @@ class _TooFewError(EnvError):
 
 def _divided(
     sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: Sizes, read: Counter[str]
-) -> Curated:
+) -> tuple[dict[Split, Rows], dict[str, int]]:
     """Fill the panels from the usable rows, and leave to training what shares no prompt with them."""
     counts = Counter(read)
     taken: set[bytes] = set()
-    chosen: dict[Split, list[_Fit]] = {}
-    splits: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
-    for split, size in splits:
-        own: Split = split if split in sources else "train"
-        chosen[split] = panel = _panel(sources[own], fits[own], size, taken, split)
+    sides: dict[Split, Rows] = {}
+    of_training: set[int] = set()
+    panels: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
+    for split, size in panels:
+        source: Split = split if split in sources else "train"
+        panel = _panel(sources[source], fits[source], size, taken, split)
+        indices = {fit.index for fit in panel}
+        sides[split] = sources[source].select(indices)
         taken |= {fit.key for fit in panel}
-        if own == split:
-            used = {fit.index for fit in panel}
-            left = [fit.key for fit in fits[split] if fit.index not in used]
+        if source == "train":
+            of_training |= indices
+        else:
+            left = [fit.key for fit in fits[split] if fit.index not in indices]
             unused = [key for key in left if key not in taken]
             counts.update(leaking=len(left) - len(unused), unused=len(unused))
             taken |= set(unused)  # rows passed as a test set are never trained on
-    panels = {fit.index for split in chosen for fit in chosen[split] if split not in sources}
     rest = [fit for fit in fits["train"] if fit.key not in taken]
-    counts.update(leaking=len(fits["train"]) - len(rest) - len(panels))
+    sides["train"] = sources["train"].select(fit.index for fit in rest)
+    counts.update(leaking=len(fits["train"]) - len(rest) - len(of_training))
     counts.update(repeated=len(rest) - len({fit.key for fit in rest}))
-    sides: dict[Split, Rows] = {"train": sources["train"].select(fit.index for fit in rest)}
-    for split in ("exam", "test"):
-        sides[split] = sources.get(split, sources["train"]).select(fit.index for fit in chosen[split])
     counts.update({split: len(rows) for split, rows in sides.items()})
-    counts = Counter({name: counts[name] for name in _COUNTED})
+    counted = {name: counts[name] for name in _COUNTED}
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
         raise _TooFewError(
             f"expected rows to train on in {empty[0]}, found none besides the exam ({sizes.exam}) and the test "
-            f"({sizes.test}); {_told(counts)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+            f"({sizes.test}); {_listed(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
-    return Curated(sides, dict(counts))
+    return sides, counted
 
 
-def _fewer(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Sizes | None:
-    """Return sizes that may fit: all of a panel's own dataset, and half of the training rows."""
-    own = {split: len({fit.key for fit in found}) for split, found in fits.items()}
-    exam, test = min(asked.exam, own.get("exam", asked.exam)), min(asked.test, own.get("test", asked.test))
+def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Iterator[Sizes]:
+    """Yield sizes that may fit: all of a panel's own dataset, and half of the training rows; then ever a tenth less."""
+    distinct = {split: len({fit.key for fit in usable}) for split, usable in fits.items()}
+    exam, test = min(asked.exam, distinct.get("exam", asked.exam)), min(asked.test, distinct.get("test", asked.test))
     rows = sources["train"]
     each = [len({fit.key for fit in fits["train"] if fit.part == number}) for number in range(len(rows.parts))]
-    whole = sum(rows.weights)
-    half = int(min(count * whole / weight for count, weight in zip(each, rows.weights))) // 2
+    half = int(min(count * sum(rows.weights) / weight for count, weight in zip(each, rows.weights))) // 2
     if "exam" not in sources and "test" not in sources:
-        found = fewer(exam, test, half)
-        return None if found is None else Sizes(*found)
-    shrunk = Sizes(exam if "exam" in sources else min(exam, half), test if "test" in sources else min(test, half))
-    return shrunk if _suffices(shrunk, asked) else None
-
-
-def _less(sizes: Sizes, asked: Sizes) -> Sizes | None:
-    """Return sizes that are a tenth smaller, or None if they would be too small."""
-    smaller = Sizes(sizes.exam - -(-sizes.exam // 10), sizes.test - -(-sizes.test // 10))
-    return smaller if _suffices(smaller, asked) else None
-
-
-def _suffices(sizes: Sizes, asked: Sizes) -> bool:
-    return sizes.exam >= min(asked.exam, LEAST) and sizes.test >= min(asked.test, LEAST)
+        exam, test = fewer(exam, test, half) or (0, 0)
+    else:
+        exam = exam if "exam" in sources else min(exam, half)
+        test = test if "test" in sources else min(test, half)
+    while exam >= min(asked.exam, LEAST) and test >= min(asked.test, LEAST):
+        yield Sizes(exam, test)
+        exam, test = exam - -(-exam // 10), test - -(-test // 10)
 
 
 def check_rows(rows: Rows, form: Form) -> None:
     """Raise EnvError for the first malformed row."""
-    for index in range(len(rows)):
+    for index, row in enumerate(rows):
         try:
-            form.read(rows[index])
+            form.read(row)
         except RowFaultError as fault:
             raise EnvError(f"{rows.where(index)}: {fault}") from fault
 
 
 def _usable(
-    rows: Rows, form: Form, converse: Converse, ruler: Ruler, bad_rows: BadRows, counts: Counter[str]
-) -> list[_Fit]:
-    """Return the well-formed rows that fit, and count all others."""
-    found, first = [], ""
+    rows: Rows, form: Form, converse: Converse, tokenizer: Any, max_tokens: int | None, bad_rows: BadRows
+) -> tuple[list[_Fit], Counter[str]]:
+    """Return the well-formed rows that fit, and the counts of all others."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
+    pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    fits, first = [], ""
     faults: Counter[str] = Counter()
-    special = re.compile("|".join(map(re.escape, ruler.special_tokens())) or r"(?!)")
-    for index in range(len(rows)):
-        row = rows[index]
+    counts: Counter[str] = Counter()
+    for index, row in enumerate(rows):
         try:
             sample = form.read(row)
         except RowFaultError as fault:
             faults[fault.kind] += 1
             first = first or f"{rows.where(index)}: {fault}"
             continue
-        if any(special.search(text) for text in sample.texts()):
+        if any(pattern.search(text) for text in sample.texts()):
             counts["special_tokens"] += 1
             continue
         messages = [*converse(row, sample)]
-        rank = _digest(json.dumps(messages).encode())
-        key = rank
-        if ruler.tokenizer is not None:
-            ids = render_prompt(ruler.tokenizer, messages)
-            if ruler.max_tokens is not None and len(ids) > ruler.max_tokens:
+        key = rank = _digest(json.dumps(messages))
+        if tokenizer is not None:
+            ids = render_prompt(tokenizer, messages)
+            if max_tokens is not None and len(ids) > max_tokens:
                 counts["too_long"] += 1
                 continue
-            key = _digest(" ".join(map(str, ids)).encode())
-        found.append(_Fit(index, rows.part_of(index), key, rank, sample.desirable))
+            key = _digest(" ".join(map(str, ids)))
+        fits.append(_Fit(index, rows.part_of(index), key, rank, sample.desirable))
     if faults and bad_rows == "raise":
         others = sum(faults.values()) - 1
-        more = f"; {others} more of {len(rows)} rows are malformed ({_told(faults)})" if others else ""
+        more = f"; {others} more of {len(rows)} rows are malformed ({_listed(faults)})" if others else ""
         raise EnvError(f"{first}{more}; fix the file, or leave such rows out with bad_rows: drop")
-    counts.update(faults)
-    counts["read"] += len(rows)
-    if not found:
-        raise EnvError(f"expected usable rows in {rows.name}, found none; {_told(counts)}")
-    return found
+    counts += faults
+    counts["read"] = len(rows)
+    if not fits:
+        raise EnvError(f"expected usable rows in {rows.name}, found none; {_listed(counts)}")
+    return fits, counts
 
 
 def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], split: Split) -> list[_Fit]:
@@ -636,9 +563,9 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
     return panel
 
 
-def _told(counts: Mapping[str, int]) -> str:
+def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count) or "nothing read"
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

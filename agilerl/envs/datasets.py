@@ -3,7 +3,9 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from agilerl.arguments import Count, Seed, Whole, checked
@@ -14,7 +16,6 @@ from agilerl.envs.curation import (
     Needs,
     Purpose,
     RowFaultError,
-    Ruler,
     Sample,
     Sizes,
     check_rows,
@@ -76,12 +77,16 @@ class DatasetTask(Task):
             EnvError: an empty dataset, a missing column, a malformed row.
             ConfigError: a malformed template, or one without a placeholder for a column.
         """
-        given: dict[Split, Any] = {"train": train, "exam": exam, "test": test}
-        read = {split: _read(split, source) for split, source in given.items()}
-        self._setup(read, reward_fn, conversation_template, purpose, seed)
-        for rows in read.values():
+        without_test = isinstance(test, list | tuple) and not test
+        sides: dict[Split, Rows] = {
+            "train": read_dataset(train, name="the train dataset"),
+            "exam": read_dataset(exam, name="the exam dataset"),
+            "test": Rows(()) if without_test else read_dataset(test, name="the test dataset"),
+        }
+        self._setup(sides, reward_fn, conversation_template, purpose, seed)
+        for rows in sides.values():
             check_rows(rows, self._form)
-        self._use(read)
+        self._use(sides)
 
     def _setup(
         self, sides: Mapping[Split, Rows], graders: Graders, template: Template | None, purpose: Purpose, seed: int
@@ -90,7 +95,11 @@ class DatasetTask(Task):
         self._grader, self.grader, self.seed = grader, grader_name(grader), seed
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
         self.labelled = self._form.labelled
-        self._template = _checked_template(template, sides["train"], self._form)
+        rows = sides["train"]
+        self._template = checked_template(template, rows[0])
+        with suppress(RowFaultError):  # reported when all rows are read
+            if template and not isinstance(self._form.read(rows[0]).prompt, str):
+                raise ConfigError(f"{rows.name} holds conversations, used as they are; remove conversation_template")
 
     def _use(self, sides: Mapping[Split, Rows]) -> None:
         self._sides = sides
@@ -145,8 +154,7 @@ class DatasetTask(Task):
     def _converse(self, row: Mapping[str, Any], sample: Sample) -> list[Message]:
         if not isinstance(sample.prompt, str):
             return sample.prompt
-        filled = {**row, "question": sample.prompt}
-        return [{"role": m["role"], "content": fill_template(m["content"], filled)} for m in self._template]
+        return filled(self._template, {**row, "question": sample.prompt})
 
 
 class CuratedTask(DatasetTask):
@@ -195,46 +203,53 @@ class CuratedTask(DatasetTask):
             EnvError: a dataset that cannot be read or is too small, a missing column, a malformed row.
             ConfigError: a setting out of range, a malformed template.
         """
-        if dataset is None:
-            raise EnvError("CuratedTask(dataset=...): expected rows to train on, found None; pass a dataset or a file")
         given: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
-        self._sources = {
+        sources = {
             split: read_dataset(source, columns=columns, name=f"the {split} dataset")
             for split, source in given.items()
-            if source is not None
+            if source is not None or split == "train"
         }
-        self._panel_sizes, self._bad_rows = Sizes(exam_prompts, test_prompts), bad_rows
-        self._shrink_panels, self._said = shrink_panels, Sizes(exam_prompts, test_prompts)
-        self._setup(self._sources, grader, conversation_template, purpose, seed)
-        self.name = self._sources["train"].name
-        self._curate(Ruler())
+        self._setup(sources, grader, conversation_template, purpose, seed)
+        self.name = sources["train"].name
+        self._asked = self._announced = Sizes(exam_prompts, test_prompts)
+        self._curate = partial(
+            curate, sources, self._form, self._asked, self._converse, bad_rows=bad_rows, shrink=shrink_panels
+        )
+        self.fit(None, None)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Split the rows by the tokens that the model sees; leave out prompts of more than ``max_tokens`` tokens."""
-        self._curate(Ruler(tokenizer, max_tokens))
-
-    def _curate(self, ruler: Ruler) -> None:
-        curated = curate(
-            self._sources,
-            self._form,
-            self._panel_sizes,
-            converse=self._converse,
-            ruler=ruler,
-            bad_rows=self._bad_rows,
-            shrink=self._shrink_panels,
-        )
-        self.counts = curated.counts
-        self._use(curated.sides)
-        found, asked = Sizes(self.exam_prompts, self.test_prompts), self._panel_sizes
-        if found != self._said:
-            self._said = found
-            distinct = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
-            warn_of_fewer(self.name, (asked.exam, asked.test), (found.exam, found.test), distinct)
+        sides, self.counts = self._curate(tokenizer=tokenizer, max_tokens=max_tokens)
+        self._use(sides)
+        sizes = Sizes(self.exam_prompts, self.test_prompts)
+        if sizes != self._announced:
+            self._announced = sizes
+            rows = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
+            warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
 def fill_template(text: str, row: Mapping[str, Any]) -> str:
     """Replace ``{column}`` by the row's value; braces that name no column stay, as do braces inside values."""
-    return PLACEHOLDER.sub(lambda found: str(row[found[1]]) if found[1] in row else found[0], text)
+    return PLACEHOLDER.sub(lambda match: str(row[match[1]]) if match[1] in row else match[0], text)
+
+
+def filled(template: Template, row: Mapping[str, Any]) -> list[Message]:
+    """Return a template's messages with the row's columns filled in."""
+    return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in template]
+
+
+def checked_template(template: Template | None, columns: Iterable[str]) -> Template:
+    """Return a template, by default the question alone; raises ConfigError if no prompt would differ from another."""
+    for message in template or PLAIN:
+        if not {"role", "content"} <= set(message):
+            raise ConfigError(f"conversation_template: expected role and content in each message, found {message!r}")
+    used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
+    if used.isdisjoint({"question", *columns} - {"answer"}):
+        raise ConfigError(
+            "conversation_template: expected {question} (or another column) in one of the messages, otherwise every "
+            f"prompt is the same; found the placeholders {sorted(used)}"
+        )
+    return template or PLAIN
 
 
 def needs_answer(grader: Grader) -> Needs:
@@ -253,43 +268,14 @@ def needs_answer(grader: Grader) -> Needs:
     return "any" if len(required) == 3 and OF_A_BATCH.isdisjoint(p.name for p in required) else "no"
 
 
-def _read(split: Split, source: Any) -> Rows:
-    if split == "test" and isinstance(source, list | tuple) and not source:
-        return Rows(())
-    return read_dataset(source, name=f"the {split} dataset")
-
-
 def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
     """Return the form of all rows; raises EnvError if datasets have different ones."""
     parts = [part for rows in sides for part in rows.parts]
-    forms = [
-        replace(form_of(part.columns, purpose, part.name, needs=needs), grades_text=needs == "text") for part in parts
-    ]
+    forms = [form_of(part.columns, purpose, part.name, needs=needs) for part in parts]
     for part, form in zip(parts, forms):
         if form != forms[0]:
             raise EnvError(
-                f"expected datasets with the same form, found {forms[0].told()} in {parts[0].name} and {form.told()} "
-                f"in {part.name}; rename columns so that they agree"
+                f"expected datasets with the same form, found {forms[0]} in {parts[0].name} and {form} in {part.name}; "
+                "rename columns so that they agree"
             )
-    return forms[0]
-
-
-def _checked_template(template: Template | None, rows: Rows, form: Form) -> Template:
-    row = rows[0]
-    try:
-        conversational = not isinstance(form.read(row).prompt, str)
-    except RowFaultError:
-        conversational = False
-    if conversational and template:
-        raise ConfigError(f"{rows.name} holds conversations, which are used as they are; remove conversation_template")
-    for message in template or PLAIN:
-        whole = isinstance(message, Mapping) and {"role", "content"} <= set(message)
-        if not whole or not isinstance(message["content"], str):
-            raise ConfigError(f"a conversation template is a list of {{'role', 'content'}}, found {message!r} in it")
-    used = {name for message in template or PLAIN for name in PLACEHOLDER.findall(message["content"])}
-    if used.isdisjoint({"question", *row} - {"answer"}):
-        raise ConfigError(
-            "expected {question} (or another column) somewhere in the conversation template, otherwise every prompt is "
-            f"the same; found the placeholders {sorted(used)} and the columns {sorted(row)}"
-        )
-    return template or PLAIN
+    return replace(forms[0], grades_text=needs == "text")

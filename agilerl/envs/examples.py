@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -12,12 +12,7 @@ from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Place, Row, Split, Task, TaskWrapper
 from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.prompts import (
-    PromptTooLongError,
-    check_tokenizer,
-    render_prompt,
-    render_text,
-)
+from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_prompt, render_text, text_ids
 from agilerl.errors import ConfigError, EnvError
 from agilerl.padding import has_template
 from agilerl.streams import stream
@@ -58,12 +53,12 @@ def render_completion(
     if not has_template(tokenizer) and not calls and not tools:
         _check_text(tokenizer, response)
         ids = render_prompt(tokenizer, prompt)
-        answer = [*_tokens(tokenizer, response), int(tokenizer.eos_token_id)]
+        answer = [*text_ids(tokenizer, response), int(tokenizer.eos_token_id)]
         return _fitted(Example(ids + answer, [False] * len(ids) + [True] * len(answer), response), max_tokens)
-    given = [*prompt]
-    prefill = str(given.pop()["content"]) if given and given[-1]["role"] == "assistant" else ""
-    whole = [*given, _answer(prefill + response, calls)]
-    return _render(tokenizer, whole, [len(given)], prefill, max_tokens, tools)
+    messages = [*prompt]
+    prefill = str(messages.pop()["content"]) if messages and messages[-1]["role"] == "assistant" else ""
+    whole = [*messages, _answer(prefill + response, calls)]
+    return _render(tokenizer, whole, [len(messages)], prefill, max_tokens, tools)
 
 
 def render_conversation(
@@ -88,13 +83,13 @@ def render_conversation(
             "learning every message of the assistant needs a tokenizer with a chat template, found none in "
             f"{type(tokenizer).__name__}; learn completions only (loss_on='completion'), or set one"
         )
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if not places or places[0] == 0 or places[-1] != len(messages) - 1:
+    learned = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not learned or learned[0] == 0 or learned[-1] != len(messages) - 1:
         raise EnvError(
             "expected a conversation in which the assistant answers and has the last word, found the roles "
             f"{', '.join(m['role'] for m in messages) or '(no messages)'}"
         )
-    return _render(tokenizer, messages, places, "", max_tokens, tools)
+    return _render(tokenizer, messages, learned, "", max_tokens, tools)
 
 
 def render_whole(tokenizer: Any, text: str, max_tokens: int | None = None) -> Example:
@@ -114,57 +109,47 @@ def _answer(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **({"tool_calls": [*calls]} if calls else {})}
 
 
-def _check_shown(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless the chat template shows the tools and the calls of a conversation."""
-    calls = [call for message in messages for call in message.get("tool_calls", ())]
-    if not calls and not tools:
-        return
-    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
-    text = "" if not has_template(tokenizer) else render_text(tokenizer, messages, tools=tools)
-    if missing := sorted(name for name in names if name not in text):
-        raise ConfigError(
-            f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} does not show "
-            f"the tool {missing[0]!r}, so it would not be learned; use a model whose template has tools"
-        )
-
-
 def _render(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
-    places: Sequence[int],
+    learned: Sequence[int],
     prefill: str,
     max_tokens: int | None,
     tools: Sequence[Mapping[str, Any]],
 ) -> Example:
+    """Render a conversation; ``learned`` are the indices of the assistant's messages whose tokens are learned."""
     check_tokenizer(tokenizer)
-    _check_shown(tokenizer, messages, tools)
-    text, ids, learned = "", [], list[bool]()
-    for place in places:
-        _check_text(tokenizer, messages[place]["content"])
-        context = [*messages[:place], *([{"role": "assistant", "content": prefill}] if prefill else [])]
+    template = f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r}"
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
+    shown = render_text(tokenizer, messages, tools=tools) if names and has_template(tokenizer) else ""
+    if missing := sorted(name for name in names if name not in shown):
+        raise ConfigError(
+            f"{template} does not show the tool {missing[0]!r}, so it would not be learned; use a model whose template "
+            "has tools"
+        )
+    text, ids, marks = "", [], list[bool]()
+    for index in learned:
+        _check_text(tokenizer, messages[index]["content"])
+        context = [*messages[:index], *([{"role": "assistant", "content": prefill}] if prefill else [])]
         before = render_text(tokenizer, context, tools=tools, prompts=not prefill, continues=bool(prefill))
-        after = render_text(tokenizer, messages[: place + 1], tools=tools, prompts=False)
+        after = render_text(tokenizer, messages[: index + 1], tools=tools, prompts=False)
         if not before.startswith(text) or not after.startswith(before):
             raise ConfigError(
-                f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} changes "
-                "earlier text when a message follows, so the assistant's tokens cannot be identified; learn "
-                "completions only, with single answers (loss_on='completion'), or use a template that only appends"
+                f"{template} changes earlier text when a message follows, so the assistant's tokens cannot be "
+                "identified; learn completions only, with single answers (loss_on='completion'), or use a template "
+                "that only appends"
             )
-        new = _tokens(tokenizer, before[len(text) :])
-        answer = _tokens(tokenizer, after[len(before) :])
-        said = messages[place]["content"][len(prefill) :].strip()
-        if not after[len(before) :].strip().removeprefix(said):
+        new, answer = text_ids(tokenizer, before[len(text) :]), text_ids(tokenizer, after[len(before) :])
+        response = messages[index]["content"][len(prefill) :].strip()
+        if not after[len(before) :].strip().removeprefix(response):
             answer.append(int(tokenizer.eos_token_id))  # the template does not end messages, so the model must
         end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
         ids += new + answer
-        learned += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
+        marks += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
         text = after
-    kept = len(learned) - learned[::-1].index(True)
-    return _fitted(Example(ids[:kept], learned[:kept], messages[places[-1]]["content"]), max_tokens)
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]] if text else []
+    kept = len(marks) - marks[::-1].index(True)  # what follows the last end token is not there yet when sampling
+    return _fitted(Example(ids[:kept], marks[:kept], messages[learned[-1]]["content"]), max_tokens)
 
 
 def _check_text(tokenizer: Any, text: str) -> None:
@@ -186,24 +171,21 @@ def _fitted(example: Example, max_tokens: int | None) -> Example:
 
 def trajectories(examples: Sequence[Example], group: int, row: Mapping[str, Any]) -> list[Trajectory]:
     """Return the examples of one row as trajectories to collate and learn from; they have no rewards."""
-    made = []
-    for example in examples:
-        start = example.learned.index(True)
-        rest = example.learned[start:]
-        made.append(
-            Trajectory(
-                prompt_ids=example.ids[:start],
-                token_ids=example.ids[start:],
-                action_mask=rest,
-                logprobs=None,
-                rewards=[float("nan")],
-                group=group,
-                text=example.text,
-                row=row,
-                desirable=example.desirable,
-            )
+    starts = [example.learned.index(True) for example in examples]
+    return [
+        Trajectory(
+            prompt_ids=example.ids[:start],
+            token_ids=example.ids[start:],
+            action_mask=example.learned[start:],
+            logprobs=None,
+            rewards=[float("nan")],
+            group=group,
+            text=example.text,
+            row=row,
+            desirable=example.desirable,
         )
-    return made
+        for example, start in zip(examples, starts)
+    ]
 
 
 DataKind = Literal["sft", "preference", "unpaired"]
@@ -248,8 +230,8 @@ def examples_at(
     """
     if not isinstance(task, DataTask):
         raise ConfigError(f"{task.name} has no examples to learn from; wrap it in SFTTask or PreferenceTask")
-    row, made, skipped = task.first_that_fits(position, lambda row: task.examples(tokenizer, row, context_length))
-    return trajectories(made, 0, row), Place(row, skipped=skipped, level=task.level(position))
+    row, examples, skipped = task.first_that_fits(position, lambda row: task.examples(tokenizer, row, context_length))
+    return trajectories(examples, 0, row), Place(row, skipped=skipped, level=task.level(position))
 
 
 # -- demonstrations: what supervised fine-tuning learns from ----------------------------------------------------------
@@ -264,7 +246,7 @@ class SFTTask(DataTask):
     def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
         """Take a task; ``loss_on="assistant"`` also learns earlier assistant messages."""
         super().__init__(task)
-        self.loss_on = checked_loss_on(loss_on)
+        self.loss_on: LossOn = loss_on
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question and its answer."""
@@ -282,13 +264,6 @@ def demonstration(tokenizer: Any, sample: Sample, loss_on: LossOn, max_tokens: i
     if messages[-1]["role"] == "assistant":
         response = messages.pop()["content"] + response
     return render_conversation(tokenizer, [*messages, _answer(response, sample.calls)], max_tokens, tools=tools)
-
-
-def checked_loss_on(loss_on: LossOn) -> LossOn:
-    """Return ``loss_on``; raises ConfigError for an unknown value."""
-    if loss_on not in get_args(LossOn):
-        raise ConfigError(f"expected loss_on to be one of {', '.join(get_args(LossOn))}, found {loss_on!r}")
-    return loss_on
 
 
 # -- pairs of answers, a better and a worse one: what preference optimisation learns from -----------------------------
@@ -319,7 +294,7 @@ class PreferenceTask(DataTask):
 
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row; in training it has ``rejected``."""
-        row = super().row(split, index)
+        row = self.task.row(split, index)
         if split == "train" and self.task.counterexample(row) is None:
             row = {**row, "rejected": self._rejected(row, index)}
         return row
@@ -348,8 +323,8 @@ class PreferenceTask(DataTask):
         for _ in range(TRIES if self.mistake is not None else 0):
             yield self.mistake(row, draws)  # type: ignore[misc]
         first = index // BLOCK * BLOCK
-        for place in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
-            answer = self.task.row("train", first + int(place)).get("answer")
+        for offset in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
+            answer = self.task.row("train", first + int(offset)).get("answer")
             yield None if answer is None else str(answer)
 
 
@@ -378,13 +353,13 @@ class UnpairedTask(DataTask):
     def row(self, split: Split, index: int) -> Row:
         """Return the task's row; in training it has ``label``."""
         if self.labelled or split != "train":
-            return super().row(split, index)
+            return self.task.row(split, index)
         self.check_index(split, index)
         return {**self.task.row(split, index // 2), "label": index % 2 == 0}
 
     def level(self, position: int) -> int | None:
         """Return the task's level of a curriculum."""
-        return super().level(position if self.labelled else position // 2)
+        return self.task.level(position if self.labelled else position // 2)
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question with its answer, good or bad."""

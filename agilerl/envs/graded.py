@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import checked, nearest
+from agilerl.arguments import checked, nearest, shown
 from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
@@ -25,10 +25,7 @@ class TaskGrader(BaseGrader):
         return self.task.reward(completion, row)
 
     def grade(
-        self,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        prompts: Sequence[str] | None = None,
+        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str] | None = None
     ) -> Grades:
         """Return the task's grades."""
         return self.task.grade(completions, rows)
@@ -95,25 +92,28 @@ class GradedTask(TaskWrapper):
         super().close()
 
 
-def all_weights(task: Task | EpisodeTask, own: Mapping[str, float]) -> dict[str, float] | None:
-    """Return the weights of all reward parts, ``own`` overriding the task's; None if ``own`` is empty.
-
-    Raises:
-        ConfigError: ``own`` names a part that the reward does not have.
-    """
-    if not own:
+def all_weights(task: Task | EpisodeTask, weights: Mapping[str, float]) -> dict[str, float] | None:
+    """Return the weights of all reward parts, ``weights`` overriding the task's; None if ``weights`` is empty."""
+    if not weights:
         return None
     graded = _graded(task)
-    weights = graded.weights if graded else {}
-    if not weights:
-        raise ConfigError(
-            f"reward_weights={dict(own)}: the reward of {task.name} has no parts; combine graders: "
-            "GradedTask(task, CombinedGrader([...]), fitness_grader=...)"
-        )
-    for name in own:
-        if name not in weights:
-            raise ConfigError(f"reward_weights.{name}: the reward has no part {name!r}; {nearest(name, weights)}")
-    return {**weights, **own}
+    parts = graded.weights if graded else {}
+    check_parts(
+        {f"reward_weights.{name}": name for name in weights},
+        parts,
+        f"the reward of {task.name} has no parts; combine graders: GradedTask(task, CombinedGrader([...]), "
+        "fitness_grader=...)",
+    )
+    return {**parts, **weights}
+
+
+def check_parts(keys: Mapping[str, str], parts: Iterable[str], without: str) -> None:
+    """Raise ConfigError for a key that names a part which the reward does not have; ``without`` says so if none is."""
+    for key, name in keys.items():
+        if not parts:
+            raise ConfigError(f"{key}: {without}")
+        if name not in parts:
+            raise ConfigError(f"{key}: the reward has no part {shown(name)}; {nearest(str(name), parts)}")
 
 
 def exam_grader(task: Task | EpisodeTask) -> str:

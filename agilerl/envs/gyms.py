@@ -21,7 +21,6 @@ from agilerl.envs.examples import (
     LossOn,
     PreferenceTask,
     UnpairedTask,
-    checked_loss_on,
     demonstration,
     render_completion,
     trajectories,
@@ -430,7 +429,7 @@ class SFTGym(DataGym):
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
             ConfigError: a tokenizer without pad and end token, a batch size below 1, an unknown ``loss_on``.
         """
-        self.response_column, self.loss_on = response_column, checked_loss_on(loss_on)
+        self.response_column, self.loss_on = response_column, loss_on
         super().__init__(
             train_dataset,
             test_dataset,

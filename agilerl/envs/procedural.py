@@ -43,32 +43,29 @@ class Curriculum:
     def __post_init__(self) -> None:
         """Raise ConfigError for a number out of range or invalid names."""
         check_fields(self)
-        names = self.attributes
-        if names is not None and (isinstance(names, str) or not names or not all(isinstance(n, str) for n in names)):
-            raise ConfigError(f"expected a list of names for the curriculum's attributes, found {names!r}")
+        if self.attributes is not None and not self.attributes:
+            raise ConfigError(f"Curriculum: expected at least one name for attributes, found {self.attributes!r}")
 
     def levels(self, name: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the parameters of a dataset at each level; ``params`` are the task's, already checked.
 
-        Raises:
-            ConfigError: a dataset without a curriculum, an attribute or level that it does not have, or task parameters
-                that leave nothing to change.
+        Raises ConfigError for a dataset without a curriculum, an attribute or level that it does not have, or task
+        parameters that leave nothing to change.
         """
         members = {s["name"]: s["config"] for s in params["datasets"]} if name == "composite" else {name: params}
         known = {member: curriculum_attributes(member) for member in members}
         if not any(known.values()):
-            found = ", ".join(members)
+            names = ", ".join(members)
             raise ConfigError(
-                f"expected a dataset that reasoning_gym has a curriculum for, found {found}"
-                f"; {nearest(found, curricula())}; use one of those, or remove the curriculum"
+                f"expected a dataset that reasoning_gym has a curriculum for, found {names}; "
+                f"{nearest(names, curricula())}; use one of those, or remove the curriculum"
             )
-        every = {attribute for own in known.values() for attribute in own}
-        for attribute in self.attributes or ():
-            if attribute not in every:
-                raise ConfigError(
-                    f"the curriculum of {name} has no attribute {attribute!r}; {nearest(attribute, sorted(every))}"
-                )
-        rising = {m: [a for a in own if self.attributes is None or a in self.attributes] for m, own in known.items()}
+        every = sorted({attribute for attributes in known.values() for attribute in attributes})
+        for wanted in self.attributes or ():
+            if wanted not in every:
+                raise ConfigError(f"the curriculum of {name} has no attribute {wanted!r}; {nearest(wanted, every)}")
+        chosen = every if self.attributes is None else self.attributes
+        rising = {member: [a for a in attributes if a in chosen] for member, attributes in known.items()}
         last = max(known[member][attribute] for member, names in rising.items() for attribute in names)
         if self.max_level is not None and self.max_level > last:
             raise ConfigError(
@@ -77,26 +74,23 @@ class Curriculum:
         most = last if self.max_level is None else self.max_level
         levels = [_at_level(level, name, params, rising) for level in range(most + 1)]
         if all(level == levels[0] for level in levels):
+            raised = sorted({param for member in rising for param in curriculum_params(member, 0, rising[member])})
             raise ConfigError(
-                f"the curriculum of {name} changes nothing up to level {most}: what it raises "
-                f"({', '.join(_fields(rising))}) is fixed by params or does not change; remove these from params, or "
-                "choose other attributes or a higher max_level"
+                f"the curriculum of {name} changes nothing up to level {most}: what it raises ({', '.join(raised)}) is "
+                "fixed by params or does not change; remove these from params, or choose other attributes or a higher "
+                "max_level"
             )
         return levels
 
 
 def _at_level(level: int, name: str, params: Mapping[str, Any], rising: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    def raised(member: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
+        return {**curriculum_params(member, level, rising[member]), **fixed}
+
     if name != "composite":
-        return {**curriculum_params(name, level, rising[name]), **params}
-    specs = [
-        {**spec, "config": {**curriculum_params(spec["name"], level, rising[spec["name"]]), **spec["config"]}}
-        for spec in params["datasets"]
-    ]
+        return raised(name, params)
+    specs = [{**spec, "config": raised(spec["name"], spec["config"])} for spec in params["datasets"]]
     return {**params, "datasets": specs}
-
-
-def _fields(rising: Mapping[str, Sequence[str]]) -> list[str]:
-    return sorted({field for member, names in rising.items() for field in curriculum_params(member, 0, names)})
 
 
 # -- the task: endless training problems, fixed exam and test panels --------------------------------------------------
@@ -168,12 +162,14 @@ class ReasoningGymTask(Task):
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
         self.shrink_panels = shrink_panels
+        self._kind = "distinct questions" if holdout == "any" else "distinct questions in its reserved fifth"
         self._datasets: dict[tuple[str, int, int], Any] = {}
         self._panel: list[Row] = []
         self._panel_questions: set[str] = set()
         self._panel_draws = self._draws_since_new = 0
         self.curriculum = curriculum
         self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
+        self._last = len(self.levels) - 1
         # Some scorers read the parameters (decimal_arithmetic its precision), so each level has its own scorer.
         datasets = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
         self._scorers = Scorers(self.name, self.levels, datasets)
@@ -188,19 +184,19 @@ class ReasoningGymTask(Task):
         """Return reasoning_gym's ``question``, ``answer`` (None in five datasets) and ``metadata``."""
         self.check_index(split, index)
         if split == "train":
-            row, level = self._train_row(index), self._level(index)
+            row, level = self._train_row(index), self.level(index)
         else:
             if self.shrink_panels:  # the exam's size, and so the test's start, depends on all questions
                 self._fill_panels()
                 self.check_index(split, index)
-            place = index if split == "exam" else self.exam_prompts + index
-            self._fill_panel(place + 1)
-            row, level = self._panel[place], self._last
+            number = index if split == "exam" else self.exam_prompts + index
+            self._fill_panel(number + 1)
+            row, level = self._panel[number], self._last
         return dict(row) if self.curriculum is None else {**row, "level": level}
 
     def level(self, position: int) -> int | None:
         """Return the level of the curriculum at a training position; None without a curriculum."""
-        return None if self.curriculum is None else self._level(position)
+        return None if self.curriculum is None else min(position // self.curriculum.prompts_per_level, self._last)
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Score the completion: the text between the last answer tags, or all of it, stripped.
@@ -233,19 +229,12 @@ class ReasoningGymTask(Task):
             for level in range(len(self.levels)):
                 self._train_row(level * self.curriculum.prompts_per_level)
 
-    @property
-    def _last(self) -> int:
-        return len(self.levels) - 1
-
-    def _level(self, position: int) -> int:
-        return 0 if self.curriculum is None else min(position // self.curriculum.prompts_per_level, self._last)
-
     def _of_level(self, level: int) -> str:
         where = f" (level {level} of its curriculum, which other attributes, params or a lower max_level can avoid)"
         return "" if self.curriculum is None else where
 
     def _train_row(self, position: int) -> Row:
-        level = self._level(position)
+        level = self.level(position) or 0
         if self.holdout == "any":
             self._fill_panels()
         failure = "every question drawn belongs to the exam or test panel; lower eval_prompts and test_prompts"
@@ -267,8 +256,8 @@ class ReasoningGymTask(Task):
         """Yield the draws for one training position: its own first, then random ones from its chunk's second pool."""
         yield "train", position
         first = position // CHUNK * CHUNK
-        for place in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
-            yield "retry", first + int(place)
+        for offset in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
+            yield "retry", first + int(offset)
 
     def _fill_panels(self) -> None:
         self._fill_panel(self.exam_prompts + self.test_prompts)
@@ -299,23 +288,21 @@ class ReasoningGymTask(Task):
 
     def _shrink(self) -> bool:
         """Shrink the panels to the questions found; return whether that is allowed and helps."""
-        asked, kept = (self.exam_prompts, self.test_prompts), len(self._panel)
-        found = fewer(*asked, kept if self.holdout == "reserved" else kept // 2) if self.shrink_panels else None
-        if found is None:
+        asked, count = (self.exam_prompts, self.test_prompts), len(self._panel)
+        sizes = fewer(*asked, count if self.holdout == "reserved" else count // 2) if self.shrink_panels else None
+        if sizes is None:
             return False
-        kind = "" if self.holdout == "any" else " in its reserved fifth"
-        warn_of_fewer(self.name, asked, found, f"{kept} distinct questions{kind}")
-        self.exam_prompts, self.test_prompts = found
-        self._panel = self._panel[: sum(found)]
+        warn_of_fewer(self.name, asked, sizes, f"{count} {self._kind}")
+        self.exam_prompts, self.test_prompts = sizes
+        self._panel = self._panel[: sum(sizes)]
         self._panel_questions = {row["question"] for row in self._panel}
         return True
 
     def _exhausted(self) -> EnvError:
         other = "" if self.holdout == "any" else ", or set holdout to 'any', which lets panels hold any question"
-        kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
         return EnvError(
             f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but with "
-            f"these parameters it has only {len(self._panel)} {kind} ({self._panel_draws} draws); ask for fewer "
+            f"these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); ask for fewer "
             f"(eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its params{other}"
         )
 
@@ -335,12 +322,9 @@ class ReasoningGymTask(Task):
         if key not in self._datasets:
             while len(self._datasets) >= KEPT_DATASETS:
                 del self._datasets[next(iter(self._datasets))]
-            seed, params = self._chunk_seed(purpose, chunk), self.levels[level]
+            seed = int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))
             try:
-                self._datasets[key] = build_dataset(self.name, params, seed=seed, size=CHUNK)
+                self._datasets[key] = build_dataset(self.name, self.levels[level], seed=seed, size=CHUNK)
             except ConfigError as error:
                 raise ConfigError(f"{error}{self._of_level(level)}") from error
         return self._datasets[key]
-
-    def _chunk_seed(self, purpose: str, chunk: int) -> int:
-        return int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))

@@ -1,6 +1,7 @@
 """Messages to token ids and back: chat templates for tasks and environments, and where a completion ends."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -74,24 +75,24 @@ def render_prompt(
         EnvError: the prompt is empty or has more than ``max_tokens`` tokens.
     """
     check_tokenizer(tokenizer)
-    messages = [_checked(message) for message in messages]
-    prefill = bool(messages) and messages[-1]["role"] == "assistant"
-    if prefill and not messages[-1]["content"]:
-        messages, prefill = messages[:-1], False  # an empty prefill equals the generation prompt
-    if not messages:
+    conversation = as_messages(messages) if messages else []
+    prefill = bool(conversation) and conversation[-1]["role"] == "assistant"
+    if prefill and not conversation[-1]["content"]:
+        conversation, prefill = conversation[:-1], False  # an empty prefill equals the generation prompt
+    if not conversation:
         raise EnvError("expected at least one message with content in a prompt, found none")
     if use_template and has_template(tokenizer):
-        if any(message["role"] == "system" for message in messages):
+        if any(message["role"] == "system" for message in conversation):
             _check_system_role(tokenizer)
-        ids = _ids(_apply_template(tokenizer, messages, not prefill, prefill, tools=tools))
+        ids = _ids(_apply_template(tokenizer, conversation, tools, prompts=not prefill, continues=prefill))
     else:
-        ids = _ids(tokenizer("\n".join(message["content"] for message in messages)))
+        ids = _ids(tokenizer("\n".join(message["content"] for message in conversation)))
     if not ids:
-        raise EnvError(f"expected a prompt of at least one token, found none in {messages!r}")
+        raise EnvError(f"expected a prompt of at least one token, found none in {conversation!r}")
     if max_tokens is not None and len(ids) > max_tokens:
         raise PromptTooLongError(
             f"expected a prompt of at most {max_tokens} tokens, found {len(ids)}; raise max_context_length (or "
-            f"max_model_len), or remove such prompts: {messages[-1]['content'][:80]!r}"
+            f"max_model_len), or remove such prompts: {conversation[-1]['content'][:80]!r}"
         )
     return ids
 
@@ -102,9 +103,9 @@ def end_token_ids(tokenizer: Any) -> frozenset[int]:
     A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they are
     listed in the generation configuration next to the tokenizer's files.
     """
-    own = getattr(tokenizer, "eos_token_id", None)
-    beside = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
-    return beside if own is None else beside | {int(own)}
+    end = getattr(tokenizer, "eos_token_id", None)
+    ends = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    return ends if end is None else ends | {int(end)}
 
 
 def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
@@ -112,10 +113,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
 
     ``known``, the number of tokens marked by an action mask or with log-probs, decides, because ids alone cannot
     distinguish a sampled pad token from padding. Without it, a completion ends at its first token of ``ends``, or else
-    before the trailing padding; a pad token followed by other tokens was sampled.
-
-    Raises:
-        EnvError: fewer ids than ``known``, or something other than padding after them.
+    before the trailing padding; a pad token followed by other tokens was sampled. Raises EnvError for fewer ids than
+    ``known``, or something other than padding after them.
     """
     if known is not None:
         behind = set(ids[known:])
@@ -125,10 +124,8 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
                 f"padding, found {len(ids)} tokens after the prompt"
             )
         return known
-    first = next((place for place, token in enumerate(ids) if token in ends), None)
-    if first is not None:
-        return first + 1
-    return next((place + 1 for place in range(len(ids) - 1, -1, -1) if ids[place] != pad), 0)
+    first = next((length for length, token in enumerate(ids, 1) if token in ends), None)
+    return first or next((length for length in range(len(ids), 0, -1) if ids[length - 1] != pad), 0)
 
 
 @checked
@@ -155,35 +152,20 @@ def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]
 @lru_cache(maxsize=64)
 def _ends_beside(name: str) -> frozenset[int]:
     """Return the end tokens of the generation configuration in a folder, or of a cached hub name."""
+    from huggingface_hub import try_to_load_from_cache
+
     if not name:
         return frozenset()
-    path = Path(name) / _GENERATION_CONFIG
-    if not Path(name).is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        try:
-            found = try_to_load_from_cache(name, _GENERATION_CONFIG)
-        except ValueError:  # not a valid hub name
-            return frozenset()
-        if not isinstance(found, str):
-            return frozenset()
-        path = Path(found)
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_CONFIG:
+        is_folder = Path(name).is_dir()
+        file = Path(name, _GENERATION_CONFIG) if is_folder else try_to_load_from_cache(name, _GENERATION_CONFIG)
+        if not isinstance(file, str | Path) or not Path(file).is_file() or os.path.getsize(file) > _LARGEST_CONFIG:
             return frozenset()
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        settings = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # damaged, or no valid name on the hub
         return frozenset()
     ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
     return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
-
-
-def _checked(message: Mapping[str, str]) -> Mapping[str, str]:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-        raise ConfigError(f"a message is {{'role': ..., 'content': ...}}, found {message!r}")
-    if not isinstance(message["content"], str):
-        raise ConfigError(f"the content of a message must be text, found {message['content']!r}")
-    return message
 
 
 def render_text(
@@ -197,20 +179,17 @@ def render_text(
     """Return a conversation as the chat template writes it, up to where the model continues it.
 
     ``prompts=False`` omits the start of the model's message. With ``continues`` the last message stays open for the
-    model to continue.
-
-    Raises:
-        ConfigError: a malformed message, or a template that refuses the messages.
+    model to continue. Raises ConfigError for a malformed message, or a template that refuses the messages.
     """
-    checked_messages = [_checked(message) for message in messages]
-    return str(_apply_template(tokenizer, checked_messages, prompts, continues, tools=tools, tokenize=False))
+    conversation, roles = as_messages(messages), {"prompts": prompts, "continues": continues}
+    return str(_apply_template(tokenizer, conversation, tools, **roles, tokenize=False))
 
 
 def _check_system_role(tokenizer: Any) -> None:
     """Raise ConfigError if the chat template drops the system message."""
     mark = "agilerl:the-system-speaks"
     conversation = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
-    if mark not in str(_apply_template(tokenizer, conversation, True, False, tokenize=False)):
+    if mark not in render_text(tokenizer, conversation):
         raise ConfigError(
             "the tokenizer's chat template drops system messages, so the model would never see this one; move its "
             "text into the user message"
@@ -218,10 +197,7 @@ def _check_system_role(tokenizer: Any) -> None:
 
 
 def generation_prompt(tokenizer: Any) -> list[int]:
-    """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer.
-
-    Raises ConfigError if there are none.
-    """
+    """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer."""
     first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
     ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
     # Line breaks at the end may merge with those of a prefill into another token.
@@ -242,17 +218,17 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 def _apply_template(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
     prompts: bool,
     continues: bool,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
     tokenize: bool = True,
 ) -> Any:
     try:
         return apply_chat_template(
             tokenizer,
-            [dict(message) for message in messages],
+            messages,
             tools=[dict(tool) for tool in tools] or None,
             tokenize=tokenize,
             add_generation_prompt=prompts,
@@ -296,9 +272,8 @@ class ChatFormat:
     ) -> None:
         """Probe a tokenizer's chat template.
 
-        Raises:
-            ConfigError: no pad or end token, a template that refuses the roles user, assistant, user, one that hides
-                what the assistant said, or one that leaves out the tools.
+        Raises ConfigError for no pad or end token, or a template that refuses the roles user, assistant, user, or
+        leaves out the tools.
         """
         check_tokenizer(tokenizer)
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -306,9 +281,15 @@ class ChatFormat:
         # A pad token that was sampled ends nothing, unless it is one of the model's end tokens.
         self._ends = ends | (set(getattr(tokenizer, "all_special_ids", ())) - {tokenizer.pad_token_id})
         self.uses_template = apply_chat_template and has_template(tokenizer)
-        if self.tools:
-            self._check_tools()
-        self.rewrites_history = self.uses_template and any(self._is_rewritten(said) for said in _PROBES)
+        user = [{"role": "user", "content": "x"}]
+        if self.tools and (
+            not self.uses_template or render_text(tokenizer, user, tools=self.tools) == render_text(tokenizer, user)
+        ):
+            raise ConfigError(
+                f"the environment offers {len(self.tools)} tools, but the tokenizer's chat template does not show "
+                "tools to the model; describe them in the system prompt, or use a model whose template supports tools"
+            )
+        self.rewrites_history = self.uses_template and any(self._is_rewritten(completion) for completion in _PROBES)
         """Whether earlier turns change when later ones follow, e.g. because thinking is removed from them."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
@@ -316,12 +297,12 @@ class ChatFormat:
         return render_prompt(self.tokenizer, messages, max_tokens, tools=self.tools, use_template=self.uses_template)
 
     def between(
-        self, before: Sequence[Mapping[str, Any]], said: Sequence[int], messages: Sequence[Mapping[str, Any]]
+        self, before: Sequence[Mapping[str, Any]], completion: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the tokens between the completion ``said`` and the next one.
+        """Return the tokens between a completion and the next one.
 
         ``before`` is the conversation of the first prompt; ``messages`` are the environment's new ones.
-        The end token of the assistant's message is left out if ``said`` ends with it, or with another token that
+        The end token of the assistant's message is left out if the completion ends with it, or with another token that
         ends turns (Llama 3 ends a tool call with one of its own).
         """
         if not self.uses_template:
@@ -336,26 +317,16 @@ class ChatFormat:
                 "another; use another template, or apply_chat_template=False"
             )
         ids = text_ids(self.tokenizer, text)
-        ends_itself = bool(ids and said) and (ids[0] == said[-1] or {ids[0], said[-1]} <= self._ends)
+        last = completion[-1] if completion else None
+        ends_itself = bool(ids) and last is not None and (ids[0] == last or {ids[0], last} <= self._ends)
         return ids[1:] if ends_itself else ids
 
-    def _check_tools(self) -> None:
-        user = [{"role": "user", "content": "x"}]
-        shown = self.uses_template and render_text(self.tokenizer, user, tools=self.tools) != render_text(
-            self.tokenizer, user
-        )
-        if not shown:
-            raise ConfigError(
-                f"the environment offers {len(self.tools)} tools, but the tokenizer's chat template does not show "
-                "tools to the model; describe them in the system prompt, or use a model whose template supports tools"
-            )
-
-    def _is_rewritten(self, said: str) -> bool:
+    def _is_rewritten(self, completion: str) -> bool:
         """Return whether the template changes a completion once another turn follows."""
         first = [{"role": "user", "content": "x"}]
-        later = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "y"}]
+        later = [*first, {"role": "assistant", "content": completion}, {"role": "user", "content": "y"}]
         again = [*later, {"role": "assistant", "content": "two"}, {"role": "user", "content": "z"}]
-        opened = render_text(self.tokenizer, first) + said
+        opened = render_text(self.tokenizer, first) + completion
         return not all(render_text(self.tokenizer, c).startswith(opened) for c in (later, again))
 
 
@@ -364,24 +335,17 @@ HALF = re.compile("[\ud800-\udfff]")
 
 
 def as_messages(observation: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return an observation as messages; plain text becomes a user message.
-
-    Raises:
-        ConfigError: it is neither text nor a list of messages with a role and content, or has half a character.
-    """
-    if isinstance(observation, str):
-        observation = [{"role": "user", "content": observation}]
-    found: list[dict[str, Any]] = []
-    for message in observation if isinstance(observation, Sequence) else ():
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            found = []
-            break
-        found.append(dict(message))
-    if any(HALF.search(str(message["content"])) for message in found):
+    """Return an observation as messages; plain text becomes a user message. Raises ConfigError for anything else."""
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    if (
+        not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(m, Mapping) and "role" in m and isinstance(m.get("content"), str) for m in messages)
+    ):
+        raise ConfigError(
+            "expected text or a list of messages {'role', 'content'} whose content is text, found "
+            f"{described(observation)}"
+        )
+    if any(HALF.search(message["content"]) for message in messages):
         raise ConfigError("expected text, found half of a character in it (a lone surrogate); remove it")
-    if found:
-        return found
-    raise ConfigError(
-        f"expected text or a list of messages {{'role', 'content'}}, found {type(observation).__name__} "
-        f"{str(observation)[:60]!r}"
-    )
+    return [dict(message) for message in messages]

@@ -51,26 +51,31 @@ def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, A
     Numbers near the defaults are accepted. If one is far above, the first problems are made in a worker with the limits
     of a scorer, so that an untrusted manifest cannot hang or exhaust this process.
     """
-    if not any(_is_large(value, defaults.get(key)) for key, value in params.items()):
+    large = {key: value for key, value in params.items() if _is_large(value, defaults.get(key))}
+    if not large:
         return
-    worker = IsolatedGrader(
-        "agilerl.envs.scorer_process:draw_alone",
-        timeout=PATIENCE,
-        memory_bytes=MEMORY,
-        confined=True,
-        cpu_seconds=CPU_SECONDS,
-    )
+    worker = _worker("draw_alone")
     try:
-        (outcome,) = worker([""], [""], dataset=[name], params=[_encoded(params)])
+        (outcome,) = worker([""], [""], dataset=[name], params=[repr(dict(params))])
     finally:
         worker.close()
     if outcome != 1.0:
-        large = {key: value for key, value in params.items() if _is_large(value, defaults.get(key))}
         shown = ", ".join(f"{key}={value!r}" for key, value in large.items())
         raise ConfigError(
             f"reasoning_gym's {name} cannot make a problem with {shown} within {CPU_SECONDS:g} s of processor time and "
             f"{MEMORY >> 30} GiB; lower the value"
         )
+
+
+def _worker(function: str) -> IsolatedGrader:
+    """Return a function of ``scorer_process`` in an unprivileged process, which starts when it is called."""
+    return IsolatedGrader(
+        f"agilerl.envs.scorer_process:{function}",
+        timeout=PATIENCE,
+        memory_bytes=MEMORY,
+        confined=True,
+        cpu_seconds=CPU_SECONDS,
+    )
 
 
 def _is_large(value: Any, default: Any) -> bool:
@@ -112,10 +117,8 @@ class Scorers:
         """Return the score of an answer at a level, from 0 to 1.
 
         An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0. One
-        that it takes for right and that is not (``pays_for_nothing``) is worth what no answer is.
-
-        Raises:
-            RewardError: the scorer cannot read even the problem's correct answer, or the worker cannot start.
+        that it takes for right and that is not (``pays_for_nothing``) is worth what no answer is. Raises RewardError if
+        the scorer cannot read even the problem's correct answer, or the worker cannot start.
         """
         if answer != row["answer"]:
             source = str(row["metadata"]["source_dataset"])
@@ -143,9 +146,10 @@ class Scorers:
         params = self.levels[level]
         if self.name == "composite":
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
-        asked = {"dataset": source, "params": _encoded(params), "entry": _encoded(dict(row))}
+        # As Python literals, because JSON knows neither tuples nor keys that are no text.
+        columns = {"dataset": [source], "params": [repr(dict(params))], "entry": [repr(dict(row))]}
         with _LOCK:
-            (outcome,) = self._shared()([""], [answer], **{key: [value] for key, value in asked.items()})
+            (outcome,) = self._shared()([""], [answer], **columns)
         if isinstance(outcome, Exception):
             raise outcome
         score = float(outcome)  # type: ignore[arg-type]
@@ -155,20 +159,11 @@ class Scorers:
 
     def _shared(self) -> IsolatedGrader:
         """Return this process's worker; a forked process gets its own."""
-        own = os.getpid()
-        if self._worker is None or _SHARED.get(own) is not self._worker:
-            worker = _SHARED.get(own)
-            if worker is None:
-                worker = IsolatedGrader(
-                    "agilerl.envs.scorer_process:score_alone",
-                    timeout=PATIENCE,
-                    memory_bytes=MEMORY,
-                    confined=True,
-                    cpu_seconds=CPU_SECONDS,
-                )
-                _SHARED[own] = worker
-            self._worker = worker
-        return self._worker
+        worker = _SHARED.get(os.getpid())
+        if worker is None:
+            worker = _SHARED[os.getpid()] = _worker("score_alone")
+        self._worker = worker  # the last task to let go of it ends it
+        return worker
 
     def _blame(self, row: Mapping[str, Any], level: int, error: Exception) -> None:
         """Raise unless the problem's correct answer can be scored, i.e. unless the completion is at fault."""
@@ -178,8 +173,10 @@ class Scorers:
         except Exception as again:
             if row["answer"] is None and not isinstance(again, RewardError):
                 return  # this dataset has no answer to test the scorer with
-            said = f"the scorer of {self.name} fails on the problem's correct answer {answer!r}: {again!r}"
-            raise RewardError(f"{said}; on the completion's it failed with {error!r}") from again
+            raise RewardError(
+                f"the scorer of {self.name} fails on the problem's correct answer {answer!r}: {again!r}; on the "
+                f"completion's it failed with {error!r}"
+            ) from again
 
 
 # -- wrong answers that reasoning_gym scores as right ------------------------------------------------------------------
@@ -209,18 +206,6 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
 
 COIN_FLIP_TOLERANCE = 1e-4
 """Largest error of a right probability, as in reasoning_gym."""
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value as JSON that the worker can decode, including tuples and non-text keys."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {"dict": [[_encoded(key), _encoded(part)] for key, part in value.items()]}
-    for kind in (list, tuple, set, frozenset):
-        if type(value) is kind:
-            return {kind.__name__: [_encoded(part) for part in value]}
-    raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
 
 
 # -- the screen: completions do not run as programs, a second barrier in front of the worker --------------------------

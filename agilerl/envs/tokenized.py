@@ -13,12 +13,7 @@ from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.checks import one_row
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.episode_task import Episode, EpisodeTask
-from agilerl.envs.prompts import (
-    ChatFormat,
-    completion_length,
-    decode_completions,
-    end_token_ids,
-)
+from agilerl.envs.prompts import ChatFormat, completion_length, decode_completions, end_token_ids
 from agilerl.errors import AgileRLError, ConfigError, EnvError
 from agilerl.padding import decoded, padded
 
@@ -67,35 +62,22 @@ class TokenObservationWrapper:
             ConfigError: a setting out of range, or a chat template that does not suit the environment.
         """
         tokenizer = padded(tokenizer)
-        self._task = EpisodeTask(
-            lambda: env,
-            max_turns=max_turns,
-            apply_chat_template=apply_chat_template,
-            strict_chat_template_boundary=strict_chat_template_boundary,
-            enable_sliding_window=enable_sliding_window,
-        )
+        self.settings: dict[str, Any] = {
+            "apply_chat_template": apply_chat_template,
+            "strict_chat_template_boundary": strict_chat_template_boundary,
+            "enable_sliding_window": enable_sliding_window,
+        }
+        """How observations become prompts, as arguments of ``EpisodeTask``."""
+        self._task = EpisodeTask(lambda: env, max_turns=max_turns, **self.settings)
         self.env, self.tokenizer, self.max_turns = env, tokenizer, max_turns
         self.max_model_len = max_model_len
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
         self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
         self._chat: ChatFormat = self._task.chat(tokenizer)
-        for name, value in (("max_model_len", max_model_len), ("max_output_tokens", max_output_tokens)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"expected a whole number of 1 or more as {name}, or None, found {value!r}")
         self._context = (max_model_len, 1 if max_output_tokens is None else max_output_tokens)
         self._episode: Episode | None = None
         self._drawn = 0
         self._closed = False
-
-    @property
-    def settings(self) -> dict[str, bool]:
-        """How observations become prompts, as arguments of ``EpisodeTask``."""
-        task = self._task
-        return {
-            "apply_chat_template": task.apply_chat_template,
-            "strict_chat_template_boundary": task.strict,
-            "enable_sliding_window": task.sliding_window,
-        }
 
     @checked
     def reset(self, seed: Whole | None = None) -> tuple[Prompt, dict[str, Any]]:
@@ -135,9 +117,9 @@ class TokenObservationWrapper:
                 "sequences, prompt and completion"
             )
         logps = None if sampling_logps is None else torch.as_tensor(sampling_logps).reshape(-1).tolist()
-        said = self._said(ids[len(prompt) :], logps, _marked(action_mask, len(prompt), len(ids)))
-        (text,) = decode_completions(self.tokenizer, [said])
-        reward = episode.act(Completion(said, logps, "stop" if said[-1] in self._ends else "length"), text)
+        sampled = self._sampled(ids[len(prompt) :], logps, _marked(action_mask, len(prompt), len(ids)))
+        (text,) = decode_completions(self.tokenizer, [sampled])
+        reward = episode.act(Completion(sampled, logps, "stop" if sampled[-1] in self._ends else "length"), text)
         cut = episode.outcome.truncated is not None
         info = {**episode.info, "truncated_by": episode.outcome.truncated} if cut else dict(episode.info)
         return self._prompt(episode) if not episode.done else {}, reward, episode.done and not cut, cut, info
@@ -188,7 +170,7 @@ class TokenObservationWrapper:
         text = decoded(self.tokenizer, episode.prompt_ids)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "text": text}
 
-    def _said(self, tail: list[int], logps: list[float] | None, marked: int | None) -> list[int]:
+    def _sampled(self, tail: list[int], logps: list[float] | None, marked: int | None) -> list[int]:
         """Return the tokens after the prompt that were sampled."""
         if logps is not None and marked is not None and len(logps) != marked:
             raise EnvError(f"expected a log-prob for each of {marked} sampled tokens, found {len(logps)}")
@@ -270,7 +252,7 @@ class SyncMultiTurnVecEnv:
         """
         self.batch_size, self.group_size = batch_size, group_size
         try:
-            made: list[Any] = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
+            envs: list[Any] = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
         except AgileRLError:
             raise
         except Exception as error:  # a factory may raise anything; report its reason
@@ -278,7 +260,7 @@ class SyncMultiTurnVecEnv:
                 f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        bare = next((env for env in made if not isinstance(env, TokenObservationWrapper)), None)
+        bare = next((env for env in envs if not isinstance(env, TokenObservationWrapper)), None)
         if bare is not None and tokenizer is None:
             raise ConfigError(
                 f"expected env_factory to return a TokenObservationWrapper, found {type(bare).__name__}; pass "
@@ -288,7 +270,7 @@ class SyncMultiTurnVecEnv:
             env
             if isinstance(env, TokenObservationWrapper)
             else TokenObservationWrapper(env, tokenizer, as_text_env(env).max_turns)
-            for env in made
+            for env in envs
         ]
         self._prompts: list[Prompt] = []
         self._drawn = 0
@@ -298,7 +280,7 @@ class SyncMultiTurnVecEnv:
         """Begin all episodes; group ``b`` shares the seed ``seed + b``. The default is new seeds each time."""
         if seed is None:
             seed, self._drawn = self._drawn, self._drawn + self.batch_size
-        self._prompts = [env.reset(seed + place // self.group_size)[0] for place, env in enumerate(self.envs)]
+        self._prompts = [env.reset(seed + number // self.group_size)[0] for number, env in enumerate(self.envs)]
         return list(self._prompts)
 
     @checked
@@ -314,15 +296,15 @@ class SyncMultiTurnVecEnv:
         Returns None when all episodes are over. Raises EnvError if the number of completions, log-probs or masks
         differs.
         """
-        going = [place for place, prompt in enumerate(self._prompts) if prompt]
+        running = [number for number, prompt in enumerate(self._prompts) if prompt]
         given = {"completions": completion_ids, "log-probs": sampling_logps, "action masks": action_masks}
         for what, values in given.items():
-            if values is not None and len(values) != len(going):
-                raise EnvError(f"expected {what} for the {len(going)} running episodes, found {len(values)}")
-        nothing = [None] * len(going)
-        rows = zip(going, completion_ids, sampling_logps or nothing, action_masks or nothing, strict=True)
-        for place, ids, logps, mask in rows:
-            self._prompts[place] = self.envs[place].step(ids, logps, mask)[0]
+            if values is not None and len(values) != len(running):
+                raise EnvError(f"expected {what} for the {len(running)} running episodes, found {len(values)}")
+        nothing = [None] * len(running)
+        rows = zip(running, completion_ids, sampling_logps or nothing, action_masks or nothing, strict=True)
+        for number, ids, logps, mask in rows:
+            self._prompts[number] = self.envs[number].step(ids, logps, mask)[0]
         return [prompt for prompt in self._prompts if prompt] or None
 
     def get_trajectories(
@@ -332,22 +314,19 @@ class SyncMultiTurnVecEnv:
 
         An episode's log-probs are None if any of its steps had none; the whole list is None if no episode has any.
         """
-        data = [env.get_episode_data() for env in self.envs]
-        rows = [row for env in self.envs for row in env.trajectories()]
+        ids, masks, turn_ids, rewards = map(list, zip(*(env.get_episode_data() for env in self.envs)))
         logps = [
             None if t.logprobs is None else torch.tensor([p for p, action in zip(t.logprobs, t.action_mask) if action])
-            for t in rows
+            for env in self.envs
+            for t in env.trajectories()
         ]
-        known = any(own is not None for own in logps)
-        ids, masks, turn_ids, rewards = ([part[k] for part in data] for k in range(4))
+        known = any(values is not None for values in logps)
         return ids, masks, turn_ids, rewards, sum(r.shape[1] for r in rewards), logps if known else None
 
     def batch(self) -> RolloutBatch:
         """Return all episodes as one batch, which ``agent.learn`` takes; a group shares one seed."""
         rows = [
-            row
-            for place, env in enumerate(self.envs)
-            for row in env.trajectories(place // self.group_size, place % self.group_size)
+            row for number, env in enumerate(self.envs) for row in env.trajectories(*divmod(number, self.group_size))
         ]
         return collate(rows, self.envs[0].pad_id)
 

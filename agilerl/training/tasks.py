@@ -20,10 +20,10 @@ from agilerl.envs.adapters import make_env
 from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
-from agilerl.envs.datasets import CuratedTask, DatasetTask, fill_template
+from agilerl.envs.datasets import PLAIN, CuratedTask, DatasetTask, Template, checked_template, filled
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
-from agilerl.envs.graded import GradedTask, TaskGrader
+from agilerl.envs.graded import GradedTask, TaskGrader, check_parts
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
@@ -39,11 +39,11 @@ from agilerl.rewards.waiting import ThreadedGrader
 class _TemplateTask(ReasoningGymTask):
     """A reasoning_gym dataset whose questions are put into a conversation."""
 
-    template: Sequence[Message] = ()
+    template: Template = PLAIN
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the template with the question filled in."""
-        return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in self.template]
+        return filled(self.template, row)
 
 
 def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False) -> Task | EpisodeTask:
@@ -57,34 +57,30 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
         return _episodes(e, seed, allow_code, e.test_prompts + second_panel(config))
     if e.dataset is not None:
         test_prompts = None if all_rows else e.test_prompts + second_panel(config)
-        made_of_rows = _from_data(e, e.dataset, e.env_type, seed, test_prompts)
-        return _wrapped(config, made_of_rows, None, allow_code)
-    known = e.task or ""
-    family, _, name = known.partition(":")
+        return _wrapped(config, _from_data(e, e.dataset, e.env_type, seed, test_prompts), None, allow_code)
+    family, _, name = (e.task or "").partition(":")
     if family != "reasoning_gym" or not name:
-        meant = f"; did you mean reasoning_gym:{known}?" if known in known_tasks() else ""
-        raise ConfigError(f"environment.task={shown(known)} is unknown; expected reasoning_gym:<dataset>{meant}")
-    made = _procedural(config, name, second_panel(config))
-    return _wrapped(config, made, _careless if e.env_type in ("preference", "unpaired") else None, allow_code)
+        hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
+        raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
+    return _wrapped(config, _procedural(config, name, second_panel(config)), _careless, allow_code)
 
 
-def _wrapped(config: RunConfig, made: Task, mistake: Mistake | None, allow_code: bool) -> Task:
+def _wrapped(config: RunConfig, task: Task, mistake: Mistake | None, allow_code: bool) -> Task:
     """Return a task as what the algorithm learns from."""
     e = config.environment
     if e.env_type == "sft":
-        return SFTTask(made, loss_on=e.loss_on)
-    if e.env_type == "preference":
-        return PreferenceTask(made, mistake=mistake, seed=config.training.seed)
-    if e.env_type == "unpaired":
-        return UnpairedTask(made, mistake=mistake, seed=config.training.seed)
-    made = graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
-    return made if e.answer_format == "whole" else AnswerFormatTask(made, e.answer_format, e.answer_phrase)
+        return SFTTask(task, loss_on=e.loss_on)
+    if e.env_type in ("preference", "unpaired"):
+        kind = PreferenceTask if e.env_type == "preference" else UnpairedTask
+        return kind(task, mistake=mistake, seed=config.training.seed)
+    task = graded(e, task, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    return task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
 
 
 def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
     """Return a task with its panels drawn; the ``second`` one takes at most what the other two leave."""
     e = config.environment
-    made = _TemplateTask(
+    task = _TemplateTask(
         name,
         params=e.params,
         seed=config.training.seed,
@@ -95,24 +91,23 @@ def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
         curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
         shrink_panels=True,
     )
-    made.template = _template(e)
-    if not second:
-        made.prepare()
-        return made
+    task.template = checked_template(e.conversation_template, ())
     try:
-        # Too few questions for all panels are no news if they are enough for those that the user asked for.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made.prepare()
+            if second:  # too few questions for it are no news if they are enough for the panels that the user asked for
+                warnings.simplefilter("ignore")
+            task.prepare()
     except EnvError:
+        if not second:
+            raise
         return _procedural(config, name, 0)
-    found = made.exam_prompts + made.test_prompts
-    if found == e.exam_panel + e.test_prompts + second:
-        return made
-    made.close()
+    missing = e.exam_panel + e.test_prompts + second - task.exam_prompts - task.test_prompts
+    if not second or not missing:
+        return task
+    task.close()
     # As many fewer again: the last questions of a task are found by luck.
-    left = found - e.exam_panel - e.test_prompts
-    return _procedural(config, name, left // 2 if left >= LEAST_PANEL else 0)
+    rest = (second - missing) // 2 if second - missing >= LEAST_PANEL else 0
+    return _procedural(config, name, rest)
 
 
 LEAST_PANEL = 32
@@ -129,18 +124,18 @@ def _from_data(
 ) -> DatasetTask:
     """Return a task of rows; without ``test_prompts``, every row is in the test."""
     # Rows need an answer only if it is compared.
-    own = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
+    grader = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
     if test_prompts is None:
-        rows, template = _rows(config, dataset), config.conversation_template
-        return DatasetTask(rows, rows, rows, reward_fn=own, conversation_template=template, purpose=purpose, seed=seed)
-    sides = [None if given is None else _rows(config, given) for given in (config.dataset_exam, config.dataset_test)]
+        sides, template = [_rows(config, dataset)] * 3, config.conversation_template
+        return DatasetTask(*sides, reward_fn=grader, conversation_template=template, purpose=purpose, seed=seed)
+    exam, test = (rows and _rows(config, rows) for rows in (config.dataset_exam, config.dataset_test))
     return CuratedTask(
         _rows(config, dataset),
-        exam=sides[0],
-        test=sides[1],
+        exam=exam,
+        test=test,
         exam_prompts=config.exam_panel,
         test_prompts=test_prompts,
-        grader=own,
+        grader=grader,
         conversation_template=config.conversation_template,
         purpose=purpose,
         bad_rows=config.bad_rows,
@@ -154,14 +149,10 @@ def _ungraded(completion: str) -> None:
 
 
 def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
-    read = [
-        (
-            read_dataset(d.path, columns=d.columns or config.columns, split=d.split, config=d.name, limit=d.rows),
-            d.weight,
-        )
-        for d in dataset
-    ]
-    return mix(read)
+    def read(d: DatasetConfig) -> Rows:
+        return read_dataset(d.path, columns=d.columns or config.columns, split=d.split, config=d.name, limit=d.rows)
+
+    return mix([(read(d), d.weight) for d in dataset])
 
 
 def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episodes: int) -> EpisodeTask:
@@ -170,11 +161,11 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episo
     if names_code(env_id):
         factory = load_code("environment.env_id", env_id, allowed=allow_code)
     else:
-        if ":" in env_id and config.max_turns is not None:  # environments of other packages may not declare it
-            params.setdefault("max_turns", config.max_turns)
+        factory = partial(make_env, env_id)
         if ":" not in env_id:
             _check_id(env_id)
-        factory = partial(make_env, env_id)
+        elif config.max_turns is not None:  # environments of other packages may not declare it
+            params.setdefault("max_turns", config.max_turns)
     return EpisodeTask(
         factory,
         params,
@@ -204,18 +195,6 @@ def _careless(row: Row, draws: np.random.Generator) -> str | None:
     return None if mistake is None else mistake(row, draws)
 
 
-def _template(config: EnvironmentConfig) -> list[Message]:
-    where, template = "environment.conversation_template", config.conversation_template
-    if template is None:
-        return [{"role": "user", "content": "{question}"}]
-    for message in template:
-        if set(message) != {"role", "content"}:
-            raise ConfigError(f"{where}: expected only role and content in a message, found {shown(message)}")
-    if not any("{question}" in message["content"] for message in template):
-        raise ConfigError(f"{where}: expected {{question}} in one of the messages; otherwise every prompt is the same")
-    return template
-
-
 # -- the graders: the keys ``graders`` and ``fitness_grader`` of a manifest -------------------------------------------
 
 
@@ -229,11 +208,9 @@ def graded(
     """Return ``task`` with the manifest's graders, set up, or unchanged if there are none.
 
     ``allow_code`` allows graders that are functions and classes named by the manifest; ``typed_addresses`` are those
-    that a judge's key may be sent to because the user gave them on the command line.
-
-    Raises:
-        ConfigError: a grader that is unknown, takes other parameters, or is not for manifests; duplicate graders; a
-            fitness grader that is none of them.
+    that a judge's key may be sent to because the user gave them on the command line. Raises ConfigError for a grader
+    that is unknown, takes other parameters, or is not for manifests; for duplicate graders, and for a fitness grader
+    that is none of them.
     """
     if config.graders is None:
         return task
@@ -248,9 +225,13 @@ def graded(
     # Weights that evolve may start at 0; they need a fitness grader.
     if not any(weight for _, weight in named.values()) and config.fitness_grader is None:
         raise ConfigError("environment.graders: every weight is 0, so there is nothing to learn; raise one of them")
-    made = GradedTask(task, CombinedGrader(named), _fitness(config.fitness_grader, named, task))
-    made.prepare()
-    return made
+    fitness: dict[str, Grader] = {OWN: TaskGrader(task), **{name: grader for name, (grader, _) in named.items()}}
+    if config.fitness_grader not in (None, *fitness):
+        wrong = str(config.fitness_grader)
+        raise ConfigError(f"environment.fitness_grader={shown(wrong)} is unknown; {nearest(wrong, fitness)}")
+    task = GradedTask(task, CombinedGrader(named), fitness.get(config.fitness_grader or ""))
+    task.prepare()
+    return task
 
 
 def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None) -> bool:
@@ -259,20 +240,12 @@ def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None)
 
 
 def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:
-    """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight.
-
-    Raises:
-        ConfigError: a part that the reward does not have; a gene without a fitness grader.
-    """
+    """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight."""
     weights = {entry.called: entry.weight for entry in config.graders or ()}
     evolving = [name.partition(".")[2] for name in genes if name.startswith("reward_weights.")]
-    where = {f"algorithm.reward_weights.{name}": name for name in given}
-    where |= {f"mutation.rl_hp_selection.reward_weights.{name}": name for name in evolving}
-    for key, name in where.items():
-        if not weights:
-            raise ConfigError(f"{key}: the reward has no parts; list them in environment.graders")
-        if name not in weights:
-            raise ConfigError(f"{key}: environment.graders has no {shown(name)}; {nearest(str(name), weights)}")
+    keys = {f"algorithm.reward_weights.{name}": name for name in given}
+    keys |= {f"mutation.rl_hp_selection.reward_weights.{name}": name for name in evolving}
+    check_parts(keys, weights, "the reward has no parts; list them in environment.graders")
     if evolving and config.fitness_grader is None:
         raise ConfigError(
             f"mutation.rl_hp_selection.reward_weights.{evolving[0]}: a weight that evolves needs "
@@ -282,27 +255,22 @@ def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iter
     return {**{name: weights[name] for name in evolving}, **given}
 
 
-def _fitness(name: str | None, named: dict[str, tuple[Grader, float]], task: Task) -> Grader | None:
-    if name is None:
-        return None
-    if name in named:
-        return named[name][0]
-    if name == OWN:
-        return TaskGrader(task)
-    raise ConfigError(f"environment.fitness_grader={shown(name)} is unknown; {nearest(name, [OWN, *named])}")
-
-
 def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Grader:
     if entry.name == OWN:
         if entry.params:
             raise ConfigError(f"{where}: the task's built-in reward has no parameters, found {shown(entry.params)}")
         return TaskGrader(task)
     if names_code(entry.name):
-        found = load_code(f"{where}.name", entry.name, allowed=allow_code)
+        code = load_code(f"{where}.name", entry.name, allowed=allow_code)
+        if entry.isolate and (isinstance(code, type) or entry.params):
+            raise ConfigError(
+                f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that "
+                "contains them"
+            )
         if entry.isolate:
-            return _isolated(where, entry, found)
-        own = _own(where, entry, found)
-        return own if entry.workers is None else ThreadedGrader(own, workers=entry.workers, name=entry.called)
+            return IsolatedGrader(entry.name, timeout=entry.timeout, workers=entry.workers or 1, name=entry.called)
+        grader = _configured(where, entry, code)
+        return grader if entry.workers is None else ThreadedGrader(grader, workers=entry.workers, name=entry.called)
     if entry.isolate:
         raise ConfigError(f"{where}.isolate is for custom functions, found {shown(entry.name)}; remove it")
     if entry.name not in LIBRARY:
@@ -313,23 +281,13 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _isolated(where: str, entry: GraderConfig, found: Any) -> Grader:
-    """Return a function as a grader in a separate process."""
-    if isinstance(found, type) or entry.params:
-        raise ConfigError(
-            f"{where}.isolate is for functions without params, found {shown(entry.name)}; write a function that "
-            "contains them"
-        )
-    return IsolatedGrader(entry.name, timeout=entry.timeout, workers=entry.workers or 1, name=entry.called)
-
-
-def _own(where: str, entry: GraderConfig, found: Any) -> Grader:
+def _configured(where: str, entry: GraderConfig, code: Any) -> Grader:
     """Return a custom grader: an instance of a class, or a function with its parameters filled in."""
-    if not isinstance(found, type):
-        return partial(found, **entry.params) if entry.params else found
+    if not isinstance(code, type):
+        return partial(code, **entry.params) if entry.params else code
     try:
         with contained():
-            return found(**entry.params)  # type: ignore[no-any-return]
+            return code(**entry.params)  # type: ignore[no-any-return]
     except Exception as error:  # custom code may raise anything; report its reason
         raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
 

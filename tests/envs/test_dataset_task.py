@@ -93,7 +93,7 @@ def test_bad_datasets(arguments, error, sentence):
     [
         ([{"role": "user", "content": "{quesiton}"}], r"expected \{question\}.*placeholders \['quesiton'\]"),
         ([{"role": "user", "content": "{answer}"}], "otherwise every prompt is the same"),
-        ([{"content": "{question}"}], "a conversation template is a list"),
+        ([{"content": "{question}"}], "expected role and content"),
         (["{question}"], "a mapping for conversation_template"),
     ],
 )

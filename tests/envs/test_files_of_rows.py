@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agilerl.config.named_files import ENDINGS
 from agilerl.envs import sources
-from agilerl.envs.sources import FORMATS, mix, read_dataset
+from agilerl.envs.sources import mix, read_dataset
 from agilerl.errors import EnvError
 
 ROWS = [
@@ -22,10 +22,6 @@ ROWS = [
     {"question": "NA\u2028é", "answer": "null", "tags": ["c"], "meta": {"level": 3}},
 ]
 TEXTS = [{key: row[key] for key in ("question", "answer")} for row in ROWS]
-
-
-def test_every_ending_that_names_a_file_of_rows_is_read() -> None:
-    assert tuple(FORMATS) == ENDINGS
 
 
 def written(path: Path, rows: list[dict]) -> Path:
@@ -43,7 +39,7 @@ def written(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json", "rows.parquet", "ROWS.JSONL"])
+@pytest.mark.parametrize("name", [*(f"rows{e}" for e in ENDINGS if e not in (".csv", ".tsv")), "ROWS.JSONL"])
 @pytest.mark.processes
 def test_every_column_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     rows = read_dataset(written(tmp_path / name, ROWS))
@@ -174,7 +170,7 @@ def test_a_broken_file_is_told_in_a_sentence(name: str, tmp_path: Path) -> None:
 def test_no_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match=r"found nothing at '.*rows\.jsonl'"):
         read_dataset(tmp_path / "rows.jsonl")
-    with pytest.raises(EnvError, match="found a folder at"):
+    with pytest.raises(EnvError, match="found a folder"):
         read_dataset(str(tmp_path))
 
 
@@ -220,9 +216,9 @@ def test_what_the_hub_gives_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "numbers").mkdir()
     written(tmp_path / "numbers" / "train.jsonl", TEXTS[1:])
-    label, table = "numbers (train)", sources._of_datasets(sources._load_from_hub("numbers", "train", None))
-    assert [dict(row) for row in table.rows] == TEXTS[1:]
-    assert (table.columns, label) == (["question", "answer"], "numbers (train)")
+    part = sources._of_datasets(sources._load_from_hub("numbers", "train", None), "numbers (train)")
+    assert [part.row(number) for number in range(len(part))] == TEXTS[1:]
+    assert part.columns == ["question", "answer"]
     with pytest.raises(EnvError, match=r'"test".* \[.train.\]'):
         sources._load_from_hub("numbers", "test", None)
 

@@ -256,9 +256,8 @@ def test_out_of_time_is_worth_nothing_and_the_worker_is_replaced(bomb: str) -> N
     grader = IsolatedGrader(
         "agilerl.envs.scorer_process:score_alone", timeout=3, cpu_seconds=1, confined=True, memory_bytes=2**31
     )
-    row = {"question": "", "answer": "Q", "metadata": {"dict": [["valid_answers", {"list": ["Q"]}]]}}
-    entry = {"dict": [[key, value] for key, value in row.items()]}
-    columns = {"dataset": ["n_queens"], "params": [{"dict": []}], "entry": [entry]}
+    row = {"question": "", "answer": "Q", "metadata": {"valid_answers": ["Q"]}}
+    columns = {"dataset": ["n_queens"], "params": ["{}"], "entry": [repr(row)]}
     with grader:
         (outcome,) = grader([""], [bomb], **columns)
         assert isinstance(outcome, RewardError)
