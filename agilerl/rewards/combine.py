@@ -5,11 +5,10 @@ from typing import Any
 
 from agilerl.arguments import Name, checked, shown
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, setup
+from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 from agilerl.validation import LARGEST_FLOAT32
 
-Part = Grader | tuple[Grader, float]
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
 """A grader, or what ``CombinedGrader`` combines: ``[f, (g, 0.5)]``."""
 
@@ -63,8 +62,7 @@ class CombinedGrader(BaseGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
         """Return the rewards only, as any grader does."""
-        rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
-        return self.grade(completions, rows, prompts).rewards
+        return self.grade(completions, rows_of(columns, len(completions)), prompts).rewards
 
     def grade(
         self,

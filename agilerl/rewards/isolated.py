@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class IsolatedGrader(WaitingGrader):
     (Linux 5.13) it can only read the files of Python and of the packages that the grader has imported.
     """
 
+    remembers = True
+
     @checked
     def __init__(
         self,
@@ -90,24 +92,6 @@ class IsolatedGrader(WaitingGrader):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grader!r}, timeout={self.timeout:g})"
-
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | Exception | None]:
-        """Return a score for each completion, or the error if it has none."""
-        self.setup()
-        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
-        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
-
-    @property
-    def at_once(self) -> int:
-        """The number of processes."""
-        return self.workers
-
-    @property
-    def in_order(self) -> bool:
-        """Whether there is only one process: what the function remembers there then depends on nothing but the rows."""
-        return self.workers == 1
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent to a process."""

@@ -238,16 +238,6 @@ class SandboxGrader(WaitingGrader):
     def __repr__(self) -> str:
         return f"SandboxGrader(tests={self.tests!r}, score={self.score!r}, timeout={self.timeout:g})"
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | Exception | None]:
-        """Return a score for each completion, or the exception that stopped its tests from being run."""
-        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
-        return self.answers([self.question(completion, "", row) for completion, row in zip(completions, rows)])
-
-    @property
-    def at_once(self) -> int:
-        """Tests that run at the same time."""
-        return self.workers
-
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
         """Return a completion and its tests; raises RewardError if the row has no such column."""
         if self.tests not in row:

@@ -26,6 +26,8 @@ class TrlMathematics(IsolatedGrader):
     The correct answer is the column ``solution``, as in TRL, or else ``answer``.
     """
 
+    remembers = False
+
     @checked
     def __init__(self, function: str, *, timeout: Positive = 5.0, workers: Count = 1, **params: Any) -> None:
         """Take the function's name and its keywords.
@@ -45,11 +47,6 @@ class TrlMathematics(IsolatedGrader):
         grader = "agilerl.rewards.trl_mathematics:score"
         super().__init__(grader, timeout=timeout, workers=workers, name=f"trl.{function}", confined=True)
         self.function = {"function": function, "params": dict(params)}
-
-    @property
-    def in_order(self) -> bool:
-        """Never: the functions remember nothing."""
-        return False
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent to a process: the columns that these functions read, and which function it is."""
