@@ -47,14 +47,14 @@ class CombinedGrader(BaseGrader):
         self.name = name
         self.graders: dict[str, Grader] = {}
         self.weights: dict[str, float] = {}
-        for given, part in named:
+        for key, part in named:
             grader, weight = part if isinstance(part, tuple) and len(part) == 2 else (part, 1.0)
             if not callable(grader):
                 raise ConfigError(f"expected graders, or pairs (grader, weight), in a CombinedGrader, found {part!r}")
-            own = grader_name(grader) if given is None else given
-            if own in self.graders:
-                raise ConfigError(f"two graders are called {own!r}; rename one: CombinedGrader({{'first': ..., ...}})")
-            self.graders[own], self.weights[own] = grader, weight
+            key = grader_name(grader) if key is None else key
+            if key in self.graders:
+                raise ConfigError(f"two graders are called {key!r}; rename one: CombinedGrader({{'first': ..., ...}})")
+            self.graders[key], self.weights[key] = grader, weight
         check_weights(self.weights, self.graders)
 
     def __repr__(self) -> str:
@@ -87,11 +87,10 @@ class CombinedGrader(BaseGrader):
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
             reasons = {**part.reasons, **reasons}
-            inner = part.failures.values()
-            failures[name] = sorted({place for places in inner for place in places})
+            failures[name] = sorted(set().union(*part.failures.values()))
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
-                failures |= {f"{name}/{inside}": places for inside, places in part.failures.items()}
+                failures |= {f"{name}/{inside}": indices for inside, indices in part.failures.items()}
         grades = Grades([None] * len(completions), scores, failures)
         return Grades(weighted(grades, self.weights), scores, failures, reasons)
 
@@ -117,12 +116,12 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     are ignored in all of this.
     """
     weights = {name: weight for name, weight in weights.items() if weight != 0}
-    failed = {place for name in weights for place in grades.failures[name]}
+    failed = set().union(*(grades.failures[name] for name in weights))
     rewards: list[Grade] = []
-    for place in range(len(grades.rewards)):
-        scores = {name: grades.scores[name][place] for name in weights}
+    for index in range(len(grades.rewards)):
+        scores = {name: grades.scores[name][index] for name in weights}
         applying = [weights[name] * score for name, score in scores.items() if score is not None]
-        total = sum(applying) if applying and place not in failed else None
+        total = sum(applying) if applying and index not in failed else None
         # A sum beyond float32 would become an infinite reward, which is worse than no reward.
         rewards.append(total if total is not None and abs(total) <= LARGEST_FLOAT32 else None)
     return rewards

@@ -193,9 +193,9 @@ def rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, 
     return [{key: column[index] for key, column in columns.items()} for index in range(count)]
 
 
-def _check_list(scores: object, count: int, name: str) -> list[object]:
+def _check_list(scores: Any, count: int, name: str) -> list[Any]:
     try:
-        items = None if isinstance(scores, str | bytes | Mapping) else list[object](scores)  # type: ignore[call-overload]
+        items = None if isinstance(scores, str | bytes | Mapping) else list(scores)
     except TypeError:
         items = None
     if items is None or len(items) != count:

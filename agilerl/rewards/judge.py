@@ -156,8 +156,9 @@ class JudgeGrader(WaitingGrader):
         self._server = Server(
             f"the judge {self.model}",
             self.base_url,
-            timeout=httpx2.Timeout(self.timeout),
             seconds=4 * self.timeout,
+            wait=self.timeout,
+            connect=self.timeout,
             connections=self.concurrency,
             key=key,
             retries=Retries(self.attempts, self.first_wait, LONGEST_WAIT, RETRIED, timeouts=True),

@@ -66,17 +66,17 @@ def trl_function(name: str, params: Mapping[str, Any]) -> Grader:
     from trl import rewards
 
     try:
-        found: Any = getattr(rewards, name)
+        function: Any = getattr(rewards, name)
         if name.startswith("get_"):
-            return found(**params)  # type: ignore[no-any-return]
+            return function(**params)  # type: ignore[no-any-return]
     except AttributeError as error:
         raise ConfigError(f"the installed TRL has no reward function {name}; update it: pip install -U trl") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"trl.{name} does not take the parameters {dict(params)}: {error}") from error
-    unknown = set(params) - (set(inspect.signature(found).parameters) - _FROM_ROWS)
+    unknown = set(params) - (set(inspect.signature(function).parameters) - _FROM_ROWS)
     if unknown:  # its ``**kwargs`` would swallow them
         raise ConfigError(f"trl.{name} does not take the parameters {sorted(unknown)}; remove them")
-    return partial(found, **params)
+    return partial(function, **params)
 
 
 _FROM_ROWS = {"completions", "completion_ids", "solution", "log_extra", "kwargs"}

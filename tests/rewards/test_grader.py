@@ -175,8 +175,8 @@ def named(function):
     [
         ([1.0], "found 1 of them"),
         ([1.0] * 3, "found 3 of them"),
-        (1.0, "found 1.0 of type float"),
-        (None, r"found None .* NoneType"),
+        (1.0, "found 1.0"),
+        (None, r"found None"),
         ("ab", "found 'ab'"),
         ({1: 2, 3: 4}, "of type dict"),
     ],

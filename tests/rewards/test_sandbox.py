@@ -184,7 +184,7 @@ for act in (
 
 @pytest.mark.parametrize("name", ["timeout", "memory_bytes", "disk_bytes", "output_bytes"])
 def test_limits_are_positive(name):
-    with pytest.raises(ConfigError, match=f"expected {name} above 0, found 0"):
+    with pytest.raises(ConfigError, match=f"(above 0|of 1 or more) for {name}, found 0"):
         run_python("", **{name: 0})
 
 

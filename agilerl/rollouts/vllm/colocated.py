@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ def check_installed(config: VLLMConfig, device: str) -> None:
         raise ConfigError(
             f"use_vllm needs vLLM, which is not installed: {how_to_install_vllm()}; or leave out use_vllm"
         )
-    name, found = installed
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"{name} {found} is installed; expected {SUPPORTED}.x: pip install {name}=={SUPPORTED}.0")
+    name, version = installed
+    if not version.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"{name} {version} is installed; expected {SUPPORTED}.x: pip install {name}=={SUPPORTED}.0")
     if device != "cuda" and (config.sleep_mode or config.tensor_parallel_size > 1):
         name = "sleep_mode" if config.sleep_mode else "tensor_parallel_size"
         raise ConfigError(f"vllm_config.{name} needs a GPU, found training on {device!r}; leave it out")
@@ -53,19 +53,10 @@ class ColocatedVLLM:
         self.max_lora_rank = 0
         wanted = config.dtype or str(base.dtype).removeprefix("torch.")
         self.dtype = str(base.dtype).removeprefix("torch.") if wanted == "auto" else wanted
+        plain = config.quantization is None and config.kv_cache_dtype in (None, "auto")
+        self.computes_in_float32 = plain and self.dtype == "float32" and base.dtype == torch.float32
         self._llm: Any = None
-        self._asleep = False
-
-    @property
-    def computes_in_float32(self) -> bool:
-        """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
-        plain = self.config.quantization is None and self.config.kv_cache_dtype in (None, "auto")
-        return plain and self.dtype == "float32" and self.base.dtype == torch.float32
-
-    @property
-    def running(self) -> bool:
-        """Whether vLLM has loaded the base."""
-        return self._llm is not None
+        self.running = self._asleep = False
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
         """Load the base, with room for ``adapters`` adapters in a batch, of at most ``rank``, or as settings say."""
@@ -79,6 +70,7 @@ class ColocatedVLLM:
             self.context_length = min(self.base.context_length, context_length)
         self.max_lora_rank = c.max_lora_rank or lora_capacity(max(rank, 1))
         self._llm = self._made(self.options(source, adapters))
+        self.running = True
         if c.stop_sequences and self.tokenizer is not None:
             self._check_tokenizer(source)
 
@@ -110,19 +102,13 @@ class ColocatedVLLM:
             "language_model_only": c.strip_multimodal_towers or None,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        return {**(self._cpu_options() if on_cpu else {}), **c.engine_kwargs, **given}
-
-    def _cpu_options(self) -> dict[str, Any]:
-        """Return what suits a CPU, unless settings say otherwise.
-
-        vLLM 0.32 rewinds a row's generator when it computes a prompt in parts, which generators of a CPU cannot do; so
-        prompts are computed whole.
-        """
-        return {
+        # vLLM 0.32 rewinds a row's generator when it computes a prompt in parts, which generators of a CPU cannot do.
+        of_cpu = {
             "kv_cache_memory_bytes": VLLM_CPU_CACHE,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_BATCH, self.context_length),
         }
+        return {**(of_cpu if on_cpu else {}), **c.engine_kwargs, **given}
 
     def _made(self, options: dict[str, Any]) -> Any:
         for name, value in _ENVIRONMENT.items():
@@ -152,14 +138,9 @@ class ColocatedVLLM:
                 "vllm_config.vllm_model_name_or_path"
             )
 
-    @contextmanager
-    def _stance(self) -> Iterator[None]:
+    def _stance(self) -> AbstractContextManager[Any]:
         """On a CPU, let nothing of vLLM's be compiled: it takes half a minute, for functions of a few operations."""
-        if self.base.device.type == "cpu":
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
+        return torch.compiler.set_stance("force_eager") if self.base.device.type == "cpu" else nullcontext()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -211,7 +192,7 @@ class ColocatedVLLM:
 
     def close(self) -> None:
         """Stop the engine; the next rows start another one."""
-        llm, self._llm, self._asleep = self._llm, None, False
+        llm, self._llm, self._asleep, self.running = self._llm, None, False, False
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 
