@@ -247,8 +247,7 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     Objects that Python handed over need no permission. A file runs under a unique module name, so ``import`` does not
     find it; it can import other modules as usual. A module is searched in the working directory first.
 
-    Raises:
-        ConfigError: code is not allowed, cannot be found or raises, or has nothing of that name.
+    Raises ConfigError if code is not allowed, cannot be found or raises, or has nothing of that name.
     """
     if name in _given:
         return _given[name]

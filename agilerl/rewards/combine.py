@@ -38,8 +38,7 @@ class CombinedGrader(BaseGrader):
             graders: graders or pairs ``(grader, weight)``; the keys of a mapping replace their names.
             name: the name of the combination in messages and metrics.
 
-        Raises:
-            ConfigError: no grader, two with the same name, one that cannot be called, or a weight that is not a number.
+        Raises ConfigError for no grader, two of one name, one that cannot be called, a weight that is not a number.
         """
         named = list(graders.items()) if isinstance(graders, Mapping) else [(None, part) for part in graders]
         if not named:
@@ -74,9 +73,7 @@ class CombinedGrader(BaseGrader):
 
         The scores of a combination inside this one are included as ``<its name>/<grader>``.
 
-        Raises:
-            ConfigError: ``weights`` does not hold one finite number for each grader.
-            RewardError: a grader failed on every completion, or broke its protocol.
+        Raises ConfigError unless ``weights`` holds one finite number for each grader, RewardError as ``grade`` does.
         """
         check_weights(self.weights, self.graders)
         self.setup()

@@ -89,9 +89,8 @@ def attempt_grader(
     A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
     completion at a time, which shows which ones fail.
 
-    Raises:
-        RewardError: the error does not belong to single completions: the grader asks for something the rows do not
-            have, or did not return a list of the right length.
+    Raises RewardError if the error does not belong to single completions: the grader asks for something the rows do not
+    have, or did not return a list of the right length.
     """
     if not callable(grader):
         raise RewardError(f"expected a function or another grader, found {described(grader)}")
@@ -147,11 +146,7 @@ def _attempt_batch(
 
 @checked
 def check_score(value: object, name: str = "the reward function") -> float | None:
-    """Return ``value`` as a float; None stays None.
-
-    Raises:
-        RewardError: ``value`` is neither None nor a finite number; strings are not converted.
-    """
+    """Return ``value`` as a float; None stays None. Raises RewardError for anything else; strings are not converted."""
     if value is None:
         return None
     if not isinstance(value, SupportsFloat) or isinstance(value, str | bytes):
@@ -199,8 +194,8 @@ def _check_list(scores: Any, count: int, name: str) -> list[Any]:
     except TypeError:
         items = None
     if items is None or len(items) != count:
-        found = described(scores) if items is None else f"{len(items)} of them"
-        raise RewardError(f"{name} must return a list of {count} numbers (one for each completion), found {found}")
+        what = described(scores) if items is None else f"{len(items)} of them"
+        raise RewardError(f"{name} must return a list of {count} numbers (one for each completion), found {what}")
     return items
 
 
@@ -323,15 +318,15 @@ class Grades:
     @property
     def errors(self) -> dict[str, int]:
         """How often each grader failed."""
-        return {name: len(places) for name, places in self.failures.items()}
+        return {name: len(indices) for name, indices in self.failures.items()}
 
-    def scores_at(self, place: int) -> dict[str, Grade]:
+    def scores_at(self, index: int) -> dict[str, Grade]:
         """Return the score of each grader for one completion."""
-        return {name: column[place] for name, column in self.scores.items()}
+        return {name: column[index] for name, column in self.scores.items()}
 
-    def failed_at(self, place: int) -> tuple[str, ...]:
+    def failed_at(self, index: int) -> tuple[str, ...]:
         """Return the graders that failed on one completion."""
-        return tuple(name for name, places in self.failures.items() if place in places)
+        return tuple(name for name, indices in self.failures.items() if index in indices)
 
 
 class AllGradesFailedError(RewardError):
@@ -354,9 +349,8 @@ def grade(
 
     Arguments are those of ``call_grader``. A ``CombinedGrader`` reports a column for each of its graders.
 
-    Raises:
-        RewardError: the grader failed on every completion, so the grader itself is broken; or it broke its protocol
-            (see ``attempt_grader``).
+    Raises RewardError if the grader failed on every completion, so that it is itself broken, or where
+    ``attempt_grader`` raises.
     """
     if hasattr(grader, "grade"):  # it reports several scores separately
         grades: Grades = grader.grade(completions, rows, prompts)
@@ -365,12 +359,8 @@ def grade(
 
 
 def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
-    """Return the outcomes of one grader as grades.
-
-    Raises:
-        AllGradesFailedError: all outcomes are failures.
-    """
-    failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
+    """Return the outcomes of one grader as grades; raises AllGradesFailedError if all of them are failures."""
+    failures = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):
         count = f"{name} failed on all {len(outcomes)} completions; the first error: " if len(outcomes) > 1 else ""
         raise AllGradesFailedError(f"{count}{failures[0]}", failures) from failures[0]

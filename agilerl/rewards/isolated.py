@@ -77,8 +77,7 @@ class IsolatedGrader(WaitingGrader):
             cpu_seconds: processor time for one completion, more than 0. It depends less than ``timeout`` on how busy
                 the machine is; set ``timeout`` to a multiple of it. None for no limit.
 
-        Raises:
-            ConfigError: another process cannot import the function by name, or a limit is not positive.
+        Raises ConfigError if another process cannot import the function by name.
         """
         self.grader = grader if isinstance(grader, str) else _reference(grader)
         self.timeout, self.memory_bytes, self.workers = timeout, int(memory_bytes), workers
@@ -126,13 +125,13 @@ class _Worker:
 
     def start(self) -> Contained:
         """Start the process and wait until it has imported the grader."""
-        path, confined = [path or os.getcwd() for path in sys.path], self.settings["confined"]
+        paths, confined = [path or os.getcwd() for path in sys.path], self.settings["confined"]
         limits = environment = None
         if confined:
-            readable = [path for path in path if os.access(path, os.R_OK)]
+            readable = [path for path in paths if os.access(path, os.R_OK)]
             limits = {"memory_bytes": self.settings["memory_bytes"], "disk_bytes": WRITTEN, "readable": readable}
             environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        settings = json.dumps({**self.settings, "path": path})
+        settings = json.dumps({**self.settings, "path": paths})
         command = [sys.executable, *(["-I", "-B"] if confined else []), str(WORKER), settings]
         with tempfile.TemporaryFile() as messages:  # not the terminal, to which a text could make the worker write
             stderr = messages if confined else None
@@ -160,7 +159,9 @@ class _Worker:
         try:
             stdin.write(line)
             stdin.flush()
-            answer = _reply(self._line(contained, self.settings["timeout"]), number)
+            answer = json.loads(self._line(contained, self.settings["timeout"]))
+            if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
+                raise ValueError("its process did not reply with a score")
         except (OSError, EOFError, ValueError, RecursionError) as error:  # a TimeoutError is an OSError
             self.stop()
             raise (RewardTimeoutError if isinstance(error, TimeoutError) else RewardError)(str(error)) from None
@@ -200,14 +201,6 @@ def _ended(status: int | None) -> str:
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     reason = "; the kernel does that if memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{reason}"
-
-
-def _reply(line: bytes, number: str) -> dict[str, Any]:
-    """Read the reply to a request; raises ValueError if it is not one."""
-    answer = json.loads(line)
-    if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
-        raise ValueError("its process did not reply with a score")
-    return answer
 
 
 def _reference(grader: Grader) -> str:

@@ -11,7 +11,6 @@ from threading import Lock
 from typing import Annotated, Any
 
 import httpx2
-import regex
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from pydantic import Field
 
@@ -119,9 +118,6 @@ class JudgeGrader(WaitingGrader):
             first_wait: seconds before the second attempt, doubled for each further one up to a minute; 0 or more.
             cache: file of replies, created if it is missing.
             name: the grader's name in messages and metrics.
-
-        Raises:
-            ConfigError: a setting makes no sense.
         """
         if not low < high:
             raise ConfigError(f"JudgeGrader: expected low < high, found {low} and {high}")
@@ -132,7 +128,9 @@ class JudgeGrader(WaitingGrader):
         self.timeout, self.attempts, self.first_wait = timeout, attempts, first_wait
         self.cache = None if cache is None else Path(cache)
         self._template = _compiled(template, self.judged)
-        self._pattern = _checked_pattern(pattern)
+        self._pattern = None if pattern is None else compiled_pattern(pattern, "JudgeGrader")
+        if self._pattern is not None and not self._pattern.groups:
+            raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
         self._lock = Lock()
         self._replies: dict[str, str] = {}
 
@@ -140,11 +138,7 @@ class JudgeGrader(WaitingGrader):
         return f"JudgeGrader({self.model!r}, base_url={self.base_url!r}, api_key_env={self.api_key_env!r})"
 
     def open(self) -> None:
-        """Read the key and the cache, and make the client.
-
-        Raises:
-            ConfigError: the environment variable of the key is not set.
-        """
+        """Read the key and the cache, and make the client; raises ConfigError if there is no key."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise ConfigError(
@@ -272,15 +266,6 @@ def _compiled(template: str, judged: Sequence[str]) -> Template:
         raise ConfigError(
             f"JudgeGrader: expected {expected} in the template, or it shows no answer, found {template!r}"
         )
-    return compiled
-
-
-def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
-    if pattern is None:
-        return None
-    compiled = compiled_pattern(pattern, "JudgeGrader")
-    if not compiled.groups:
-        raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
     return compiled
 
 

@@ -6,6 +6,7 @@ generated ids, the end token included.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import regex
 
-from agilerl.arguments import Count, Name, Positive, Within, check_fields, checked
+from agilerl.arguments import Count, Positive, Within, check_fields, checked
 from agilerl.bounds import compiled_pattern
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
@@ -38,11 +39,7 @@ class Accuracy(IsolatedGrader):
 
     @checked
     def __init__(self, *, timeout: Positive = 5.0, workers: Count = 1) -> None:
-        """Set the seconds for one completion and the number of processes.
-
-        Raises:
-            ConfigError: math-verify is not installed.
-        """
+        """Set the seconds for one completion and the number of processes; raises ConfigError without math-verify."""
         if find_spec("math_verify") is None:
             raise ConfigError(f"accuracy needs math-verify, which is not installed; run: {how_to_install('math')}")
         function = "agilerl.rewards.mathematics:math_accuracy"
@@ -65,14 +62,14 @@ class FormatTags(_Rule):
     exactly once, in any order.
     """
 
-    tags: Sequence[Name] = ("think", "answer")
+    tags: Sequence[str] = ("think", "answer")
     partial: bool = False
     name: ClassVar[str] = "format_tags"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.tags:
-            raise ConfigError("format_tags: expected a list of one or more tag names, found none")
+        if not self.tags or not all(self.tags):
+            raise ConfigError(f"format_tags: expected a list of one or more tag names, found {self.tags!r}")
 
     def __call__(self, completion: str) -> float:
         """Return the score of a completion's format."""
@@ -82,11 +79,9 @@ class FormatTags(_Rule):
             return sum(once) / len(once)
         if not all(once):
             return 0.0
-        starts = [completion.index(mark) for mark in marks]
-        # The text before, between and after the pairs; inside a pair anything is allowed.
-        ends = [0, *(start + len(mark) for start, mark in zip(starts[1::2], marks[1::2]))]
-        outside = [completion[end:start] for end, start in zip(ends, [*starts[::2], len(completion)])]
-        return float(starts == sorted(starts) and not any(text.strip() for text in outside))
+        # Each mark is there once, so the pattern can match in one way only; inside a pair anything is allowed.
+        pairs = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in self.tags)
+        return float(re.fullmatch(rf"\s*{pairs}\s*", completion, re.DOTALL) is not None)
 
 
 @dataclass(frozen=True)
@@ -212,11 +207,7 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
 
 @checked
 def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader:
-    """Return the package's grader ``name``, created with ``params``.
-
-    Raises:
-        ConfigError: there is no grader of that name, or it does not take these parameters.
-    """
+    """Return the package's grader ``name``, created with ``params``; raises ConfigError if there is no such grader."""
     if name not in LIBRARY:
         raise ConfigError(f"expected one of the graders {', '.join(LIBRARY)}, found {name!r}")
     try:

@@ -35,7 +35,7 @@ class PairwiseJudgeGrader(JudgeGrader):
 
     Completions are compared with the others of their group (the same prompt and agent), or with ``answer``, the fixed
     reference of their row. Every pair is asked about twice, with the answers in either order, so a judge that prefers
-    the first place gives both half a win. A tie is half a win, and so are equal texts, about which nobody is asked.
+    the first place gives both half a win. A tie is half a win, and so are equal texts, which the judge does not see.
 
     A pair counts only if both of its questions were answered; a completion without such a pair counts as failed. A
     completion that is alone in its group (as in exams) is compared with the reference, if its row has one, and
@@ -75,9 +75,6 @@ class PairwiseJudgeGrader(JudgeGrader):
         ``completion_a``, ``completion_b`` and every other column of the row. The first group of ``pattern`` is ``A``,
         ``B`` or ``tie``, in any case; without one, the key ``winner`` of the last JSON object counts. All other
         arguments are those of ``JudgeGrader``.
-
-        Raises:
-            ConfigError: a setting makes no sense.
         """
         if against == "reference" and rounds is not None:
             raise ConfigError(

@@ -57,11 +57,7 @@ class RewardModelGrader(BaseGrader):
         return f"RewardModelGrader({self.model!r}, device={self.device!r}, dtype={self.dtype!r})"
 
     def open(self) -> None:
-        """Load tokenizer and model.
-
-        Raises:
-            ConfigError: they cannot be loaded, or the model has several outputs and ``label`` is not one of them.
-        """
+        """Load tokenizer and model; raises ConfigError if that fails, or if ``label`` is not an output of the model."""
         import torch
         from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
         from transformers import AutoModelForSequenceClassification as Model

@@ -178,9 +178,7 @@ def run_python(
         disk_bytes: size of the largest file and, with the namespace ``files``, of all files together.
         output_bytes: how much of standard output, and of standard error, is kept.
 
-    Raises:
-        ConfigError: a limit is not positive.
-        RewardError: the process could not be started.
+    Raises RewardError if the process could not be started.
     """
     started = time.monotonic()
     with tempfile.TemporaryFile() as given:

@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,10 @@ def start_init(owner: int) -> int:
 
 def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
     """Apply the limits to this process, which is about to become the program, and give up privileges for good."""
-    tasks = TASKS if own_count else TASKS + tasks_of_user()
     limits = {
         resource.RLIMIT_AS: int(order["memory_bytes"]),
         resource.RLIMIT_FSIZE: int(order["disk_bytes"]),
-        resource.RLIMIT_NPROC: tasks,
+        resource.RLIMIT_NPROC: TASKS if own_count else TASKS + tasks_of_user(),
         resource.RLIMIT_CORE: 0,
     }
     if "cpu_seconds" in order:
@@ -196,12 +195,12 @@ def end_all(child: int, init: int | None) -> None:
             while True:
                 os.waitpid(-1, 0)
     else:
-        kill_group(child)
+        kill(child, os.killpg)
         # Each round may orphan grandchildren, which this process inherits and finds in the next round.
         while descendants := children():
             for pid in descendants:
-                kill_group(pid)
-                kill(pid)
+                kill(pid, os.killpg)
+                kill(pid, os.kill)
             os.waitpid(-1, 0)
 
 
@@ -213,16 +212,10 @@ def children() -> list[int]:
         return []
 
 
-def kill_group(pid: int) -> None:
-    """Kill the process group that ``pid`` leads, if it leads one."""
+def kill(pid: int, how: Callable[[int, int], None]) -> None:
+    """Kill a process, or the group that it leads, if it still exists and belongs to this user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def kill(pid: int) -> None:
-    """Kill one process, if it still exists and belongs to this user."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+        how(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -30,16 +30,9 @@ class TrlMathematics(IsolatedGrader):
 
     @checked
     def __init__(self, function: str, *, timeout: Positive = 5.0, workers: Count = 1, **params: Any) -> None:
-        """Take the function's name and its keywords.
+        """Take the name of the function in ``trl.rewards`` and its keywords, or those of ``get_...``.
 
-        Args:
-            function: its name in ``trl.rewards``.
-            timeout: seconds for one completion.
-            workers: processes.
-            params: the keywords of the function, or of ``get_...``.
-
-        Raises:
-            ConfigError: TRL or math-verify is not installed, or TRL refuses the keywords.
+        Raises ConfigError if TRL or math-verify is not installed, or TRL refuses the keywords.
         """
         if find_spec("math_verify") is None:
             raise ConfigError(f"{function} needs math-verify, which is not installed; run: {how_to_install('math')}")
@@ -58,8 +51,7 @@ class TrlMathematics(IsolatedGrader):
 def trl_function(name: str, params: Mapping[str, Any]) -> Grader:
     """Return a function of ``trl.rewards`` with its keywords; ``get_...`` is called with them and returns it.
 
-    Raises:
-        ConfigError: TRL is not installed, has no such function, or refuses the keywords.
+    Raises ConfigError if TRL is not installed, has no such function, or refuses the keywords.
     """
     if find_spec("trl") is None:
         raise ConfigError(f"the reward trl.{name} needs TRL, which is not installed; run: pip install trl")

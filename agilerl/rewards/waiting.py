@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import torch_restored
-from agilerl.errors import ConfigError
 from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, rows_of, setup
 
 Answer = float | Exception | None
@@ -123,7 +122,7 @@ def speaks_for(kind: type, promise: str, *methods: str) -> bool:
 class EarlyGrading:
     """Lets graders work on finished completions of a batch while others are still being generated.
 
-    ``add`` hands a completion over. The graders are then called as ever, with the whole batch, and what they say is the
+    ``add`` hands a completion over. Later the graders are called with the whole batch as usual, and the result is the
     same; they only have less to wait for. No thread outlives the context, except that Ctrl-C does not wait for them.
     """
 
@@ -182,19 +181,14 @@ class ThreadedGrader(WaitingGrader):
     remembers = True
 
     @checked
-    def __init__(self, grader: Any, *, workers: Count = 8, name: Name | None = None) -> None:
+    def __init__(self, grader: Grader, *, workers: Count = 8, name: Name | None = None) -> None:
         """Take a function or another grader, of either signature.
 
         Args:
             grader: the function.
             workers: threads, 1 or more.
             name: the grader's name in metrics; the function's name by default.
-
-        Raises:
-            ConfigError: it cannot be called.
         """
-        if not callable(grader):
-            raise ConfigError(f"ThreadedGrader: expected a function or another grader, found {grader!r}")
         self.grader: Grader = grader
         self.workers, self.name = workers, name or grader_name(grader)
 

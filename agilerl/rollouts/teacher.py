@@ -111,12 +111,8 @@ class TeacherEndpoint:
         rows = [tuple(ids[:length]) for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
         different = list(dict.fromkeys(rows))
         with ThreadPoolExecutor(max(1, min(_CONNECTIONS, len(different)))) as pool:
-            futures = [pool.submit(self._prompt, row) for row in different]
-            try:
-                known = dict(zip(different, [future.result()[0] for future in futures]))
-            finally:
-                for future in futures:
-                    future.cancel()
+            # A failure cancels the requests that have not begun.
+            known = dict(zip(different, pool.map(lambda row: self._prompt(row)[0], different)))
         logprobs = torch.zeros(mask.shape)
         for values, row in zip(logprobs, rows):
             values[: len(row) - 1] = torch.tensor(known[row])

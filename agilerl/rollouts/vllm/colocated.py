@@ -16,6 +16,11 @@ from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
 
 _CPU_BATCH = 8192
+_SAME_NAMES = (
+    *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
+    *("enable_prefix_caching", "kv_cache_memory_bytes", "kv_cache_dtype", "quantization"),
+)
+"""Settings that vLLM calls as we do."""
 
 _ENVIRONMENT = {
     # The engine in this process: no second copy of what both need, and its errors are exceptions here.
@@ -51,8 +56,7 @@ class ColocatedVLLM:
         self.base, self.config, self.tokenizer = base, config, tokenizer
         self.context_length = min(base.context_length, config.max_model_len or base.context_length)
         self.max_lora_rank = 0
-        wanted = config.dtype or str(base.dtype).removeprefix("torch.")
-        self.dtype = str(base.dtype).removeprefix("torch.") if wanted == "auto" else wanted
+        self.dtype = str(base.dtype).removeprefix("torch.") if config.dtype in (None, "auto") else config.dtype
         plain = config.quantization is None and config.kv_cache_dtype in (None, "auto")
         self.computes_in_float32 = plain and self.dtype == "float32" and base.dtype == torch.float32
         self._llm: Any = None
@@ -69,7 +73,7 @@ class ColocatedVLLM:
         if c.max_model_len is None and context_length is not None:
             self.context_length = min(self.base.context_length, context_length)
         self.max_lora_rank = c.max_lora_rank or lora_capacity(max(rank, 1))
-        self._llm = self._made(self.options(source, adapters))
+        self._llm = self._launched(self.options(source, adapters))
         self.running = True
         if c.stop_sequences and self.tokenizer is not None:
             self._check_tokenizer(source)
@@ -81,11 +85,7 @@ class ColocatedVLLM:
             "model": source,
             "dtype": self.dtype,
             "max_model_len": self.context_length,
-            "tensor_parallel_size": c.tensor_parallel_size,
-            "gpu_memory_utilization": c.gpu_memory_utilization,
-            "max_num_seqs": c.max_num_seqs,
             "enforce_eager": on_cpu if c.enforce_eager is None else c.enforce_eager,
-            "enable_prefix_caching": c.enable_prefix_caching,
             "enable_sleep_mode": c.sleep_mode,
             "enable_lora": True,
             "max_loras": c.max_loras or max(adapters, 1),
@@ -95,10 +95,7 @@ class ColocatedVLLM:
             "skip_tokenizer_init": not c.stop_sequences,
             "trust_remote_code": False,
             "use_tqdm_on_load": False,
-            "kv_cache_memory_bytes": c.kv_cache_memory_bytes,
-            "max_num_batched_tokens": c.max_num_batched_tokens,
-            "quantization": c.quantization,
-            "kv_cache_dtype": c.kv_cache_dtype,
+            **{name: getattr(c, name) for name in _SAME_NAMES},
             "language_model_only": c.strip_multimodal_towers or None,
         }
         given = {name: value for name, value in options.items() if value is not None}
@@ -110,7 +107,7 @@ class ColocatedVLLM:
         }
         return {**(of_cpu if on_cpu else {}), **c.engine_kwargs, **given}
 
-    def _made(self, options: dict[str, Any]) -> Any:
+    def _launched(self, options: dict[str, Any]) -> Any:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         threads = torch.get_num_threads()
@@ -130,11 +127,11 @@ class ColocatedVLLM:
             torch.set_num_threads(threads)
 
     def _check_tokenizer(self, source: str) -> None:
-        theirs, own = self._llm.get_tokenizer().get_vocab(), self.tokenizer.get_vocab()
-        if theirs != own:
+        theirs, ours = self._llm.get_tokenizer().get_vocab(), self.tokenizer.get_vocab()
+        if theirs != ours:
             raise ConfigError(
-                f"vLLM's tokenizer, of {source!r}, is not the trainer's: {len(theirs)} and {len(own)} tokens, "
-                f"{len(theirs.items() ^ own.items())} differ; name a folder with the trainer's tokenizer as "
+                f"vLLM's tokenizer, of {source!r}, is not the trainer's: {len(theirs)} and {len(ours)} tokens, "
+                f"{len(theirs.items() ^ ours.items())} differ; name a folder with the trainer's tokenizer as "
                 "vllm_config.vllm_model_name_or_path"
             )
 

@@ -154,8 +154,7 @@ class VLLMServer:
             return
         body = {"model": model, "prompt": SAMPLE, "add_special_tokens": False}
         theirs = self._ask("/tokenize", body, shape=Tokenized).tokens
-        own = self.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        if theirs != own:
+        if theirs != self.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]:
             raise ConfigError(
                 f"the server at {self.url} cuts a text into other tokens than the trainer does; serve the model with "
                 "the trainer's tokenizer (vllm serve --tokenizer)"
@@ -189,8 +188,7 @@ class VLLMServer:
                         answered(futures[future], future.result())
                 return [future.result() for future in futures]
             finally:
-                for future in futures:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _completed(self, row: Row) -> Answer:
         model = self.model if row.adapter is None else row.adapter.name
