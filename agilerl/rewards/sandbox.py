@@ -204,7 +204,8 @@ def run_python(
         assert process.stderr is not None
         streams = [process.stdout.fileno(), process.stderr.fileno(), program.channel.fileno()]
         try:
-            *output, report = _read(streams, output_bytes + 1, time.monotonic() + timeout + GRACE)
+            most = max(output_bytes, 2**10) + 1  # a report has up to a hundred bytes
+            *output, report = _read(streams, most, time.monotonic() + timeout + GRACE)
         finally:
             program.end()
     seconds = time.monotonic() - started

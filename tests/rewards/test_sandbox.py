@@ -157,6 +157,7 @@ def test_output_is_cut_and_said_to_be():
     assert done.ok
     assert done.truncated
     assert done.stdout == "é" * 500 + "\ufffd"
+    assert run_python("print('ab')", output_bytes=1).stdout == "a"
 
 
 @needs_namespaces
