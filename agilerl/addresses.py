@@ -15,7 +15,7 @@ ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 _HUB_SECONDS = 5.0
 """Seconds to wait for a connection; the hub's client itself would retry for half a minute."""
 OPENAI = "https://api.openai.com/v1"
-_OWN = {"OPENAI_API_KEY": OPENAI}
+_OF_SERVICES = {"OPENAI_API_KEY": [OPENAI]}
 """Keys of known services, with the addresses that they are for."""
 
 
@@ -38,10 +38,15 @@ def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool
 
     An allowed address covers itself and all paths below it, with the same scheme, host and port.
     """
-    allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
-    own = [_OWN[variable]] if variable in _OWN else []
     target = _parts(address)
-    return target is not None and any(_covers(_parts(one), target) for one in (*allowed, *typed, *own))
+    allowed = (_parts(one) for one in (*_allowed(), *typed, *_OF_SERVICES.get(variable, ())))
+    return target is not None and any(
+        one is not None and one[:3] == target[:3] and f"{target[3]}/".startswith(f"{one[3]}/") for one in allowed
+    )
+
+
+def _allowed() -> list[str]:
+    return os.environ.get(ALLOWED, "").replace(",", " ").split()
 
 
 def check_cluster(address: str | None, typed: Iterable[str] = ()) -> None:
@@ -49,8 +54,7 @@ def check_cluster(address: str | None, typed: Iterable[str] = ()) -> None:
 
     Messages of such a cluster are pickled: whoever owns it runs code here.
     """
-    allowed = os.environ.get(ALLOWED, "").replace(",", " ").split()
-    if address in (None, "auto", "local", os.environ.get("RAY_ADDRESS"), *typed, *allowed):
+    if address in (None, "auto", "local", os.environ.get("RAY_ADDRESS"), *typed, *_allowed()):
         return
     raise ConfigError(
         f"distributed.address: a manifest cannot name the Ray cluster that is joined ({_shown(str(address))}), because "
@@ -67,24 +71,17 @@ def addresses_in(value: Any) -> Iterator[str]:
         yield from addresses_in(item)
 
 
-Address = tuple[str, str, int, str]
-
-
-def _parts(address: str) -> Address | None:
+def _parts(address: str) -> tuple[str, str, int, str] | None:
     """Return scheme, host, port and path; None for anything but a plain address."""
     try:
-        found = urlsplit(address)
-        port = found.port or {"http": 80, "https": 443}[found.scheme]
+        url = urlsplit(address)
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
     except (ValueError, KeyError):
         return None
     # Anything that parsers of addresses may read differently is not a plain address.
-    if not found.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in found.path:
+    if not url.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in url.path:
         return None
-    return found.scheme, found.hostname.rstrip("."), port, found.path.rstrip("/").removesuffix("/v1")
-
-
-def _covers(allowed: Address | None, target: Address) -> bool:
-    return allowed is not None and allowed[:3] == target[:3] and f"{target[3]}/".startswith(f"{allowed[3]}/")
+    return url.scheme, url.hostname.rstrip("."), port, url.path.rstrip("/").removesuffix("/v1")
 
 
 def _shown(address: str) -> str:

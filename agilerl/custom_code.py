@@ -47,19 +47,28 @@ def torch_restored() -> Iterator[None]:
     Learning and sampling depend on all of them. The state of its random generator is not restored: this package never
     draws from it, and custom code would get the same number every time. Grad mode and default device are per thread.
     """
-    before = _settings()
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "get_default_device"):  # without the attribute, it is just being imported
+        yield
+        return
+    before = _settings(torch)
     try:
         yield
     finally:
-        if before is not None and (after := _settings()) != before:
-            _restore(before, after or {})
+        setters: dict[str, Callable[[Any], object]] = {
+            "grad": torch.set_grad_enabled,
+            "dtype": torch.set_default_dtype,
+            # None, not "cpu": a named device stays active as a mode that every call passes through.
+            "device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+            "deterministic": lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
+            "threads": torch.set_num_threads,
+        }
+        for name, value in _settings(torch).items():
+            if value != before[name]:
+                setters[name](before[name])
 
 
-def _settings() -> dict[str, Any] | None:
-    """Return torch's settings; None if torch has not been imported, and then there is nothing to restore."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_default_device"):  # without the attribute, it is just being imported
-        return None
+def _settings(torch: Any) -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
@@ -70,22 +79,6 @@ def _settings() -> dict[str, Any] | None:
         ),
         "threads": torch.get_num_threads(),
     }
-
-
-def _restore(before: dict[str, Any], after: dict[str, Any]) -> None:
-    torch: Any = sys.modules["torch"]
-    enabled, warn_only = before["deterministic"]
-    setters: dict[str, Callable[[], object]] = {
-        "grad": lambda: torch.set_grad_enabled(before["grad"]),
-        "dtype": lambda: torch.set_default_dtype(before["dtype"]),
-        # None, not "cpu": a named device stays active as a mode that every call passes through.
-        "device": lambda: torch.set_default_device(None if before["device"].type == "cpu" else before["device"]),
-        "deterministic": lambda: torch.use_deterministic_algorithms(enabled, warn_only=warn_only),
-        "threads": lambda: torch.set_num_threads(before["threads"]),
-    }
-    for name, restore in setters.items():
-        if after.get(name) != before[name]:
-            restore()
 
 
 # -- what graders print -----------------------------------------------------------------------------------------------
@@ -142,18 +135,18 @@ def _write(write: Callable[[str], int], text: str) -> int:
 
 def run_file(path: Path) -> ModuleType:
     """Run a file under a unique module name, once for each content; raises whatever the code raises, and OSError."""
-    own = f"_agilerl_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]}"
-    if own in sys.modules:
-        return sys.modules[own]
-    spec = importlib.util.spec_from_file_location(own, path, loader=_SourceAlone(own, str(path)))
+    name = f"_agilerl_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path, loader=_SourceAlone(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[own] = module  # dataclasses look up their module while it runs
+    sys.modules[name] = module  # dataclasses look up their module while it runs
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[own]
+        del sys.modules[name]
         raise
     return module
 
@@ -185,7 +178,7 @@ def code_name(name: str) -> str:
 
 
 _GIVEN = "python"
-"""The place of objects that Python handed over: ``python:my_reward``."""
+"""Stands for the module of objects that Python handed over: ``python:my_reward``."""
 _given: dict[str, Any] = {}
 
 
@@ -194,26 +187,28 @@ def given_name(code: Any) -> str:
 
     Others (of a notebook, a script, a closure) are found by this process alone, as ``python:NAME``.
     """
-    called = getattr(code, "__qualname__", type(code).__name__)
+    qualname = getattr(code, "__qualname__", type(code).__name__)
     module = getattr(code, "__module__", None)
-    if module not in (None, "__main__") and all(part.isidentifier() for part in called.split(".")):
-        name, own = f"{module}:{called}", sys.modules.get(module)
-        if file_of(name) is not None and getattr(own, called.partition(".")[0], None) is not None:
-            found: Any = own
-            for part in called.split("."):
-                found = getattr(found, part, None)
-            if found is code:
-                _given[name] = code
-                return name
-    base = "".join(c if c.isalnum() else "_" for c in called.rpartition(".")[2]).strip("_") or "grader"
+    if module not in (None, "__main__") and all(part.isidentifier() for part in qualname.split(".")):
+        name = f"{module}:{qualname}"
+        if file_of(name) is not None and _attribute(sys.modules.get(module), qualname) is code:
+            _given[name] = code
+            return name
+    base = "".join(c if c.isalnum() else "_" for c in qualname.rpartition(".")[2]).strip("_") or "grader"
     names = (f"{_GIVEN}:{base}{number or ''}" for number in itertools.count())
     name = next(name for name in names if _given.get(name, code) is code)
     _given[name] = code
     return name
 
 
+def _attribute(module: Any, qualname: str) -> Any:
+    for part in qualname.split("."):
+        module = getattr(module, part, None)
+    return module
+
+
 def give(names: Sequence[str], codes: Sequence[Any]) -> None:
-    """Put objects in the place of those of an earlier process; raises ConfigError unless there is one for each name."""
+    """Replace the objects of an earlier process by these; raises ConfigError unless there is one for each name."""
     wanted = [name for name in names if name.startswith(f"{_GIVEN}:")]
     if len(wanted) != len(codes):
         raise ConfigError(
@@ -224,12 +219,12 @@ def give(names: Sequence[str], codes: Sequence[Any]) -> None:
 
 def file_of(name: str) -> Path | None:
     """Return the file that code is in, without running any; None if there is none, or if it is a part of Python."""
-    place = name.rpartition(":")[0]
-    if place == _GIVEN:
+    module = name.rpartition(":")[0]
+    if module == _GIVEN:
         return None
-    if place.endswith(".py"):
-        return Path(place).expanduser().absolute()
-    parts, path = place.split("."), [os.getcwd(), *sys.path]
+    if module.endswith(".py"):
+        return Path(module).expanduser().absolute()
+    parts, path = module.split("."), [os.getcwd(), *sys.path]
     for depth in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), path)
         if spec is None:
@@ -252,36 +247,35 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
     Objects that Python handed over need no permission. A file runs under a unique module name, so ``import`` does not
     find it; it can import other modules as usual. A module is searched in the working directory first.
 
-    Raises:
-        ConfigError: code is not allowed, cannot be found or raises, or has nothing of that name.
+    Raises ConfigError if code is not allowed, cannot be found or raises, or has nothing of that name.
     """
     if name in _given:
         return _given[name]
-    place, _, attribute = name.rpartition(":")
-    if place == _GIVEN:
+    module, _, attribute = name.rpartition(":")
+    if module == _GIVEN:
         raise ConfigError(
             f"{where}={shown(name)} was an object of the Python process that began the run; resume it from Python, "
             "with the same object: agilerl.Run(path).resume(reward=...)"
         )
     if not allowed:
         raise not_allowed(where, name)
-    if not place or not all(part.isidentifier() for part in attribute.split(".")):
+    if not module or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:
         with torch_restored():
-            found: Any = run_file(Path(place).expanduser().absolute()) if place.endswith(".py") else _import(place)
+            code: Any = run_file(Path(module).expanduser().absolute()) if module.endswith(".py") else _import(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # custom code may raise anything; report its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
-        if part not in vars(found):
-            known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{where}: expected {attribute} in {place}, found {', '.join(known[:12]) or 'nothing'}")
-        found = vars(found)[part]
-    if not callable(found):
-        raise ConfigError(f"{where}: expected {shown(name)} to be a function or a class, found {shown(found)}")
-    return found
+        if part not in vars(code):
+            known = [key for key, value in vars(code).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"{where}: expected {attribute} in {module}, found {', '.join(known[:12]) or 'nothing'}")
+        code = vars(code)[part]
+    if not callable(code):
+        raise ConfigError(f"{where}: expected {shown(name)} to be a function or a class, found {shown(code)}")
+    return code
 
 
 def _import(name: str) -> ModuleType:

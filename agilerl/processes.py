@@ -59,13 +59,12 @@ class Processes:
         """Return the bytes of every process, in the order of their ranks."""
         if self.size == 1:
             return [data]
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         _together(lambda: dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group))
         longest = max(int(length) for length in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = own
-        received = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded[: len(data)] = _tensor(data)
+        received = [torch.zeros_like(padded) for _ in range(self.size)]
         if longest:
             _together(lambda: dist.all_gather(received, padded, group=self.group))
         return [_bytes(part[: int(length)]) for part, length in zip(received, lengths)]
@@ -75,18 +74,16 @@ class Processes:
         if self.size == 1:
             assert data is not None
             return data
-        length = torch.tensor([len(data) if data is not None else 0])
+        length = torch.tensor([len(data or b"")])
         _together(lambda: dist.broadcast(length, group=self.group, group_src=source))
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        if data:
-            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        content = torch.zeros(int(length), dtype=torch.uint8) if data is None else _tensor(data)
         if len(content):
             _together(lambda: dist.broadcast(content, group=self.group, group_src=source))
         return _bytes(content)
 
     def send(self, data: bytes, target: int) -> None:
         """Send bytes to the process of rank ``target``, which must call :meth:`receive`."""
-        for part in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+        for part in (torch.tensor([len(data)]), _tensor(data)):
             _together(lambda part=part: dist.send(part, group=self.group, group_dst=target))  # type: ignore[misc]
 
     def receive(self, source: int) -> bytes:
@@ -118,14 +115,14 @@ class Processes:
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> "Processes":
         """Split this group by ranks, and return the subgroup of this process."""
-        own = ALONE
+        mine = ALONE
         for ranks in groups:
             # torch requires every process to take part in the creation of every group.
             world = [rank if self.name is None else dist.get_global_rank(self.group, rank) for rank in ranks]
-            made = dist.new_group(world) if len(ranks) > 1 else None
-            if self.rank in ranks and made is not None:
-                own = Processes.of(made)
-        return own
+            group = dist.new_group(world) if len(ranks) > 1 else None
+            if self.rank in ranks and group is not None:
+                mine = Processes.of(group)
+        return mine
 
 
 ALONE = Processes()
@@ -145,17 +142,17 @@ def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[P
                 f"the launcher of this process has set {name}={os.environ.get(name)!r}, expected a whole number; use "
                 "torchrun, accelerate launch, or distributed.backend=none for one process"
             )
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     _end_with_launcher()
     try:
         _meet("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(
-                f"the port of {place} is in use by another program; give the launcher a free one, for instance "
+                f"the port of {address} is in use by another program; give the launcher a free one, for instance "
                 "torchrun --master-port 29511"
             ) from error
-        raise EngineError(f"the processes of this run could not meet at {place}: {reason(error)}") from error
+        raise EngineError(f"the processes of this run could not meet at {address}: {reason(error)}") from error
     try:
         yield Processes.of(dist.group.WORLD)
     finally:
@@ -192,9 +189,9 @@ def _is_orphaned() -> bool:
 
 def _meet(backend: str, patience: timedelta) -> None:
     """Start torch.distributed once every process has arrived; it is quick then, and would hang before."""
-    found, rank, size = next(rendezvous("env://", timeout=patience))
+    launcher, rank, size = next(rendezvous("env://", timeout=patience))
     # torchrun's store outlives the processes that it restarts, and still has the addresses of those that have ended.
-    store = dist.PrefixStore(_meeting(found, rank, size, patience), found)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(_meeting(launcher, rank, size, patience), launcher)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=min(patience, _CONNECTING))
     dist.distributed_c10d._set_pg_timeout(patience)
 
@@ -206,10 +203,10 @@ def _meeting(store: Any, rank: int, size: int, patience: timedelta) -> str:
     processes, until all living ones have replied.
     """
     if rank:
-        own = uuid4().hex
-        store.set(f"call {rank}", own)
-        store.wait([f"answer {own}"], patience)
-        word = str(store.get(f"answer {own}").decode())
+        call = uuid4().hex
+        store.set(f"call {rank}", call)
+        store.wait([f"answer {call}"], patience)
+        word = str(store.get(f"answer {call}").decode())
         store.set(f"{word} here {rank}", "")
         store.wait([f"{word} complete"], patience)
         return word
@@ -237,6 +234,10 @@ def _together(call: Callable[[], T]) -> T:
             f"another process of this run is lost or does not answer ({reason(error)}); continue from the last "
             "checkpoint with agilerl resume, or under the launcher with --resume auto"
         ) from error
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes(content: Tensor) -> bytes:

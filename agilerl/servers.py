@@ -29,6 +29,8 @@ _ANSWER_BYTES, _TOKEN_BYTES = 4 * 2**20, 2**10
 _ENCODINGS = ("", "identity", "gzip", "deflate")
 """Compression methods that expand a piece of an answer to at most a thousand times its size."""
 _ERROR_LENGTH = 300
+CONNECTING = 5.0
+"""Seconds to wait for a connection, or for an answer that a server need not compute."""
 
 
 class Reply(BaseModel):
@@ -108,17 +110,18 @@ class Server:
         name: str,
         url: str,
         *,
-        timeout: httpx2.Timeout,
         seconds: float,
         connections: int,
+        wait: float | None = None,
+        connect: float = CONNECTING,
         key: str | None = None,
         retries: Retries | None = None,
     ) -> None:
-        """``timeout`` is for connecting and each wait for data, ``seconds`` for the whole answer."""
+        """``seconds`` are for the whole answer, ``wait`` for each piece of it, ``connect`` for a connection."""
         self.where, self.url, self.seconds, self._key = f"{name} at {url}", url, seconds, key
         self._retries = retries or Retries()
         self._client = httpx2.Client(
-            timeout=timeout,
+            timeout=httpx2.Timeout(wait or seconds, connect=connect),
             limits=httpx2.Limits(max_connections=connections),
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
@@ -155,19 +158,17 @@ class Server:
         seconds: float | None = None,
     ) -> bytes:
         """Return the bytes of an answer, after retries; with ``seconds``, of an answer in this time or never."""
-        method, arguments = ("GET", {}) if body is None else ("POST", {"json": dict(body)})
-        limits = {} if seconds is None else {"timeout": seconds}
+        method, arguments = "GET" if body is None else "POST", dict[str, Any]()
+        if body is not None:
+            arguments["json"] = dict(body)
+        if seconds is not None:
+            arguments["timeout"] = seconds
+        most = _ANSWER_BYTES + tokens * _TOKEN_BYTES
 
         def attempt() -> httpx2.Response:
-            return request(
-                self._client,
-                method,
-                f"{self.url}{path}",
-                seconds=seconds or self.seconds,
-                most=_ANSWER_BYTES + tokens * _TOKEN_BYTES,
-                **arguments,
-                **limits,
-            ).raise_for_status()
+            whole = seconds or self.seconds
+            answer = request(self._client, method, f"{self.url}{path}", seconds=whole, most=most, **arguments)
+            return answer.raise_for_status()
 
         retrying = Retrying(
             stop=stop_after_attempt(self._retries.attempts if seconds is None else 1),

@@ -5,11 +5,10 @@ from typing import Any
 
 from agilerl.arguments import Name, checked, shown
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, setup
+from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 from agilerl.validation import LARGEST_FLOAT32
 
-Part = Grader | tuple[Grader, float]
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
 """A grader, or what ``CombinedGrader`` combines: ``[f, (g, 0.5)]``."""
 
@@ -39,8 +38,7 @@ class CombinedGrader(BaseGrader):
             graders: graders or pairs ``(grader, weight)``; the keys of a mapping replace their names.
             name: the name of the combination in messages and metrics.
 
-        Raises:
-            ConfigError: no grader, two with the same name, one that cannot be called, or a weight that is not a number.
+        Raises ConfigError for no grader, two of one name, one that cannot be called, a weight that is not a number.
         """
         named = list(graders.items()) if isinstance(graders, Mapping) else [(None, part) for part in graders]
         if not named:
@@ -48,14 +46,14 @@ class CombinedGrader(BaseGrader):
         self.name = name
         self.graders: dict[str, Grader] = {}
         self.weights: dict[str, float] = {}
-        for given, part in named:
+        for key, part in named:
             grader, weight = part if isinstance(part, tuple) and len(part) == 2 else (part, 1.0)
             if not callable(grader):
                 raise ConfigError(f"expected graders, or pairs (grader, weight), in a CombinedGrader, found {part!r}")
-            own = grader_name(grader) if given is None else given
-            if own in self.graders:
-                raise ConfigError(f"two graders are called {own!r}; rename one: CombinedGrader({{'first': ..., ...}})")
-            self.graders[own], self.weights[own] = grader, weight
+            key = grader_name(grader) if key is None else key
+            if key in self.graders:
+                raise ConfigError(f"two graders are called {key!r}; rename one: CombinedGrader({{'first': ..., ...}})")
+            self.graders[key], self.weights[key] = grader, weight
         check_weights(self.weights, self.graders)
 
     def __repr__(self) -> str:
@@ -63,8 +61,7 @@ class CombinedGrader(BaseGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
         """Return the rewards only, as any grader does."""
-        rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
-        return self.grade(completions, rows, prompts).rewards
+        return self.grade(completions, rows_of(columns, len(completions)), prompts).rewards
 
     def grade(
         self,
@@ -76,9 +73,7 @@ class CombinedGrader(BaseGrader):
 
         The scores of a combination inside this one are included as ``<its name>/<grader>``.
 
-        Raises:
-            ConfigError: ``weights`` does not hold one finite number for each grader.
-            RewardError: a grader failed on every completion, or broke its protocol.
+        Raises ConfigError unless ``weights`` holds one finite number for each grader, RewardError as ``grade`` does.
         """
         check_weights(self.weights, self.graders)
         self.setup()
@@ -89,11 +84,10 @@ class CombinedGrader(BaseGrader):
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
             reasons = {**part.reasons, **reasons}
-            inner = part.failures.values()
-            failures[name] = sorted({place for places in inner for place in places})
+            failures[name] = sorted(set().union(*part.failures.values()))
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
-                failures |= {f"{name}/{inside}": places for inside, places in part.failures.items()}
+                failures |= {f"{name}/{inside}": indices for inside, indices in part.failures.items()}
         grades = Grades([None] * len(completions), scores, failures)
         return Grades(weighted(grades, self.weights), scores, failures, reasons)
 
@@ -119,12 +113,12 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     are ignored in all of this.
     """
     weights = {name: weight for name, weight in weights.items() if weight != 0}
-    failed = {place for name in weights for place in grades.failures[name]}
+    failed = set().union(*(grades.failures[name] for name in weights))
     rewards: list[Grade] = []
-    for place in range(len(grades.rewards)):
-        scores = {name: grades.scores[name][place] for name in weights}
+    for index in range(len(grades.rewards)):
+        scores = {name: grades.scores[name][index] for name in weights}
         applying = [weights[name] * score for name, score in scores.items() if score is not None]
-        total = sum(applying) if applying and place not in failed else None
+        total = sum(applying) if applying and index not in failed else None
         # A sum beyond float32 would become an infinite reward, which is worse than no reward.
         rewards.append(total if total is not None and abs(total) <= LARGEST_FLOAT32 else None)
     return rewards

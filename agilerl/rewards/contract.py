@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from agilerl.arguments import checked
@@ -97,9 +98,8 @@ def check_leaves_its_input_alone(case: GraderCase) -> None:
 
 def check_answers_odd_texts(case: GraderCase) -> None:
     """Any text that a model may generate gets a score, or None, but never a failure."""
-    for place, text in enumerate(ODD_TEXTS):
-        row = case.rows[place % len(case.rows)]
-        outcome = case.grade([text], [row])[0]
+    for text, row in zip(ODD_TEXTS, cycle(case.rows)):
+        (outcome,) = case.grade([text], [row])
         if isinstance(outcome, RewardError):
             raise RewardError(f"expected a score or None for the text {text[:40]!r}, found a failure: {outcome}")
 
@@ -137,17 +137,17 @@ def check_grader(grader: Grader, completions: Sequence[str], rows: Sequence[Mapp
             f"check_grader: expected a row for each of one completion or more, found {len(completions)} completions "
             f"and {len(rows)} rows"
         )
-    case, found = GraderCase(grader, completions, rows), []
+    case, mistakes = GraderCase(grader, completions, rows), []
     for check in GRADER_CHECKS:
         try:
             check(case)
         except RewardError as error:
-            found.append(str(error))
-    return found
+            mistakes.append(str(error))
+    return mistakes
 
 
-def _agree(case: GraderCase, expected: Sequence[ScoreOrError], found: Sequence[ScoreOrError], how: str) -> None:
-    for text, one, other in zip(case.completions, expected, found):
+def _agree(case: GraderCase, before: Sequence[ScoreOrError], after: Sequence[ScoreOrError], how: str) -> None:
+    for text, one, other in zip(case.completions, before, after):
         if isinstance(one, float) and isinstance(other, float):
             same = math.isclose(one, other, rel_tol=case.tolerance, abs_tol=case.tolerance)
         else:

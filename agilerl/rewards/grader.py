@@ -2,17 +2,16 @@
 
 import asyncio
 import inspect
-import math
 import os
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self, SupportsFloat, runtime_checkable
+from typing import Any, Self, SupportsFloat
 
-from agilerl.arguments import checked, described
+from agilerl.arguments import checked, described, shown
 from agilerl.custom_code import left, printing_bounded, torch_restored
 from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.validation import LARGEST_FLOAT32
@@ -29,11 +28,6 @@ ScoreOrError = float | RewardError | None
 POSITIONAL = ("completion", "answer", "question")
 OF_A_BATCH = frozenset({"completions", "prompts", "completions_ids", "environments"})
 """Parameters of a function that gets everything at once."""
-NAMED_KINDS = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 @dataclass(frozen=True)
@@ -95,9 +89,8 @@ def attempt_grader(
     A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
     completion at a time, which shows which ones fail.
 
-    Raises:
-        RewardError: the error does not belong to single completions: the grader asks for something the rows do not
-            have, or did not return a list of the right length.
+    Raises RewardError if the error does not belong to single completions: the grader asks for something the rows do not
+    have, or did not return a list of the right length.
     """
     if not callable(grader):
         raise RewardError(f"expected a function or another grader, found {described(grader)}")
@@ -105,57 +98,69 @@ def attempt_grader(
         raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
     if not completions:
         return []
-    name = grader_name(grader)
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
-    parameters, of_trl = _named_parameters(grader), _is_of_trl(grader)
-    if of_trl or OF_A_BATCH & set(parameters):
-        states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
-        if any(state != states[0] for state in states):  # one call for each, because a call has one state
-            return _by_state(grader, completions, rows, prompts, states)
-        columns = dict.fromkeys(key for row in rows for key in row)
-        as_messages = [of_trl or (not isinstance(grader, BaseGrader) and _is_conversation(row)) for row in rows]
-        given: dict[str, Any] = {
-            "prompts": [_prompt_messages(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
-            "completions": [_said(text) if m else text for m, text in zip(as_messages, completions)],
-        }
-        if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
-            given["completions_ids"] = [row.get("completion_ids") for row in rows]
-        given |= _state_of(states[0])
-        names = _selected(name, grader, {**columns, **given})
-        arguments = {key: given[key] if key in given else [row.get(key) for row in rows] for key in names}
-        (scores,) = _run([lambda: grader(**arguments)])
-        if not isinstance(scores, Exception):
-            return [score_or_error(score, name) for score in _check_list(scores, len(completions), name)]
-        if len(completions) == 1:
-            return [score_or_error(scores, name)]
-        alone = zip(completions, rows, prompts)
-        return [attempt_grader(grader, [text], [row], [prompt])[0] for text, row, prompt in alone]
+    if _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader)):
+        return _attempt_batch(grader, completions, rows, prompts)
+    name = grader_name(grader)
     calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
     return [score_or_error(score, name) for score in _run(calls)]
 
 
+def _attempt_batch(
+    grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]
+) -> list[ScoreOrError]:
+    """Attempt a grader that gets everything at once."""
+
+    def again(indices: Sequence[int]) -> list[ScoreOrError]:
+        parts = [completions[k] for k in indices], [rows[k] for k in indices], [prompts[k] for k in indices]
+        return attempt_grader(grader, *parts)
+
+    name, parameters, count = grader_name(grader), _parameters(grader), len(completions)
+    states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
+    if any(state != states[0] for state in states):  # one call for each, because a call has one state
+        outcomes: dict[int, ScoreOrError] = {}
+        for state in dict.fromkeys(states):
+            indices = [k for k in range(count) if states[k] == state]
+            outcomes |= dict(zip(indices, again(indices)))
+        return [outcomes[k] for k in range(count)]
+    of_trl = _is_of_trl(grader)
+    as_messages = [of_trl or (not isinstance(grader, BaseGrader) and _is_conversation(row)) for row in rows]
+    given: dict[str, Any] = {
+        "prompts": [_prompt_messages(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
+        "completions": [
+            [{"role": "assistant", "content": text}] if m else text for m, text in zip(as_messages, completions)
+        ],
+    }
+    columns = dict.fromkeys(key for row in rows for key in row)
+    if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
+        given["completions_ids"] = [row.get("completion_ids") for row in rows]
+    if states[0] is not None:
+        given["trainer_state"] = states[0]
+    names = _selected(name, grader, {**columns, **given})
+    arguments = {key: given[key] if key in given else [row.get(key) for row in rows] for key in names}
+    (scores,) = _run([lambda: grader(**arguments)])
+    if not isinstance(scores, Exception):
+        return [score_or_error(score, name) for score in _check_list(scores, count, name)]
+    return [score_or_error(scores, name)] if count == 1 else [again([k])[0] for k in range(count)]
+
+
 @checked
 def check_score(value: object, name: str = "the reward function") -> float | None:
-    """Return ``value`` as a float; None stays None.
-
-    Raises:
-        RewardError: ``value`` is neither None nor a finite number; strings are not converted.
-    """
+    """Return ``value`` as a float; None stays None. Raises RewardError for anything else; strings are not converted."""
     if value is None:
         return None
     if not isinstance(value, SupportsFloat) or isinstance(value, str | bytes):
         raise RewardError(
-            f"{name} must return a finite number or None, found {_shown(value)} of type {type(value).__name__}; "
-            "convert it in the reward function"
+            f"{name} must return a finite number or None, found {described(value)}; convert it in the reward function"
         )
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise RewardError(f"{name} must return one number, found {_shown(value)}, which is not one: {error}") from error
-    if not math.isfinite(number):
-        raise RewardError(f"{name} must return a finite number or None, found {number}; return None for no score")
-    if abs(number) > LARGEST_FLOAT32:
-        raise RewardError(f"{name} must return a number that float32 holds (up to 3.4e38), found {number:g}; scale it")
+        raise RewardError(f"{name} must return one number, found {shown(value)}, which is not one: {error}") from error
+    if not abs(number) <= LARGEST_FLOAT32:  # NaN is not
+        raise RewardError(
+            f"{name} must return a finite number or None, found {number:g}; float32 holds numbers up to 3.4e38"
+        )
     return number
 
 
@@ -178,36 +183,20 @@ def score_or_error(score: object, name: str) -> ScoreOrError:
         return error
 
 
-def _check_list(scores: object, count: int, name: str) -> list[object]:
-    expected = f"{name} must return a list of {count} numbers (one for each completion)"
-    if isinstance(scores, str | bytes | Mapping):
-        raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}")
+def rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    """Return the rows that these columns are of."""
+    return [{key: column[index] for key, column in columns.items()} for index in range(count)]
+
+
+def _check_list(scores: Any, count: int, name: str) -> list[Any]:
     try:
-        found: list[object] = list(scores)  # type: ignore[call-overload]
-    except TypeError as error:
-        raise RewardError(f"{expected}, found {_shown(scores)} of type {type(scores).__name__}") from error
-    if len(found) != count:
-        raise RewardError(f"{expected}, found {len(found)} of them")
-    return found
-
-
-def _by_state(
-    grader: Grader,
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str],
-    states: Sequence[TrainerState | None],
-) -> list[ScoreOrError]:
-    outcomes: dict[int, ScoreOrError] = {}
-    for state in dict.fromkeys(states):
-        own = [place for place, other in enumerate(states) if other == state]
-        parts = [completions[k] for k in own], [rows[k] for k in own], [prompts[k] for k in own]
-        outcomes |= dict(zip(own, attempt_grader(grader, *parts)))
-    return [outcomes[place] for place in range(len(states))]
-
-
-def _state_of(state: TrainerState | None) -> dict[str, TrainerState]:
-    return {} if state is None else {"trainer_state": state}
+        items = None if isinstance(scores, str | bytes | Mapping) else list(scores)
+    except TypeError:
+        items = None
+    if items is None or len(items) != count:
+        what = described(scores) if items is None else f"{len(items)} of them"
+        raise RewardError(f"{name} must return a list of {count} numbers (one for each completion), found {what}")
+    return items
 
 
 def _is_of_trl(grader: Any) -> bool:
@@ -227,22 +216,19 @@ def _prompt_messages(row: Mapping[str, Any], prompt: str) -> list[Any]:
     return list(row["prompt"]) if _is_conversation(row) else [{"role": "user", "content": prompt}]
 
 
-def _said(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
-
-
-def _named_parameters(grader: Grader) -> dict[str, inspect.Parameter]:
+def _parameters(grader: Grader) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function, without ``*args`` and ``**kwargs``."""
     try:
         parameters = inspect.signature(grader).parameters
     except (TypeError, ValueError) as error:
         raise RewardError(
-            f"expected a Python function with named arguments as a grader, found {_shown(grader)}: {error}"
+            f"expected a Python function with named arguments as a grader, found {shown(grader)}: {error}"
         ) from error
-    return {key: p for key, p in parameters.items() if p.kind in NAMED_KINDS}
+    return {key: p for key, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [key for key, p in parameters.items() if p.default is inspect.Parameter.empty]
+    return [key for key, p in parameters.items() if p.default is p.empty]
 
 
 def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,16 +238,15 @@ def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, A
 
 def _selected(name: str, grader: Grader, offered: Mapping[str, Any]) -> list[str]:
     """Return the names of what a grader takes of what there is: rows may have thousands of columns."""
-    parameters = _named_parameters(grader)
+    parameters = _parameters(grader)
     missing = [key for key in _required(parameters) if key not in offered]
     if missing:
         more = f" and {len(offered) - _NAMED} more" if len(offered) > _NAMED else ""
         raise RewardError(
             f"{name} asks for {', '.join(missing)}, found only {', '.join(sorted(offered)[:_NAMED])}{more}"
         )
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(grader).parameters.values())
-    # The state is no column: who takes columns by ``**`` may read all of them as lists.
-    if takes_all:
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(grader).parameters.values()):
+        # The state is no column: who takes columns by ``**`` may read all of them as lists.
         return [key for key in offered if key in parameters or key != "trainer_state"]
     return [key for key in parameters if key in offered]
 
@@ -271,16 +256,16 @@ _NAMED = 20
 
 
 def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], prompt: str) -> Callable[[], Any]:
-    offered = {**row, "completion": text, "prompt": prompt, **_state_of(getattr(row, "state", None))}
-    parameters = _named_parameters(grader)
-    required = _required(parameters)
-    positional = [key for key in required if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY]
-    named = all(parameters[key].kind is not inspect.Parameter.POSITIONAL_ONLY for key in parameters)
-    if len(positional) == len(required) == len(POSITIONAL) and not (named and set(required) <= set(offered)):
-        values = [offered.get(key) for key in POSITIONAL]
-        return lambda: grader(*values)
-    arguments = select(name, grader, offered)
-    return lambda: grader(**arguments)
+    offered = {**row, "completion": text, "prompt": prompt}
+    if (state := getattr(row, "state", None)) is not None:
+        offered["trainer_state"] = state
+    parameters = _parameters(grader)
+    required, kinds = _required(parameters), {key: p.kind for key, p in parameters.items()}
+    positional = [key for key in required if kinds[key] is not inspect.Parameter.KEYWORD_ONLY]
+    fits_by_name = inspect.Parameter.POSITIONAL_ONLY not in kinds.values() and set(required) <= set(offered)
+    if len(positional) == len(required) == len(POSITIONAL) and not fits_by_name:
+        return partial(grader, *map(offered.get, POSITIONAL))
+    return partial(grader, **select(name, grader, offered))
 
 
 def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -302,24 +287,13 @@ def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 async def _gather(results: Sequence[Any]) -> list[Any]:
-    awaitables: list[Awaitable[Any]] = [_awaited(r) if inspect.isawaitable(r) else _settled(r) for r in results]
-    return list(await asyncio.gather(*awaitables, return_exceptions=True))
+    async def settled(result: Any) -> Any:
+        try:
+            return await result if inspect.isawaitable(result) else result
+        except BaseException as error:  # the event loop would raise it at once, without waiting for the other calls
+            raise left(error) from error
 
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    try:
-        return await result
-    except BaseException as error:  # the event loop would raise it at once, without waiting for the other calls
-        raise left(error) from error
-
-
-async def _settled(value: Any) -> Any:
-    return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return list(await asyncio.gather(*map(settled, results), return_exceptions=True))
 
 
 # -- the scores of a batch of completions, kept separately for each grader --------------------------------------------
@@ -344,15 +318,15 @@ class Grades:
     @property
     def errors(self) -> dict[str, int]:
         """How often each grader failed."""
-        return {name: len(places) for name, places in self.failures.items()}
+        return {name: len(indices) for name, indices in self.failures.items()}
 
-    def scores_at(self, place: int) -> dict[str, Grade]:
+    def scores_at(self, index: int) -> dict[str, Grade]:
         """Return the score of each grader for one completion."""
-        return {name: column[place] for name, column in self.scores.items()}
+        return {name: column[index] for name, column in self.scores.items()}
 
-    def failed_at(self, place: int) -> tuple[str, ...]:
+    def failed_at(self, index: int) -> tuple[str, ...]:
         """Return the graders that failed on one completion."""
-        return tuple(name for name, places in self.failures.items() if place in places)
+        return tuple(name for name, indices in self.failures.items() if index in indices)
 
 
 class AllGradesFailedError(RewardError):
@@ -362,19 +336,6 @@ class AllGradesFailedError(RewardError):
         super().__init__(message)
         self.reasons = dict(reasons)
         """The error of each completion, by index."""
-
-
-@runtime_checkable
-class Composite(Protocol):
-    """A grader that reports several scores separately."""
-
-    def grade(
-        self,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        prompts: Sequence[str] | None = None,
-    ) -> Grades:
-        """Return rewards with the scores that they were computed from."""
 
 
 @checked
@@ -388,22 +349,18 @@ def grade(
 
     Arguments are those of ``call_grader``. A ``CombinedGrader`` reports a column for each of its graders.
 
-    Raises:
-        RewardError: the grader failed on every completion, so the grader itself is broken; or it broke its protocol
-            (see ``attempt_grader``).
+    Raises RewardError if the grader failed on every completion, so that it is itself broken, or where
+    ``attempt_grader`` raises.
     """
-    if isinstance(grader, Composite):
-        return grader.grade(completions, rows, prompts)
+    if hasattr(grader, "grade"):  # it reports several scores separately
+        grades: Grades = grader.grade(completions, rows, prompts)
+        return grades
     return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
 
 
 def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
-    """Return the outcomes of one grader as grades.
-
-    Raises:
-        AllGradesFailedError: all outcomes are failures.
-    """
-    failures = {place: outcome for place, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
+    """Return the outcomes of one grader as grades; raises AllGradesFailedError if all of them are failures."""
+    failures = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):
         count = f"{name} failed on all {len(outcomes)} completions; the first error: " if len(outcomes) > 1 else ""
         raise AllGradesFailedError(f"{count}{failures[0]}", failures) from failures[0]
@@ -412,17 +369,6 @@ def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
 
 
 # -- graders that hold resources: opened, closed and named ------------------------------------------------------------
-
-
-@runtime_checkable
-class Resource(Protocol):
-    """Any object with ``setup`` and ``close``."""
-
-    def setup(self) -> None:
-        """Open what grading needs."""
-
-    def close(self) -> None:
-        """Release it."""
 
 
 class BaseGrader:
@@ -463,15 +409,15 @@ class BaseGrader:
         self.close()
 
 
-def setup(grader: object) -> None:
-    """Call the grader's ``setup`` if it has one; plain functions do not."""
-    if isinstance(grader, Resource):
+def setup(grader: Any) -> None:
+    """Call the ``setup`` of a grader that has ``setup`` and ``close``; plain functions have neither."""
+    if hasattr(grader, "setup") and hasattr(grader, "close"):
         grader.setup()
 
 
-def close(grader: object) -> None:
-    """Call the grader's ``close`` if it has one."""
-    if isinstance(grader, Resource):
+def close(grader: Any) -> None:
+    """Call its ``close``."""
+    if hasattr(grader, "setup") and hasattr(grader, "close"):
         grader.close()
 
 

@@ -1,32 +1,27 @@
 """A grader in a separate process: if it hangs, crashes or runs out of memory, that costs one score, not the run."""
 
-import contextlib
 import inspect
 import json
 import os
 import queue
 import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import Grader
-from agilerl.rewards.sandbox import CHILD, check_system
+from agilerl.rewards.sandbox import Contained
 from agilerl.rewards.waiting import Answer, WaitingGrader
 
 WORKER = Path(__file__).with_name("worker.py")
-ENDING = 5.0
-"""Seconds allowed for killing all processes of a worker; it takes milliseconds, unless they resist."""
 STARTING = 60.0
 """Seconds that a worker has to import the grader."""
 LONGEST_REPLY = 2**16
@@ -55,6 +50,8 @@ class IsolatedGrader(WaitingGrader):
     (Linux 5.13) it can only read the files of Python and of the packages that the grader has imported.
     """
 
+    remembers = True
+
     @checked
     def __init__(
         self,
@@ -80,8 +77,7 @@ class IsolatedGrader(WaitingGrader):
             cpu_seconds: processor time for one completion, more than 0. It depends less than ``timeout`` on how busy
                 the machine is; set ``timeout`` to a multiple of it. None for no limit.
 
-        Raises:
-            ConfigError: another process cannot import the function by name, or a limit is not positive.
+        Raises ConfigError if another process cannot import the function by name.
         """
         self.grader = grader if isinstance(grader, str) else _reference(grader)
         self.timeout, self.memory_bytes, self.workers = timeout, int(memory_bytes), workers
@@ -91,24 +87,6 @@ class IsolatedGrader(WaitingGrader):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grader!r}, timeout={self.timeout:g})"
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | Exception | None]:
-        """Return a score for each completion, or the error if it has none."""
-        self.setup()
-        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
-        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
-
-    @property
-    def at_once(self) -> int:
-        """The number of processes."""
-        return self.workers
-
-    @property
-    def in_order(self) -> bool:
-        """Whether there is only one process: what the function remembers there then depends on nothing but the rows."""
-        return self.workers == 1
-
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent to a process."""
         return {"completion": completion, "prompt": prompt, "row": row}
@@ -116,10 +94,9 @@ class IsolatedGrader(WaitingGrader):
     def open(self) -> None:
         """Start the workers; raises RewardError if they cannot import the grader."""
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        names = ("grader", "timeout", "memory_bytes", "confined", "cpu_seconds")
         for _ in range(self.workers):
-            worker = _Worker(
-                self.grader, self.timeout, self.memory_bytes, confined=self.confined, cpu_seconds=self.cpu_seconds
-            )
+            worker = _Worker({name: getattr(self, name) for name in names})
             worker.start()
             self._idle.put(worker)
 
@@ -142,66 +119,32 @@ class IsolatedGrader(WaitingGrader):
 class _Worker:
     """One process, started again if it was killed for not answering."""
 
-    def __init__(
-        self, grader: str, timeout: float, memory_bytes: int, *, confined: bool, cpu_seconds: float | None
-    ) -> None:
-        self.settings = {
-            "grader": grader,
-            "timeout": timeout,
-            "memory_bytes": memory_bytes,
-            "confined": confined,
-            "cpu_seconds": cpu_seconds,
-        }
-        self.timeout, self.confined = timeout, confined
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings
+        self.contained: Contained | None = None
 
-    def start(self) -> subprocess.Popen[bytes]:
+    def start(self) -> Contained:
         """Start the process and wait until it has imported the grader."""
-        check_system()
-        path = [path or os.getcwd() for path in sys.path]
-        limits: dict[str, Any] | None = None
-        options: dict[str, Any] = {}
-        folder = None
-        if self.confined:
-            folder = tempfile.mkdtemp(prefix="grader-")
-            readable = [place for place in path if os.access(place, os.R_OK)]
+        paths, confined = [path or os.getcwd() for path in sys.path], self.settings["confined"]
+        limits = environment = None
+        if confined:
+            readable = [path for path in paths if os.access(path, os.R_OK)]
             limits = {"memory_bytes": self.settings["memory_bytes"], "disk_bytes": WRITTEN, "readable": readable}
-            limits["folder"] = folder
-            options["env"] = {name: os.environ[name] for name in INHERITED if name in os.environ}
-            options["env"] |= dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), folder)
-            # Libraries that start a thread per core would exceed the limit of 32 threads.
-            options["env"] |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        settings = json.dumps({**self.settings, "path": path, "folder": folder})
-        container = [sys.executable, "-I", "-S", str(CHILD), "contain"]
-        worker = [sys.executable, *(["-I", "-B"] if self.confined else []), str(WORKER), settings]
-        owner, held = os.pipe()
+            environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+        settings = json.dumps({**self.settings, "path": paths})
+        command = [sys.executable, *(["-I", "-B"] if confined else []), str(WORKER), settings]
         with tempfile.TemporaryFile() as messages:  # not the terminal, to which a text could make the worker write
+            stderr = messages if confined else None
+            self.contained = Contained(command, limits, environment=environment, stdin=subprocess.PIPE, stderr=stderr)
             try:
-                self.process = subprocess.Popen(
-                    [*container, str(owner), json.dumps(limits), *worker],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=messages if self.confined else None,
-                    pass_fds=[owner],
-                    start_new_session=True,
-                    **options,
-                )
-            except BaseException:
-                os.close(held)
-                _remove(folder)
-                raise
-            finally:
-                os.close(owner)
-            self._end = weakref.finalize(self, _kill, self.process, held, os.getpid(), folder)
-            try:
-                self._line(self.process, STARTING)
+                self._line(self.contained, STARTING)
             except (TimeoutError, EOFError) as error:
                 self.stop()
                 messages.seek(0)
-                said = messages.read().decode(errors="replace").strip().rpartition("\n")[2]
-                why = shown(said) if said else "see its output"
+                last = messages.read().decode(errors="replace").strip().rpartition("\n")[2]
+                why = shown(last) if last else "see its output"
                 raise RewardError(f"cannot load the grader {self.settings['grader']}: {error}; {why}") from None
-        return self.process
+        return self.contained
 
     def ask(self, request: Mapping[str, Any]) -> float | None:
         """Return the score; raises RewardError with the reason if there is none."""
@@ -210,12 +153,15 @@ class _Worker:
             line = json.dumps({**request, "id": number}).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise RewardError(f"expected a row that can be written as JSON for an isolated grader: {error}") from error
-        process = self.process or self.start()
-        assert process.stdin is not None
+        contained = self.contained or self.start()
+        stdin = contained.process.stdin
+        assert stdin is not None
         try:
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = _reply(self._line(process, self.timeout), number)
+            stdin.write(line)
+            stdin.flush()
+            answer = json.loads(self._line(contained, self.settings["timeout"]))
+            if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
+                raise ValueError("its process did not reply with a score")
         except (OSError, EOFError, ValueError, RecursionError) as error:  # a TimeoutError is an OSError
             self.stop()
             raise (RewardTimeoutError if isinstance(error, TimeoutError) else RewardError)(str(error)) from None
@@ -224,19 +170,18 @@ class _Worker:
         score: float | None = answer["score"]
         return score
 
-    def _line(self, process: subprocess.Popen[bytes], patience: float) -> bytes:
-        assert process.stdout is not None
+    def _line(self, contained: Contained, patience: float) -> bytes:
+        stdout = contained.process.stdout
+        assert stdout is not None
         deadline, text = time.monotonic() + patience, b""
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
+            selector.register(stdout, selectors.EVENT_READ)
             while not text.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"no reply within {patience:g} s")
-                chunk = os.read(process.stdout.fileno(), 2**16)
+                chunk = os.read(stdout.fileno(), 2**16)
                 if not chunk:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(ENDING)
-                    raise EOFError(f"its process {_ended(process.returncode)}")
+                    raise EOFError(f"its process {_ended(contained.status())}")
                 text += chunk
                 if len(text) > LONGEST_REPLY:
                     raise EOFError(f"expected a line from its process, found more than {LONGEST_REPLY:,} bytes")
@@ -244,9 +189,9 @@ class _Worker:
 
     def stop(self) -> None:
         """Kill the process and all its descendants."""
-        if self.process is not None:
-            self.process = None
-            self._end()
+        if self.contained is not None:
+            self.contained.end()
+            self.contained = None
 
 
 def _ended(status: int | None) -> str:
@@ -256,38 +201,6 @@ def _ended(status: int | None) -> str:
     name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     reason = "; the kernel does that if memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{reason}"
-
-
-def _reply(line: bytes, number: str) -> dict[str, Any]:
-    """Read the reply to a request; raises ValueError if it is not one."""
-    answer = json.loads(line)
-    if not isinstance(answer, dict) or answer.get("id") != number or not {"score", "error"} & set(answer):
-        raise ValueError("its process did not reply with a score")
-    return answer
-
-
-def _kill(process: subprocess.Popen[bytes], held: int, owner: int, folder: str | None) -> None:
-    """End a worker and all its descendants, unless called in a process that was forked from its owner."""
-    if os.getpid() != owner:
-        return
-    with contextlib.suppress(BrokenPipeError):
-        os.write(held, b"x")  # closing the pipe is not enough if a fork of this process also has it open
-    os.close(held)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(ENDING)
-    if process.returncode is None:
-        process.kill()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            assert stream is not None
-            stream.close()
-    process.wait()
-    _remove(folder)
-
-
-def _remove(folder: str | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reference(grader: Grader) -> str:

@@ -11,12 +11,11 @@ from threading import Lock
 from typing import Annotated, Any
 
 import httpx2
-import regex
 from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field
 
-from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
+from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked, shown
 from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.waiting import Answer, WaitingGrader
@@ -77,6 +76,8 @@ class JudgeGrader(WaitingGrader):
     asks_once = True
     judged: tuple[str, ...] = ("completion",)
     """What the template has to show."""
+    verdict = "score"
+    """The key of the verdict in a reply of JSON."""
 
     @checked
     def __init__(
@@ -118,22 +119,19 @@ class JudgeGrader(WaitingGrader):
             first_wait: seconds before the second attempt, doubled for each further one up to a minute; 0 or more.
             cache: file of replies, created if it is missing.
             name: the grader's name in messages and metrics.
-
-        Raises:
-            ConfigError: a setting makes no sense.
         """
-        if not low < high or concurrency < 1 or attempts < 1 or not timeout > 0 or first_wait < 0:
-            raise ConfigError(
-                "JudgeGrader: expected low < high, concurrency and attempts of 1 or more, a timeout above 0 and a "
-                f"first_wait of 0 or more, found {low}, {high}, {concurrency}, {attempts}, {timeout}, {first_wait}"
-            )
+        if not low < high:
+            raise ConfigError(f"JudgeGrader: expected low < high, found {low} and {high}")
         self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), _checked_variable(api_key_env)
         self.system, self.low, self.high, self.name = system, low, high, name
         self.request = {"temperature": 0, **(request or {})}
-        self.concurrency, self.timeout, self.attempts, self.first_wait = concurrency, timeout, attempts, first_wait
+        self.workers = self.concurrency = concurrency
+        self.timeout, self.attempts, self.first_wait = timeout, attempts, first_wait
         self.cache = None if cache is None else Path(cache)
         self._template = _compiled(template, self.judged)
-        self._pattern = _checked_pattern(pattern)
+        self._pattern = None if pattern is None else compiled_pattern(pattern, "JudgeGrader")
+        if self._pattern is not None and not self._pattern.groups:
+            raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
         self._lock = Lock()
         self._replies: dict[str, str] = {}
 
@@ -141,11 +139,7 @@ class JudgeGrader(WaitingGrader):
         return f"JudgeGrader({self.model!r}, base_url={self.base_url!r}, api_key_env={self.api_key_env!r})"
 
     def open(self) -> None:
-        """Read the key and the cache, and make the client.
-
-        Raises:
-            ConfigError: the environment variable of the key is not set.
-        """
+        """Read the key and the cache, and make the client; raises ConfigError if there is no key."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise ConfigError(
@@ -157,8 +151,9 @@ class JudgeGrader(WaitingGrader):
         self._server = Server(
             f"the judge {self.model}",
             self.base_url,
-            timeout=httpx2.Timeout(self.timeout),
             seconds=4 * self.timeout,
+            wait=self.timeout,
+            connect=self.timeout,
             connections=self.concurrency,
             key=key,
             retries=Retries(self.attempts, self.first_wait, LONGEST_WAIT, RETRIED, timeouts=True),
@@ -167,20 +162,6 @@ class JudgeGrader(WaitingGrader):
     def release(self) -> None:
         """Close the connections."""
         self._server.close()
-
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
-        """Return a score for each completion, or the error if it has none."""
-        self.setup()
-        bodies = [
-            self.question(completion, prompt, {key: column[place] for key, column in columns.items()})
-            for place, (prompt, completion) in enumerate(zip(prompts, completions))
-        ]
-        return self.answers(bodies)
-
-    @property
-    def at_once(self) -> int:
-        """The most requests at a time."""
-        return self.concurrency
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the request about a completion; raises RewardError if the template fails on its row."""
@@ -214,14 +195,37 @@ class JudgeGrader(WaitingGrader):
         return score
 
     def _parsed(self, reply: str) -> float:
-        found = _json_score(reply) if self._pattern is None else _pattern_score(self._pattern, reply)
-        if found is None or not self.low <= found <= self.high:
-            raise self._unexpected(f"a score from {self.low:g} to {self.high:g}", reply)
-        return (found - self.low) / (self.high - self.low)
+        kinds = (int, float) if self._pattern is None else str
+        verdicts = (
+            value for value in self._verdicts(reply) if isinstance(value, kinds) and not isinstance(value, bool)
+        )
+        with suppress(ValueError, OverflowError):
+            score = float(next(verdicts, "nan"))
+            if self.low <= score <= self.high:
+                return (score - self.low) / (self.high - self.low)
+        raise self._unexpected(f"a score from {self.low:g} to {self.high:g}", reply)
+
+    def _verdicts(self, reply: str) -> Iterator[Any]:
+        """Yield the first group of the pattern's last match, or else the verdicts of JSON objects, the last one first.
+
+        Raises RewardTimeoutError if the search takes too long.
+        """
+        if self._pattern is None:
+            key = f'"{self.verdict}"'
+            for text in reversed([text for text in JSON_OBJECT.findall(reply) if key in text]):  # others take long
+                with suppress(ValueError, RecursionError):
+                    yield json.loads(text).get(self.verdict)
+            return
+        try:
+            matches = list(self._pattern.finditer(reply, timeout=PATTERN_SECONDS))
+        except TimeoutError as error:
+            raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
+        yield from (match[1] for match in matches[-1:])
 
     def _unexpected(self, expected: str, reply: str) -> RewardError:
-        found = _short(self._server.without_key(reply))
-        return RewardError(f"expected {expected} in the reply of {self.model}, found {found}")
+        return RewardError(
+            f"expected {expected} in the reply of {self.model}, found {shown(self._server.without_key(reply))}"
+        )
 
     def _keep(self, key: str, reply: str) -> None:
         with self._lock:
@@ -266,46 +270,6 @@ def _compiled(template: str, judged: Sequence[str]) -> Template:
     return compiled
 
 
-def _checked_pattern(pattern: str | None) -> "regex.Pattern[str] | None":
-    if pattern is None:
-        return None
-    compiled = compiled_pattern(pattern, "JudgeGrader")
-    if not compiled.groups:
-        raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
-    return compiled
-
-
-def json_values(reply: str, key: str) -> Iterator[Any]:
-    """Yield the values of a key in the JSON objects of a reply, the last object first."""
-    named = f'"{key}"'
-    for text in reversed([text for text in JSON_OBJECT.findall(reply) if named in text]):  # parsing the rest takes long
-        with suppress(ValueError, RecursionError):
-            yield json.loads(text).get(key)
-
-
-def pattern_match(pattern: "regex.Pattern[str]", reply: str) -> str | None:
-    """Return the first group of a pattern's last match; raises RewardTimeoutError if the search takes too long."""
-    try:
-        found = list(pattern.finditer(reply, timeout=PATTERN_SECONDS))
-    except TimeoutError as error:
-        raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
-    return found[-1][1] if found else None
-
-
-def _json_score(reply: str) -> float | None:
-    for value in json_values(reply, "score"):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            with suppress(OverflowError):
-                return float(value)
-    return None
-
-
-def _pattern_score(pattern: "regex.Pattern[str]", reply: str) -> float | None:
-    with suppress(ValueError, TypeError):
-        return float(pattern_match(pattern, reply))  # type: ignore[arg-type]  # None is no number either
-    return None
-
-
 def _read_cache(path: Path) -> dict[str, str]:
     """Return the replies of a cache; a last line that was cut off while writing is skipped, and a newline added.
 
@@ -315,14 +279,13 @@ def _read_cache(path: Path) -> dict[str, str]:
     replies = {}
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
-        try:
+        entry = None
+        with suppress(ValueError, RecursionError):
             entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
         if isinstance(entry, dict) and set(entry) == {"key", "reply"}:
             replies[str(entry["key"])] = str(entry["reply"])
         elif line and not line.startswith(_ENTRY[: len(line)]):
-            raise ConfigError(f"expected replies of a judge in {path}, which grows, found {_short(line)}; name another")
+            raise ConfigError(f"expected replies of a judge in {path}, which grows, found {shown(line)}; name another")
     if text and not text.endswith("\n"):
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")
@@ -331,7 +294,3 @@ def _read_cache(path: Path) -> dict[str, str]:
 
 _ENTRY = '{"key": "'
 """How a line of a cache begins, also one that was cut off."""
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."

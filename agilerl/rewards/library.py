@@ -6,14 +6,15 @@ generated ids, the end token included.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import regex
 
-from agilerl.arguments import Count, Positive, check_fields, checked
+from agilerl.arguments import Count, Positive, Within, check_fields, checked
 from agilerl.bounds import compiled_pattern
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
@@ -23,9 +24,6 @@ from agilerl.rewards.pairwise import PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
 from agilerl.rewards.trl_rewards import trl_rewards
-
-_LONGEST = 60.0
-"""The longest timeout that a pattern may have, in seconds."""
 
 
 class Accuracy(IsolatedGrader):
@@ -37,26 +35,27 @@ class Accuracy(IsolatedGrader):
     running it as code, so this process has no privileges and no files.
     """
 
+    remembers = False
+
     @checked
     def __init__(self, *, timeout: Positive = 5.0, workers: Count = 1) -> None:
-        """Set the seconds for one completion and the number of processes.
-
-        Raises:
-            ConfigError: math-verify is not installed.
-        """
+        """Set the seconds for one completion and the number of processes; raises ConfigError without math-verify."""
         if find_spec("math_verify") is None:
             raise ConfigError(f"accuracy needs math-verify, which is not installed; run: {how_to_install('math')}")
         function = "agilerl.rewards.mathematics:math_accuracy"
         super().__init__(function, timeout=timeout, workers=workers, name="accuracy", confined=True)
 
-    @property
-    def in_order(self) -> bool:
-        """Never: the function remembers nothing."""
-        return False
+
+@dataclass(frozen=True)
+class _Rule:
+    """A grader that is a rule about a text or its tokens, with the settings that are its fields."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
-class FormatTags:
+class FormatTags(_Rule):
     """1.0 if the completion consists of the given tags in this order, each opened and closed once; else 0.0.
 
     Only whitespace is allowed outside the tags. With ``partial`` the score is the share of the 2 * T tags that occur
@@ -68,8 +67,8 @@ class FormatTags:
     name: ClassVar[str] = "format_tags"
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if isinstance(self.tags, str) or not self.tags or not all(isinstance(tag, str) and tag for tag in self.tags):
+        super().__post_init__()
+        if not self.tags or not all(self.tags):
             raise ConfigError(f"format_tags: expected a list of one or more tag names, found {self.tags!r}")
 
     def __call__(self, completion: str) -> float:
@@ -80,22 +79,17 @@ class FormatTags:
             return sum(once) / len(once)
         if not all(once):
             return 0.0
-        places = [completion.index(mark) for mark in marks]
-        # The text before, between and after the pairs; inside a pair anything is allowed.
-        ends = [0, *(place + len(mark) for place, mark in zip(places[1::2], marks[1::2]))]
-        outside = [completion[end:start] for end, start in zip(ends, [*places[::2], len(completion)])]
-        return float(places == sorted(places) and not any(text.strip() for text in outside))
+        # Each mark is there once, so the pattern can match in one way only; inside a pair anything is allowed.
+        pairs = r"\s*".join(f"<{re.escape(tag)}>.*</{re.escape(tag)}>" for tag in self.tags)
+        return float(re.fullmatch(rf"\s*{pairs}\s*", completion, re.DOTALL) is not None)
 
 
 @dataclass(frozen=True)
-class TokenLength:
+class TokenLength(_Rule):
     """-|tokens - target| / target, at least -1: 0 for exactly ``target`` tokens. Range [-1, 0]."""
 
     target: Count
     name: ClassVar[str] = "length"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(self, completion_ids: Sequence[int]) -> float:
         """Return minus the relative distance from the target."""
@@ -103,7 +97,7 @@ class TokenLength:
 
 
 @dataclass(frozen=True)
-class Overlong:
+class Overlong(_Rule):
     """Soft penalty for long completions, in [-1, 0]; eq. 13 of DAPO (https://arxiv.org/abs/2503.14476).
 
     0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
@@ -114,7 +108,7 @@ class Overlong:
     name: ClassVar[str] = "overlong"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not 0 < self.cache_tokens <= self.max_tokens:
             raise ConfigError(
                 f"overlong: expected cache_tokens from 1 to max_tokens, found {self.cache_tokens} and {self.max_tokens}"
@@ -127,7 +121,7 @@ class Overlong:
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Repetition(_Rule):
     """Minus the share of word n-grams that are repetitions, in [-1, 0]: 0 if none is repeated.
 
     Words are separated by whitespace and compared in lower case; fewer than ``n`` of them give 0. Source:
@@ -137,9 +131,6 @@ class Repetition:
     n: Count = 3
     name: ClassVar[str] = "repetition"
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def __call__(self, completion: str) -> float:
         """Return minus the share of repeated n-grams."""
         words = completion.lower().split()
@@ -148,7 +139,7 @@ class Repetition:
 
 
 @dataclass(frozen=True)
-class Regex:
+class Regex(_Rule):
     """1.0 if ``pattern`` is found in the completion, else 0.0; with ``full`` it must match all of it.
 
     The syntax is that of the package regex, a superset of Python's. A search that takes more than ``timeout`` seconds
@@ -157,14 +148,12 @@ class Regex:
 
     pattern: str
     full: bool = False
-    timeout: Positive = 1.0
+    timeout: Annotated[float, Within(above=0, most=60)] = 1.0
     name: ClassVar[str] = "regex"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         compiled_pattern(self.pattern, "regex")
-        if not 0 < self.timeout <= _LONGEST:
-            raise ConfigError(f"regex: expected a timeout above 0 and of at most {_LONGEST:g} s, found {self.timeout}")
 
     def __call__(self, completion: str) -> float:
         """Return whether the pattern is found; raises RewardTimeoutError if that takes too long."""
@@ -176,7 +165,7 @@ class Regex:
 
 
 @dataclass(frozen=True)
-class JsonValid:
+class JsonValid(_Rule):
     """1.0 if the answer is JSON (and, with ``required``, an object with these keys), else 0.0.
 
     The answer is the text between answer tags, else the whole completion. ``NaN`` and ``Infinity`` are not JSON.
@@ -184,11 +173,6 @@ class JsonValid:
 
     required: Sequence[str] = ()
     name: ClassVar[str] = "json_valid"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if isinstance(self.required, str) or not all(isinstance(key, str) for key in self.required):
-            raise ConfigError(f"json_valid: expected a list of keys as required, found {self.required!r}")
 
     def __call__(self, completion: str) -> float:
         """Return whether the answer is JSON."""
@@ -203,13 +187,9 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-def _exact() -> Grader:
-    return exact_match
-
-
 LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "accuracy": Accuracy,
-    "exact_match": _exact,
+    "exact_match": lambda: exact_match,
     "format_tags": FormatTags,
     "json_valid": JsonValid,
     "judge": JudgeGrader,
@@ -227,11 +207,7 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
 
 @checked
 def library_grader(name: str, params: Mapping[str, Any] | None = None) -> Grader:
-    """Return the package's grader ``name``, created with ``params``.
-
-    Raises:
-        ConfigError: there is no grader of that name, or it does not take these parameters.
-    """
+    """Return the package's grader ``name``, created with ``params``; raises ConfigError if there is no such grader."""
     if name not in LIBRARY:
         raise ConfigError(f"expected one of the graders {', '.join(LIBRARY)}, found {name!r}")
     try:

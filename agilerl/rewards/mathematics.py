@@ -35,13 +35,13 @@ def math_accuracy(completion: str, answer: str, question: str = "") -> float | N
     gold = gold or parse(f"${answer}$", parsing_timeout=None)
     if not gold:
         return None
-    found = _read(given, is_bare=not _WORD.search(given))
+    read = _read(given, is_bare=not _WORD.search(given))
     if _is_plain(gold[-1]):
-        if not (found and _is_plain(found[-1]) and _stands_alone(found[-1], given)):
+        if not (read and _is_plain(read[-1]) and _stands_alone(read[-1], given)):
             return 0.0
-    elif found and _unspaced(found[-1]) in _unspaced(str(question)) and _unspaced(found[-1]) != _unspaced(answer):
+    elif read and _unspaced(read[-1]) in _unspaced(str(question)) and _unspaced(read[-1]) != _unspaced(answer):
         return 0.0
-    return float(verify(gold, found, timeout_seconds=None))
+    return float(verify(gold, read, timeout_seconds=None))
 
 
 def _unspaced(text: str) -> str:
@@ -98,10 +98,10 @@ def _fraction(match: re.Match[str]) -> str:
 
 def _stands_alone(text: str, given: str) -> bool:
     """Return whether the number that was read is not one of several in a row; other texts are whole."""
-    places = [match.span() for match in re.finditer(rf"(?<![\d.]){re.escape(text.strip())}(?!\d)", given)]
-    if not places or not re.fullmatch(rf"-?{_DIGITS}", text.strip()):
+    spans = [match.span() for match in re.finditer(rf"(?<![\d.]){re.escape(text.strip())}(?!\d)", given)]
+    if not spans or not re.fullmatch(rf"-?{_DIGITS}", text.strip()):
         return True
-    start, end = places[-1]
+    start, end = spans[-1]
     return not _ROW_BEFORE.search(given[:start]) and not _ROW_AFTER.match(given[end:])
 
 

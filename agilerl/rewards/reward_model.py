@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
@@ -34,7 +34,7 @@ class RewardModelGrader(BaseGrader):
         batch_size: Count = 8,
         max_length: Count | None = None,
         device: str = "cpu",
-        dtype: str = "float32",
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32",
         name: str = "reward_model",
     ) -> None:
         """Set the model; it is loaded when the grader is set up or first used.
@@ -47,15 +47,9 @@ class RewardModelGrader(BaseGrader):
             max_length: the most tokens of prompt and completion; a longer text has no score and counts as a failure,
                 since a truncated text is a different text. None means the model's number of positions.
             device: the device to run on, such as ``cpu`` or ``cuda``.
-            dtype: ``float32``, ``bfloat16`` or ``float16``.
+            dtype: the type of its weights.
             name: the grader's name in messages and metrics.
         """
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"RewardModelGrader: expected dtype float32, bfloat16 or float16, found {dtype!r}")
-        if not isinstance(model, str) or not model.strip():
-            raise ConfigError(f"RewardModelGrader: expected a folder or a name on the hub as model, found {model!r}")
-        if batch_size < 1:
-            raise ConfigError(f"RewardModelGrader: expected a batch_size of 1 or more, found {batch_size}")
         self.model, self.revision, self.label, self.batch_size = model, revision, label, batch_size
         self.max_length, self.device, self.dtype, self.name = max_length, device, dtype, name
 
@@ -63,17 +57,10 @@ class RewardModelGrader(BaseGrader):
         return f"RewardModelGrader({self.model!r}, device={self.device!r}, dtype={self.dtype!r})"
 
     def open(self) -> None:
-        """Load tokenizer and model.
-
-        Raises:
-            ConfigError: they cannot be loaded, or the model has several outputs and ``label`` is not one of them.
-        """
+        """Load tokenizer and model; raises ConfigError if that fails, or if ``label`` is not an output of the model."""
         import torch
-        from transformers import (
-            AutoConfig,
-            AutoModelForSequenceClassification,
-            AutoTokenizer,
-        )  # takes seconds to import
+        from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
+        from transformers import AutoModelForSequenceClassification as Model
 
         known: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
         folder = Path(self.model).expanduser()
@@ -85,9 +72,9 @@ class RewardModelGrader(BaseGrader):
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.model, **known)
             check_tokenizer_parts(self._tokenizer, self.model)
-            kind, dtype = AutoModelForSequenceClassification, getattr(torch, self.dtype)
-            check_size(AutoConfig.from_pretrained(self.model, **known), self.model, dtype.itemsize, kind)
-            self._model = kind.from_pretrained(self.model, dtype=dtype, use_safetensors=True, **known)
+            dtype = getattr(torch, self.dtype)
+            check_size(AutoConfig.from_pretrained(self.model, **known), self.model, dtype.itemsize, Model)
+            self._model = Model.from_pretrained(self.model, dtype=dtype, use_safetensors=True, **known)
         except ConfigError:
             raise
         except Exception as error:  # several libraries read files here, and no list of their errors is complete
@@ -111,15 +98,14 @@ class RewardModelGrader(BaseGrader):
         scores: list[float | Exception] = [
             RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows
         ]
-        fitting = sorted(
-            (n for n, row in enumerate(rows) if not limit or len(row) <= limit), key=lambda n: len(rows[n])
-        )
+        fitting = [n for n, row in enumerate(rows) if not limit or len(row) <= limit]
+        fitting.sort(key=lambda n: len(rows[n]))
         # Without a pad token the model cannot tell where a padded text ends.
         size = 1 if self._model.config.pad_token_id is None else self.batch_size
         for start in range(0, len(fitting), size):
-            places = fitting[start : start + size]
-            for place, score in zip(places, self._scores([rows[n] for n in places])):
-                scores[place] = score
+            batch = fitting[start : start + size]
+            for index, score in zip(batch, self._scores([rows[n] for n in batch])):
+                scores[index] = score
         return scores
 
     def _ids(self, prompt: str, completion: str) -> list[int]:
@@ -136,15 +122,12 @@ class RewardModelGrader(BaseGrader):
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        width = max(len(row) for row in rows)
-        pad = self._model.config.pad_token_id or 0
-        ids = torch.full((len(rows), width), pad)
-        mask = torch.zeros((len(rows), width), dtype=torch.int64)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)] = torch.tensor(row)
-            mask[place, : len(row)] = 1
+        ids = [torch.tensor(row) for row in rows]
+        padded = pad_sequence(ids, batch_first=True, padding_value=self._model.config.pad_token_id or 0)
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         with torch.inference_mode():
-            logits: Any = self._model(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).logits
+            logits: Any = self._model(input_ids=padded.to(self.device), attention_mask=mask.to(self.device)).logits
         values: list[float] = logits[:, self.label or 0].float().cpu().tolist()
         return values

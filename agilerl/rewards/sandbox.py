@@ -6,31 +6,118 @@ import os
 import re
 import secrets
 import selectors
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from agilerl.arguments import checked
-from agilerl.errors import ConfigError, RewardError
+from agilerl.arguments import Count, Positive, checked
+from agilerl.errors import RewardError
 from agilerl.rewards.waiting import Answer, WaitingGrader
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 GRACE = 0.9
-"""Seconds that the child process has to clean up after a timeout before it is killed too."""
+"""Seconds that the supervisor has to clean up after a timeout before it is killed too."""
+ENDING = 5.0
+"""Seconds allowed for killing all processes of a worker; it takes milliseconds, unless they resist."""
 
 
-def check_system() -> None:
-    """Raise RewardError on a system whose processes cannot be limited and ended as a sandbox needs it."""
-    if not hasattr(os, "fork"):
-        raise RewardError("graders in processes of their own need Linux or macOS; on Windows, run this in WSL")
+class Contained:
+    """A process with a supervisor (``sandbox_child.py``), which kills everything that it has started.
+
+    With ``limits`` it is confined, as far as the system allows it, and has an empty folder that is removed afterwards.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        limits: Mapping[str, Any] | None = None,
+        *,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        environment: Mapping[str, str] | None = None,
+        patience: float = ENDING,
+        **streams: Any,
+    ) -> None:
+        """Start it; raises RewardError where processes cannot be limited and ended as this needs it.
+
+        ``files`` are put into the folder; ``patience`` is the time that the supervisor has to end everything.
+        """
+        if not hasattr(os, "fork"):
+            raise RewardError("graders in processes of their own need Linux or macOS; on Windows, run this in WSL")
+        folder = None if limits is None else tempfile.mkdtemp(prefix="sandbox-")
+        self.channel, theirs = socket.socketpair()
+        try:
+            if folder is not None:
+                for name, content in files.items():
+                    Path(folder, name).write_bytes(content)
+                limits = {"readable": [], **(limits or {}), "folder": folder}
+                # Libraries that start a thread per core would exceed the limit of 32 threads.
+                single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+                homes = dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), folder)
+                environment = {**(environment or {}), **homes, **single}
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(CHILD), str(theirs.fileno()), json.dumps(limits), *command],
+                stdout=subprocess.PIPE,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                **streams,
+            )
+        except BaseException as error:
+            self.channel.close()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise RewardError(f"cannot start {sys.executable}: {error}") from error
+            raise
+        finally:
+            theirs.close()
+        self.end = weakref.finalize(self, _end, self.process, self.channel, folder, os.getpid(), patience)
+        """End it and all its descendants."""
+
+    def status(self) -> int | None:
+        """Return the exit status of a process that is ending, -N for signal N; None if it does not end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING)
+        try:
+            status: int | None = json.loads(self.channel.recv(2**12, socket.MSG_DONTWAIT))["returncode"]
+        except (OSError, ValueError):  # the supervisor was killed
+            return self.process.returncode
+        return status
+
+
+def _end(
+    process: "subprocess.Popen[bytes]", channel: socket.socket, folder: str | None, owner: int, patience: float
+) -> None:
+    if os.getpid() != owner:  # a process that was forked from it
+        return
+    with contextlib.suppress(OSError):
+        channel.shutdown(socket.SHUT_RDWR)  # closing is not enough if a fork of this process also has it open
+    channel.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -63,10 +150,10 @@ def run_python(
     code: str,
     *,
     stdin: str = "",
-    timeout: float = 5.0,
-    memory_bytes: int = 512 * 2**20,
-    disk_bytes: int = 16 * 2**20,
-    output_bytes: int = 64 * 2**10,
+    timeout: Positive = 5.0,
+    memory_bytes: Count = 512 * 2**20,
+    disk_bytes: Count = 16 * 2**20,
+    output_bytes: Count = 64 * 2**10,
 ) -> SandboxResult:
     """Run ``code`` as a separate Python program and return how it ended; always returns in time.
 
@@ -91,69 +178,52 @@ def run_python(
         disk_bytes: size of the largest file and, with the namespace ``files``, of all files together.
         output_bytes: how much of standard output, and of standard error, is kept.
 
-    Raises:
-        ConfigError: a limit is not positive.
-        RewardError: the process could not be started.
+    Raises RewardError if the process could not be started.
     """
-    limits = {"timeout": timeout, "memory_bytes": memory_bytes, "disk_bytes": disk_bytes, "output_bytes": output_bytes}
-    for name, value in limits.items():
-        if not value > 0:
-            raise ConfigError(f"run_python: expected {name} above 0, found {value}")
-    check_system()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder, tempfile.TemporaryFile() as given:
+    with tempfile.TemporaryFile() as given:
         # A file, not a pipe: a program that never reads its input cannot block the writer.
         given.write(stdin.encode(errors="surrogatepass"))
         given.seek(0)
-        program = Path(folder) / "main.py"
-        program.write_text(code, encoding="utf-8", errors="surrogatepass")
-        order = {**limits, "program": str(program), "cpu_seconds": int(timeout) + 1}
-        *output, report = _supervise(order, given, folder)
-        seconds = time.monotonic() - started
-    # Without a report the child was killed: by us if it was late, else by the program.
-    late = seconds >= timeout
-    killed: dict[str, Any] = {"returncode": None if late else -signal.SIGKILL, "timed_out": late, "isolation": []}
-    outcome: dict[str, Any] = json.loads(report) if report else killed
-    stdout, stderr = (text[:output_bytes].decode(errors="replace") for text in output)
-    truncated = any(len(text) > output_bytes for text in output)
-    isolation = tuple(outcome.pop("isolation"))
-    return SandboxResult(stdout, stderr, truncated=truncated, seconds=seconds, isolation=isolation, **outcome)
-
-
-def _supervise(order: dict[str, Any], stdin: Any, folder: str) -> list[bytes]:
-    """Run the child process until it ends; return the output of both streams, and the child's report."""
-    report, child_report = os.pipe()
-    environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
-    # Libraries that start a thread per core would exceed the limit of 32 threads.
-    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(CHILD), json.dumps(order), str(child_report)],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
+        program = Contained(
+            [sys.executable, "-I", "main.py"],
+            {
+                "timeout": timeout,
+                "memory_bytes": memory_bytes,
+                "disk_bytes": disk_bytes,
+                "cpu_seconds": int(timeout) + 1,
+            },
+            files={"main.py": code.encode(errors="surrogatepass")},
+            environment={"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
+            patience=0.0,
+            stdin=given,
             stderr=subprocess.PIPE,
-            cwd=folder,
-            env=environment,
-            pass_fds=[child_report],
-            start_new_session=True,
         )
-    except OSError as error:
-        os.close(report)
-        raise RewardError(f"the sandbox could not start {sys.executable}: {error}") from error
-    finally:
-        os.close(child_report)
-    with child, open(report, "rb", buffering=0) as reports:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        streams = [child.stdout.fileno(), child.stderr.fileno(), reports.fileno()]
+        process = program.process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        streams = [process.stdout.fileno(), process.stderr.fileno(), program.channel.fileno()]
         try:
-            printed = _read(streams, order["output_bytes"] + 1, time.monotonic() + order["timeout"] + GRACE)
+            most = max(output_bytes, 2**10) + 1  # a report has up to a hundred bytes
+            *output, report = _read(streams, most, time.monotonic() + timeout + GRACE)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-    if child.returncode > 0 and not printed[-1]:
-        raise RewardError(f"the sandbox failed before it ran the program: {printed[1].decode(errors='replace')}")
-    return printed
+            program.end()
+    seconds = time.monotonic() - started
+    if process.returncode > 0 and not report:
+        raise RewardError(f"the sandbox failed before it ran the program: {output[1].decode(errors='replace')}")
+    # Without a report the supervisor was killed: by us if it was late, else by the program.
+    killed: dict[str, Any] = {"returncode": None if seconds >= timeout else -signal.SIGKILL, "isolation": []}
+    outcome = json.loads(report) if report else killed
+    stdout, stderr = (text[:output_bytes].decode(errors="replace") for text in output)
+    return SandboxResult(
+        stdout,
+        stderr,
+        outcome["returncode"],
+        timed_out=outcome["returncode"] is None,
+        truncated=any(len(text) > output_bytes for text in output),
+        seconds=seconds,
+        isolation=tuple(outcome["isolation"]),
+    )
 
 
 def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
@@ -161,28 +231,17 @@ def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
     kept = {stream: bytearray() for stream in streams}
     with selectors.DefaultSelector() as selector:
         for stream in streams:
-            os.set_blocking(stream, False)
             selector.register(stream, selectors.EVENT_READ)
         ended = False
-        while not ended and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                chunk = _chunk(key.fd)
-                ended = ended or key.fd == streams[-1]  # the report comes after everything else has ended
-                if chunk == b"":
+        while events := selector.select(0 if ended else max(0.0, deadline - time.monotonic())):
+            for key, _ in events:
+                # The report comes after everything else has ended; what was printed before may still be in its pipe.
+                ended = ended or key.fd == streams[-1] or time.monotonic() > deadline
+                chunk = os.read(key.fd, 2**16)
+                kept[key.fd] += chunk[: most - len(kept[key.fd])]
+                if not chunk or (ended and len(kept[key.fd]) >= most):
                     selector.unregister(key.fd)
-                kept[key.fd] += (chunk or b"")[: most - len(kept[key.fd])]
-    for stream, text in kept.items():
-        while len(text) < most and (chunk := _chunk(stream)):
-            text += chunk[: most - len(text)]
     return [bytes(text) for text in kept.values()]
-
-
-def _chunk(stream: int) -> bytes | None:
-    """Return what can be read now: b"" at the end of the stream, None if there is nothing to read yet."""
-    try:
-        return os.read(stream, 2**16)
-    except BlockingIOError:
-        return None
 
 
 def extract_code(completion: str) -> str:
@@ -212,9 +271,9 @@ class SandboxGrader(WaitingGrader):
         *,
         tests: str = "tests",
         score: Literal["fraction", "all"] = "fraction",
-        timeout: float = 5.0,
-        memory_bytes: int = 512 * 2**20,
-        workers: int = 2,
+        timeout: Positive = 5.0,
+        memory_bytes: Count = 512 * 2**20,
+        workers: Count = 2,
     ) -> None:
         """Make a grader.
 
@@ -225,28 +284,11 @@ class SandboxGrader(WaitingGrader):
             memory_bytes: address space of each process.
             workers: tests that run at the same time, 1 or more.
         """
-        if score not in ("fraction", "all"):
-            raise ConfigError(f"SandboxGrader: expected fraction or all as score, found {score!r}")
-        if workers < 1 or not timeout > 0 or memory_bytes < 1:
-            raise ConfigError(
-                "SandboxGrader: expected workers and memory_bytes of 1 or more and a timeout above 0, found "
-                f"{workers}, {memory_bytes} and {timeout}"
-            )
         self.tests, self.score, self.timeout = tests, score, timeout
         self.memory_bytes, self.workers = memory_bytes, workers
 
     def __repr__(self) -> str:
         return f"SandboxGrader(tests={self.tests!r}, score={self.score!r}, timeout={self.timeout:g})"
-
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | Exception | None]:
-        """Return a score for each completion, or the exception that stopped its tests from being run."""
-        rows = ({key: column[place] for key, column in columns.items()} for place in range(len(completions)))
-        return self.answers([self.question(completion, "", row) for completion, row in zip(completions, rows)])
-
-    @property
-    def at_once(self) -> int:
-        """Tests that run at the same time."""
-        return self.workers
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
         """Return a completion and its tests; raises RewardError if the row has no such column."""
@@ -269,17 +311,15 @@ class SandboxGrader(WaitingGrader):
         return sum(passed) / len(passed)
 
     def _outcomes(self, code: str, tests: Sequence[Any]) -> Iterator[bool]:
+        run = partial(run_python, timeout=self.timeout, memory_bytes=self.memory_bytes)
         for test in tests:
-            # Printed after the test has passed: code that exits early, with any status, does not print it.
-            mark = secrets.token_hex(16)
-            given = test["stdin"] if isinstance(test, Mapping) else ""
-            program = (
-                code if isinstance(test, Mapping) else f"{code}\n\n{test}\n\n__import__('os').write(1, b'{mark}')\n"
-            )
-            done = run_python(program, stdin=given, timeout=self.timeout, memory_bytes=self.memory_bytes)
             if isinstance(test, Mapping):
+                done = run(code, stdin=test["stdin"])
                 yield done.ok and not done.truncated and _lines(done.stdout) == _lines(test["stdout"])
             else:
+                # Printed after the test has passed: code that exits early, with any status, does not print it.
+                mark = secrets.token_hex(16)
+                done = run(f"{code}\n\n{test}\n\n__import__('os').write(1, b'{mark}')\n")
                 yield done.ok and mark in done.stdout
 
 

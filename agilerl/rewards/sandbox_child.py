@@ -1,9 +1,8 @@
 """A supervisor process that kills everything its child has started; a separate script, so that it stays small.
 
-``run_python`` starts it for untrusted code: it gives up root, enters new namespaces if the kernel allows it, and starts
-the program under limits. ``IsolatedGrader`` starts it for its workers: for a trusted grader it only ensures that
-nothing outlives the worker; a confined worker is put under the same limits as a program. It imports nothing of the
-package, so it has no threads, and forking is safe.
+``run_python`` starts it for untrusted code, and ``IsolatedGrader`` for a confined worker: it gives up root, enters new
+namespaces if the kernel allows it, and starts the program under limits. For the worker of a trusted grader it only
+ensures that nothing outlives it. It imports nothing of the package, so it has no threads, and forking is safe.
 """
 
 import contextlib
@@ -14,9 +13,9 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 NEWUSER, NEWPID, NEWNET, NEWIPC, NEWNS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000
@@ -31,53 +30,25 @@ TASKS = 32
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> None:
-    """Follow the arguments: ``contain FD LIMITS COMMAND ...``, or else the order of ``run_python`` and its ``FD``.
-
-    The limits of a trusted command are null.
-    """
-    if sys.argv[1] == "contain":
-        contain(int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:])
-    else:
-        run(json.loads(sys.argv[1]), int(sys.argv[2]))
-
-
-def run(order: dict[str, Any], report: int) -> None:
-    """Run the program that an order describes and report how it ended."""
-    os.set_inheritable(report, False)
-    program = Path(order["program"])
-    source = program.read_bytes()
-    leave_root(((program.parent.parent, os.X_OK),), program.parent)
-    isolation = enter_namespaces(program.parent, int(order["disk_bytes"]))
-    if sys.platform == "linux":  # only now: entering a user namespace resets this
-        LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if "files" in isolation:
-        program.write_bytes(source)
-    os.chdir(program.parent)
-    init = start_init(report) if "processes" in isolation else None
-    if init is None and sys.platform == "linux":
-        LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
-    child = os.fork()
-    if child == 0:
-        start_program(order, report, own_count="processes" in isolation)
-    status = wait(child, order["timeout"])
-    end_all(child, init)
-    outcome = {"returncode": status, "timed_out": status is None, "isolation": isolation}
-    os.write(report, json.dumps(outcome).encode())
-
-
 def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> None:
-    """Run a command until it ends or ``owner``, a pipe, is closed; then kill all its descendants, and end as it did.
+    """Run a command until it ends, its time is up, or ``owner``, a socket, is closed; then kill all its descendants.
 
     ``limits`` confine it: it has no privileges, can only write to its folder and reaches no network, as far as the
-    kernel allows that.
+    kernel allows that. The owner gets a report: its exit status (-N for signal N, None if it was killed here) and its
+    isolation.
     """
-    os.set_inheritable(owner, False)
-    isolation, init = [], None
+    # This copy the command does not inherit, and its number is low enough for select.
+    inherited, owner = owner, os.dup(owner)
+    os.close(inherited)
+    isolation, init, left = [], None, None
     if limits is not None:
-        folder = Path(limits["folder"])
+        folder, left = Path(limits["folder"]), limits.get("timeout")
+        files = {path: path.read_bytes() for path in folder.iterdir()}
         leave_root(((folder.parent, os.X_OK), *((Path(path), os.R_OK) for path in limits["readable"])), folder)
         isolation = enter_namespaces(folder, int(limits["disk_bytes"]))
+        if "files" in isolation:  # another folder now lies over it
+            for path, content in files.items():
+                path.write_bytes(content)
         os.chdir(folder)
         init = start_init(owner) if "processes" in isolation else None
     woken, wake = os.pipe()
@@ -95,27 +66,29 @@ def contain(owner: int, limits: dict[str, Any] | None, command: list[str]) -> No
         if sys.platform == "linux":
             LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         os.execv(command[0], command)
-    os.closerange(0, 2)  # these pipes belong to the child and the owner
-    status = None
-    while status is None and owner not in select.select([owner, woken], [], [])[0]:
+    os.closerange(0, 2)  # these streams belong to the child and the owner
+    status, deadline = None, None if left is None else time.monotonic() + left
+    while status is None:
+        ready = select.select([owner, woken], [], [], left)[0]
+        if owner in ready or not ready:
+            break
         os.read(woken, 2**10)
         status = reap(child)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
     end_all(child, init)
-    if status is not None and os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if os.WTERMSIG(status) != signal.SIGKILL:  # whose handler cannot be set
-            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status) if status is not None else 0)
+    outcome = {"returncode": None if status is None else os.waitstatus_to_exitcode(status), "isolation": isolation}
+    with contextlib.suppress(OSError):  # the owner may be gone
+        os.write(owner, json.dumps(outcome).encode())
+    os._exit(0)
 
 
 def reap(child: int) -> int | None:
     """Reap all children that have ended by now; return the status of ``child`` if it was among them."""
-    found = None
+    of_child = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            found = ended[1] if ended[0] == child else found
-    return found
+            of_child = ended[1] if ended[0] == child else of_child
+    return of_child
 
 
 def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
@@ -163,38 +136,29 @@ def read_only_files(folder: Path, disk_bytes: int) -> bool:
     return bool(
         LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
         and LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, ctypes.byref(attributes), 32) == 0
-        and (folder is None or LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0)
+        and LIBC.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0
     )
 
 
-def start_init(report: int) -> int:
+def start_init(owner: int) -> int:
     """Start the first process of the new namespace: when it dies, the kernel kills all other processes in it."""
     init = os.fork()
     if init:
         return init
     LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    os.close(report)
+    os.close(owner)
     os.closerange(0, 3)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps orphans by itself
     while True:
         signal.pause()
 
 
-def start_program(order: dict[str, Any], report: int, *, own_count: bool) -> None:
-    """In the child: apply the limits and become the program."""
-    os.close(report)
-    os.setsid()
-    take_limits(order, own_count=own_count)
-    os.execv(sys.executable, [sys.executable, "-I", order["program"]])
-
-
 def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
     """Apply the limits to this process, which is about to become the program, and give up privileges for good."""
-    tasks = TASKS if own_count else TASKS + tasks_of_user()
     limits = {
         resource.RLIMIT_AS: int(order["memory_bytes"]),
         resource.RLIMIT_FSIZE: int(order["disk_bytes"]),
-        resource.RLIMIT_NPROC: tasks,
+        resource.RLIMIT_NPROC: TASKS if own_count else TASKS + tasks_of_user(),
         resource.RLIMIT_CORE: 0,
     }
     if "cpu_seconds" in order:
@@ -222,22 +186,6 @@ def tasks_of_user() -> int:
     return count
 
 
-def wait(child: int, timeout: float) -> int | None:
-    """Return the exit status (negative: the signal), or None if the program is still running after ``timeout``."""
-
-    def give_up(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, give_up)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        _, status = os.waitpid(child, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except TimeoutError:
-        return None
-    return os.waitstatus_to_exitcode(status)
-
-
 def end_all(child: int, init: int | None) -> None:
     """Kill the program's session and all its descendants."""
     if init is not None:
@@ -247,12 +195,12 @@ def end_all(child: int, init: int | None) -> None:
             while True:
                 os.waitpid(-1, 0)
     else:
-        kill_group(child)
+        kill(child, os.killpg)
         # Each round may orphan grandchildren, which this process inherits and finds in the next round.
         while descendants := children():
             for pid in descendants:
-                kill_group(pid)
-                kill(pid)
+                kill(pid, os.killpg)
+                kill(pid, os.kill)
             os.waitpid(-1, 0)
 
 
@@ -264,21 +212,11 @@ def children() -> list[int]:
         return []
 
 
-def kill_group(pid: int) -> None:
-    """Kill the process group that ``pid`` leads, if it leads one."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Kill one process, if it still exists and belongs to this user."""
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+def kill(pid: int, how: Callable[[int, int], None]) -> None:
+    """Kill a process, or the group that it leads, if it still exists and belongs to this user."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        how(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main()
+    contain(int(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])

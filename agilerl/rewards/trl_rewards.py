@@ -26,18 +26,13 @@ class TrlMathematics(IsolatedGrader):
     The correct answer is the column ``solution``, as in TRL, or else ``answer``.
     """
 
+    remembers = False
+
     @checked
     def __init__(self, function: str, *, timeout: Positive = 5.0, workers: Count = 1, **params: Any) -> None:
-        """Take the function's name and its keywords.
+        """Take the name of the function in ``trl.rewards`` and its keywords, or those of ``get_...``.
 
-        Args:
-            function: its name in ``trl.rewards``.
-            timeout: seconds for one completion.
-            workers: processes.
-            params: the keywords of the function, or of ``get_...``.
-
-        Raises:
-            ConfigError: TRL or math-verify is not installed, or TRL refuses the keywords.
+        Raises ConfigError if TRL or math-verify is not installed, or TRL refuses the keywords.
         """
         if find_spec("math_verify") is None:
             raise ConfigError(f"{function} needs math-verify, which is not installed; run: {how_to_install('math')}")
@@ -45,11 +40,6 @@ class TrlMathematics(IsolatedGrader):
         grader = "agilerl.rewards.trl_mathematics:score"
         super().__init__(grader, timeout=timeout, workers=workers, name=f"trl.{function}", confined=True)
         self.function = {"function": function, "params": dict(params)}
-
-    @property
-    def in_order(self) -> bool:
-        """Never: the functions remember nothing."""
-        return False
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is sent to a process: the columns that these functions read, and which function it is."""
@@ -61,25 +51,24 @@ class TrlMathematics(IsolatedGrader):
 def trl_function(name: str, params: Mapping[str, Any]) -> Grader:
     """Return a function of ``trl.rewards`` with its keywords; ``get_...`` is called with them and returns it.
 
-    Raises:
-        ConfigError: TRL is not installed, has no such function, or refuses the keywords.
+    Raises ConfigError if TRL is not installed, has no such function, or refuses the keywords.
     """
     if find_spec("trl") is None:
         raise ConfigError(f"the reward trl.{name} needs TRL, which is not installed; run: pip install trl")
     from trl import rewards
 
     try:
-        found: Any = getattr(rewards, name)
+        function: Any = getattr(rewards, name)
         if name.startswith("get_"):
-            return found(**params)  # type: ignore[no-any-return]
+            return function(**params)  # type: ignore[no-any-return]
     except AttributeError as error:
         raise ConfigError(f"the installed TRL has no reward function {name}; update it: pip install -U trl") from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"trl.{name} does not take the parameters {dict(params)}: {error}") from error
-    unknown = set(params) - (set(inspect.signature(found).parameters) - _FROM_ROWS)
+    unknown = set(params) - (set(inspect.signature(function).parameters) - _FROM_ROWS)
     if unknown:  # its ``**kwargs`` would swallow them
         raise ConfigError(f"trl.{name} does not take the parameters {sorted(unknown)}; remove them")
-    return partial(found, **params)
+    return partial(function, **params)
 
 
 _FROM_ROWS = {"completions", "completion_ids", "solution", "log_extra", "kwargs"}

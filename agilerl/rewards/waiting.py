@@ -4,16 +4,15 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import torch_restored
-from agilerl.errors import ConfigError
-from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, setup
+from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, rows_of, setup
 
 Answer = float | Exception | None
 """A score, None (not applicable), or why there is none."""
@@ -22,25 +21,34 @@ Answer = float | Exception | None
 class WaitingGrader(BaseGrader):
     """A grader whose time is not that of this process: it asks about each completion separately, several at a time.
 
-    A subclass says what it asks (``question``) and how it gets the answer (``answer``, called in threads); its
-    ``__call__`` returns ``answers`` to the questions of a batch. Such a grader may begin on completions that have ended
-    while others are still being generated (``EarlyGrading``): an answer may depend on its question alone.
+    A subclass says what it asks (``question``) and how it gets the answer (``answer``, called in threads). Such a
+    grader may begin on completions that have ended while others are still being generated (``EarlyGrading``): an answer
+    may depend on its question alone.
     """
 
     asks_once = False
     """Whether equal questions of a batch are asked only once."""
+    remembers = False
+    """Whether an answer may depend on earlier questions, if they are asked one after another."""
+    workers: int = 1
+    """The most questions at a time, 1 or more."""
     _threads: "_Threads | None" = None
-    _begun: dict[Hashable, deque[Future[Answer]]]
 
     @property
     def at_once(self) -> int:
-        """The most questions at a time, 1 or more."""
-        return 1
+        """The most questions at a time."""
+        return self.workers
 
     @property
     def in_order(self) -> bool:
-        """Whether questions are asked in the order of the rows, for answers that depend on earlier questions."""
-        return False
+        """Whether questions are asked in the order of the rows: what it remembers depends on nothing but the rows."""
+        return self.remembers and self.at_once == 1
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
+        """Return a score for each completion, or the error if it has none."""
+        self.setup()
+        rows = rows_of(columns, len(completions))
+        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> Any:
         """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
@@ -65,7 +73,9 @@ class WaitingGrader(BaseGrader):
             shared: dict[Hashable, Future[Answer]] = {}
             for question in questions:
                 key = self.key(question) if self.asks_once or self._threads is not None else None
-                future = shared.get(key) or self._claimed(key) or threads.submit(self.answer, question)
+                # An answer that was begun is used once: who asks again gets a new one, as if nothing had been begun.
+                begun = threads.begun.get(key)
+                future = shared.get(key) or (begun.popleft() if begun else threads.submit(self.answer, question))
                 if self.asks_once and key is not None:
                     shared[key] = future
                 futures.append(future)
@@ -82,31 +92,9 @@ class WaitingGrader(BaseGrader):
             question = self.question(completion, prompt, row)
         except Exception:  # the call for the whole batch meets it again, and reports it
             return
-        key = self.key(question)
-        if key is not None and not (self.asks_once and key in self._begun):
-            self._begun.setdefault(key, deque()).append(self._threads.submit(self.answer, question))
-
-    def _claimed(self, key: Hashable) -> Future[Answer] | None:
-        """Return an answer that was begun, once: who asks again gets a new one, as if nothing had been begun."""
-        if key is None or self._threads is None or not self._begun.get(key):
-            return None
-        return self._begun[key].popleft()
-
-    def _start(self) -> None:
-        self._threads, self._begun = _Threads(self.at_once), {}
-
-    def _stop(self, *, wait: bool) -> None:
-        threads, self._threads, self._begun = self._threads, None, {}
-        if threads is not None:
-            threads.end(wait=wait)
-
-
-@runtime_checkable
-class Combination(Protocol):
-    """A grader that calls others."""
-
-    def waiting(self) -> list[WaitingGrader]:
-        """Return those of them, and of theirs, that may begin early."""
+        key, begun = self.key(question), self._threads.begun
+        if key is not None and not (self.asks_once and key in begun):
+            begun.setdefault(key, deque()).append(self._threads.submit(self.answer, question))
 
 
 def waiting_parts(grader: object) -> list[WaitingGrader]:
@@ -117,8 +105,8 @@ def waiting_parts(grader: object) -> list[WaitingGrader]:
     kind = type(grader)
     if isinstance(grader, WaitingGrader):
         return [grader] if speaks_for(kind, "question", "__call__", "grade") else []
-    if isinstance(grader, Combination):
-        return grader.waiting() if speaks_for(kind, "waiting", "__call__", "grade") else []
+    if hasattr(grader, "waiting") and speaks_for(kind, "waiting", "__call__", "grade"):  # a grader that calls others
+        return list(grader.waiting())
     return []
 
 
@@ -126,7 +114,7 @@ def speaks_for(kind: type, promise: str, *methods: str) -> bool:
     """Return whether ``promise`` is defined where these methods are, or below: no subclass changed one without it."""
 
     def depth(name: str) -> int:
-        return next((place for place, c in enumerate(kind.__mro__) if name in vars(c)), len(kind.__mro__))
+        return next((k for k, ancestor in enumerate(kind.__mro__) if name in vars(ancestor)), len(kind.__mro__))
 
     return all(depth(promise) <= depth(method) for method in methods)
 
@@ -134,7 +122,7 @@ def speaks_for(kind: type, promise: str, *methods: str) -> bool:
 class EarlyGrading:
     """Lets graders work on finished completions of a batch while others are still being generated.
 
-    ``add`` hands a completion over. The graders are then called as ever, with the whole batch, and what they say is the
+    ``add`` hands a completion over. Later the graders are called with the whole batch as usual, and the result is the
     same; they only have less to wait for. No thread outlives the context, except that Ctrl-C does not wait for them.
     """
 
@@ -153,31 +141,32 @@ class EarlyGrading:
                 grader.setup()
             except Exception:  # it fails again when it is called, and then that is reported
                 continue
-            grader._start()
+            grader._threads = _Threads(grader.at_once)
             ready.append(grader)
         self.graders = ready
         if ready:  # what a function in a thread does to torch's settings ends with the batch
             self._stack.enter_context(torch_restored())
         return self
 
-    def add(self, place: int, completion: str, row: Mapping[str, Any]) -> None:
-        """Begin with a completion; ``place`` is its place in the batch, of which the first is 0."""
+    def add(self, index: int, completion: str, row: Mapping[str, Any]) -> None:
+        """Begin with a completion; ``index`` is its place in the batch, of which the first is 0."""
         # As ``attempt_grader`` will say it for the whole batch.
-        offered = completion, str(row.get("question", "")), {key: row.get(key) for key in self.columns}
+        self._held[index] = completion, str(row.get("question", "")), {key: row.get(key) for key in self.columns}
         for grader in self.graders:
             if not grader.in_order:
-                grader.begin(*offered)
-        self._held[place] = offered
+                grader.begin(*self._held[index])
         while self._next in self._held:
+            offered = self._held.pop(self._next)
             for grader in self.graders:
                 if grader.in_order:
-                    grader.begin(*self._held[self._next])
-            del self._held[self._next]
+                    grader.begin(*offered)
             self._next += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for grader in self.graders:
-            grader._stop(wait=kind is None or issubclass(kind, Exception))
+            threads, grader._threads = grader._threads, None
+            assert threads is not None
+            threads.__exit__(kind, error, at)
         self._stack.close()
 
 
@@ -189,35 +178,22 @@ class ThreadedGrader(WaitingGrader):
     nor its rows.
     """
 
+    remembers = True
+
     @checked
-    def __init__(self, grader: Any, *, workers: Count = 8, name: Name | None = None) -> None:
+    def __init__(self, grader: Grader, *, workers: Count = 8, name: Name | None = None) -> None:
         """Take a function or another grader, of either signature.
 
         Args:
             grader: the function.
             workers: threads, 1 or more.
             name: the grader's name in metrics; the function's name by default.
-
-        Raises:
-            ConfigError: it cannot be called.
         """
-        if not callable(grader):
-            raise ConfigError(f"ThreadedGrader: expected a function or another grader, found {grader!r}")
         self.grader: Grader = grader
         self.workers, self.name = workers, name or grader_name(grader)
 
     def __repr__(self) -> str:
         return f"ThreadedGrader({self.grader!r}, workers={self.workers})"
-
-    @property
-    def at_once(self) -> int:
-        """The number of threads."""
-        return self.workers
-
-    @property
-    def in_order(self) -> bool:
-        """Whether there is only one thread."""
-        return self.workers == 1
 
     def open(self) -> None:
         """Set the grader up."""
@@ -226,14 +202,6 @@ class ThreadedGrader(WaitingGrader):
     def release(self) -> None:
         """Close the grader."""
         close(self.grader)
-
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[float | Exception | None]:
-        """Return a score for each completion, or the error if it has none."""
-        self.setup()
-        rows = [{key: column[place] for key, column in columns.items()} for place in range(len(completions))]
-        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
         """Return the arguments."""
@@ -260,6 +228,8 @@ class _Threads:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.begun: dict[Hashable, deque[Future[Answer]]] = {}
+        """Answers to questions of a batch that is not complete yet, by the key of the question."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._running: list[Thread] = []
 
@@ -267,42 +237,30 @@ class _Threads:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.end(wait=kind is None or issubclass(kind, Exception))
+        with suppress(Empty):
+            while waiting := self._calls.get_nowait():
+                waiting[0].cancel()
+        for _ in self._running:
+            self._calls.put(None)
+        if kind is None or issubclass(kind, Exception):  # Ctrl-C does not wait for the current calls
+            for thread in self._running:
+                thread.join()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have a call made as soon as a thread is free."""
         future: Future[Any] = Future()
         self._calls.put((future, call, arguments))
         if len(self._running) < self.most:
-            thread = Thread(target=self._work, daemon=True)
-            self._running.append(thread)
-            thread.start()
+            self._running.append(Thread(target=self._work, daemon=True))
+            self._running[-1].start()
         return future
 
-    def end(self, *, wait: bool) -> None:
-        """Make no further calls; with ``wait``, return when the current ones have ended."""
-        while True:
-            try:
-                waiting = self._calls.get_nowait()
-            except Empty:
-                break
-            if waiting is not None:
-                waiting[0].cancel()
-        for _ in self._running:
-            self._calls.put(None)
-        if wait:
-            for thread in self._running:
-                thread.join()
-
     def _work(self) -> None:
-        while (given := self._calls.get()) is not None:
-            future, call, arguments = given
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call(*arguments)
-            except BaseException as error:  # whoever waits for the result gets it, SystemExit included
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del future, call, arguments, given  # an idle thread keeps no row alive
+        while (waiting := self._calls.get()) is not None:
+            future, call, arguments = waiting
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*arguments))
+                except BaseException as error:  # whoever waits for the result gets it, SystemExit included
+                    future.set_exception(error)
+            del future, call, arguments, waiting  # an idle thread keeps no row alive

@@ -1,6 +1,6 @@
 """The process that ``IsolatedGrader`` runs a grader in: a line of JSON in, a line of JSON out.
 
-``sandbox_child.py contain``, which kills everything it starts, runs it by path as ``python worker.py SETTINGS``: so it
+``sandbox_child.py``, which kills everything it starts, runs it by path as ``python worker.py SETTINGS``: so it
 can set up its owner's module path before it imports anything of the package.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 from pathlib import Path
 
@@ -20,15 +21,6 @@ EXECUTE, READ_FILE, READ_FOLDER = 1 << 0, 1 << 2, 1 << 3
 FILE_RIGHTS = (1 << 13, 1 << 14, 1 << 15, 1 << 15, 1 << 16)
 """The first file right that versions 1, 2, 3 and 4, and 5 and later, of Landlock do not know."""
 ALL_OF_NETWORK = ALL_OF_SCOPES = 0b11
-
-
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
-
-
-class _Beneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
 def main() -> None:
@@ -54,9 +46,9 @@ def main() -> None:
     from agilerl.rewards.grader import attempt_grader
 
     if settings["confined"]:
-        forbid_files(settings["folder"])
+        forbid_files(os.getcwd())
     print("ready", file=answers, flush=True)
-    own = os.getpid()
+    pid = os.getpid()
     for line in sys.stdin:
         request = json.loads(line)
         # The default action of the alarm ends this process even if its parent is gone and a loop in C holds the GIL.
@@ -65,14 +57,14 @@ def main() -> None:
         (outcome,) = attempt_grader(grader, [request["completion"]], [request["row"]], [request["prompt"]])  # type: ignore[arg-type]
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        if os.getpid() != own:  # the grader has forked: only the original process answers
+        if os.getpid() != pid:  # the grader has forked: only the original process answers
             os._exit(0)
         answer = {"error": str(outcome)} if isinstance(outcome, Exception) else {"score": outcome}
         print(json.dumps({**answer, "id": request["id"]}), file=answers, flush=True)
 
 
-def forbid_files(own: str) -> None:
-    """With Landlock (Linux), allow access only to its own folder, and reading imported packages."""
+def forbid_files(folder: str) -> None:
+    """With Landlock (Linux), allow access only to a folder, and reading imported packages."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -80,18 +72,17 @@ def forbid_files(own: str) -> None:
     if version < 1:
         return
     rights = FILE_RIGHTS[min(version, len(FILE_RIGHTS)) - 1] - 1
-    rules = _Ruleset(rights, ALL_OF_NETWORK, ALL_OF_SCOPES)
     size = 8 if version < 4 else 16 if version < 6 else 24
-    ruleset = libc.syscall(CREATE_RULESET, ctypes.byref(rules), size, 0)
-    for place in sorted({own, *_imported_from()}):
+    ruleset = libc.syscall(CREATE_RULESET, struct.pack("=3Q", rights, ALL_OF_NETWORK, ALL_OF_SCOPES), size, 0)
+    for path in sorted({folder, *_imported_from()}):
         try:
-            folder = os.open(place, os.O_PATH | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
-        allowed = READ_FILE | READ_FOLDER if os.path.isdir(place) else READ_FILE
-        beneath = _Beneath(rights & ~EXECUTE if place == own else allowed, folder)
-        libc.syscall(ADD_RULE, ruleset, 1, ctypes.byref(beneath), 0)
-        os.close(folder)
+        allowed = READ_FILE | READ_FOLDER if os.path.isdir(path) else READ_FILE
+        allowed = rights & ~EXECUTE if path == folder else allowed
+        libc.syscall(ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
+        os.close(descriptor)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if libc.syscall(RESTRICT_SELF, ruleset, 0) != 0:
         raise OSError(ctypes.get_errno(), "the kernel has Landlock but refuses to confine this process")
@@ -100,14 +91,14 @@ def forbid_files(own: str) -> None:
 
 def _imported_from() -> set[str]:
     """Return the folders of Python, its libraries and the loaded packages, which may import more of their modules."""
-    places = {sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
-    places |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
+    paths = {sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"}
+    paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if "." not in name and file:
             package = Path(file)
-            places.add(str(package.parent if package.name.startswith("__init__.") else package))
-    return {os.path.realpath(place) for place in places if place and place != "/"}
+            paths.add(str(package.parent if package.name.startswith("__init__.") else package))
+    return {os.path.realpath(path) for path in paths if path and path != "/"}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
-import httpx2
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -24,8 +23,6 @@ TeacherAPI = Literal["prompt_logprobs", "echo"]
 """How an endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
 
 _CONNECTIONS = 32
-_PATIENCE = 5.0
-"""Seconds to wait for a connection."""
 _APIS = "; vLLM has log-probs of a prompt as prompt_logprobs, other servers with sharing.teacher_api: echo"
 
 
@@ -67,12 +64,7 @@ class TeacherEndpoint:
             raise ConfigError(f"sharing.teacher_url: {error}") from None
         self.model, self.api, self.timeout, self._closed = model, api, timeout, False
         self._server = Server(
-            "the teacher",
-            self.url,
-            timeout=httpx2.Timeout(timeout, connect=_PATIENCE),
-            seconds=timeout,
-            connections=_CONNECTIONS,
-            key=os.environ.get(TEACHER_KEY),
+            "the teacher", self.url, seconds=timeout, connections=_CONNECTIONS, key=os.environ.get(TEACHER_KEY)
         )
 
     def __repr__(self) -> str:
@@ -85,21 +77,21 @@ class TeacherEndpoint:
         compared. Raises EngineError if it does not answer.
         """
         text = SAMPLE + "".join(tokenizer.all_special_tokens)
-        own = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        found = self._ask("/tokenize", body, shape=Tokenized, optional=True)
-        if found is None:
+        theirs = self._ask("/tokenize", body, shape=Tokenized, optional=True)
+        if theirs is None:
             plain = [int(t) for t in tokenizer("What is 12 + 34? It is 46.", add_special_tokens=False)["input_ids"]]
             texts = "".join(self._prompt(plain)[1])
             same = texts.split() == tokenizer.decode(plain[1:], clean_up_tokenization_spaces=False).split()
         else:
-            same = found.tokens == own
+            same = theirs.tokens == ours
         if not same:
             raise ConfigError(
                 f"sharing.teacher_url: the model {self.model!r} at {self.url} has other tokens than the base, and "
                 "distillation compares tokens one by one; serve a model with the tokenizer of the base"
             )
-        self._prompt(own)
+        self._prompt(ours)
 
     def logprobs(self, batch: RolloutBatch, processes: Processes, lockstep: Lockstep | None) -> Tensor:
         """Return the log-probs of the action tokens ``[B, T-1]``, 0 off the action mask, on the CPU.
@@ -111,25 +103,20 @@ class TeacherEndpoint:
         def compute() -> bytes:
             return self._of_rows(batch).numpy().tobytes() if processes.rank == 0 else b""
 
-        found = agreed(processes, compute, lockstep)[0]
-        mask = batch.action_mask.cpu()
-        return torch.frombuffer(bytearray(found), dtype=torch.float32).view(mask.shape)
+        values = agreed(processes, compute, lockstep)[0]
+        return torch.frombuffer(bytearray(values), dtype=torch.float32).view(batch.action_mask.shape)
 
     def _of_rows(self, batch: RolloutBatch) -> Tensor:
         mask = batch.action_mask.cpu()
         rows = [tuple(ids[:length]) for ids, length in zip(batch.ids.tolist(), batch.lengths.tolist())]
         different = list(dict.fromkeys(rows))
         with ThreadPoolExecutor(max(1, min(_CONNECTIONS, len(different)))) as pool:
-            futures = [pool.submit(self._prompt, row) for row in different]
-            try:
-                known = dict(zip(different, [future.result()[0] for future in futures]))
-            finally:
-                for future in futures:
-                    future.cancel()
-        found = torch.zeros(mask.shape)
-        for place, row in enumerate(rows):
-            found[place, : len(row) - 1] = torch.tensor(known[row])
-        return torch.where(mask, found, 0.0)
+            # A failure cancels the requests that have not begun.
+            known = dict(zip(different, pool.map(lambda row: self._prompt(row)[0], different)))
+        logprobs = torch.zeros(mask.shape)
+        for values, row in zip(logprobs, rows):
+            values[: len(row) - 1] = torch.tensor(known[row])
+        return torch.where(mask, logprobs, 0.0)
 
     def _prompt(self, ids: Sequence[int]) -> tuple[list[float], list[str]]:
         """Return the log-prob of each token but the first, and the texts that the endpoint has for them."""

@@ -148,12 +148,12 @@ def test_numbers_of_all_kinds(value):
     [
         (float("nan"), "finite number or None, found nan"),
         (float("inf"), "finite number or None, found inf"),
-        ("0.5", "found '0.5' of type str"),
+        ("0.5", "found '0.5'"),
         ([0.5], "found \\[0.5\\] of type list"),
         ({}, "of type dict"),
         (1j, "of type complex"),
         (torch.ones(2), "one number"),
-        ("x" * 500, r"found 'x{76}\.\.\. of type str"),
+        ("x" * 500, r"found 'x{96}\.\.\."),
     ],
 )
 def test_what_is_no_score(value, sentence):
@@ -175,8 +175,8 @@ def named(function):
     [
         ([1.0], "found 1 of them"),
         ([1.0] * 3, "found 3 of them"),
-        (1.0, "found 1.0 of type float"),
-        (None, r"found None .* NoneType"),
+        (1.0, "found 1.0"),
+        (None, r"found None"),
         ("ab", "found 'ab'"),
         ({1: 2, 3: 4}, "of type dict"),
     ],

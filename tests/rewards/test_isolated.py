@@ -119,7 +119,7 @@ SAID = {
     "allocates": "MemoryError",
     "leaves": "ended with status 0",
     "nan": "finite number or None, found nan",
-    "text": "found '0.5' of type str",
+    "text": "found '0.5'",
 }
 
 

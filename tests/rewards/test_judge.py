@@ -136,7 +136,7 @@ def test_a_judge_that_is_not_there_is_a_failure():
         ("{}", "judge grader-1 at .* something else than"),
         ('{"choices": []}', "judge grader-1 at .* something else than"),
         (chat(None), "choices.0.message.content: input should be a valid string, found None"),
-        (chat("very good"), r"0 to 10 .* found very good"),
+        (chat("very good"), r"0 to 10 .* found 'very good'"),
         (chat('{"score": "high"}'), "expected a score"),
         (chat('{"score": 11}'), "expected a score from 0 to 10"),
         (chat('{"score": NaN}'), "expected a score"),

@@ -157,6 +157,7 @@ def test_output_is_cut_and_said_to_be():
     assert done.ok
     assert done.truncated
     assert done.stdout == "é" * 500 + "\ufffd"
+    assert run_python("print('ab')", output_bytes=1).stdout == "a"
 
 
 @needs_namespaces
@@ -184,7 +185,7 @@ for act in (
 
 @pytest.mark.parametrize("name", ["timeout", "memory_bytes", "disk_bytes", "output_bytes"])
 def test_limits_are_positive(name):
-    with pytest.raises(ConfigError, match=f"expected {name} above 0, found 0"):
+    with pytest.raises(ConfigError, match=f"(above 0|of 1 or more) for {name}, found 0"):
         run_python("", **{name: 0})
 
 

@@ -397,7 +397,7 @@ def asked_of_vllm(**settings: Any) -> Any:
     runtime.base.source = "tiny"
     backend = ColocatedVLLM(runtime.base, config, SimpleNamespace(get_vocab=dict))
     vllm = SimpleNamespace(get_tokenizer=lambda: backend.tokenizer)
-    backend._made = lambda options: started.append(options) or vllm  # type: ignore[method-assign]  # not installed here
+    backend._launched = lambda options: started.append(options) or vllm  # type: ignore[method-assign]  # not installed here
     backend.start(2, 8, None)
     return started, row_of(REQUEST, 1, adapter=None, room=64, eos=(1,), config=config).sampling
 

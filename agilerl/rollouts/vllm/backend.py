@@ -11,6 +11,7 @@ import numpy as np
 from agilerl import streams
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
+from agilerl.data.batch import FinishReason
 from agilerl.rollouts.engine import GenerationRequest
 
 
@@ -48,7 +49,7 @@ class Answer:
 
 
 OnAnswer = Callable[[int, Answer], None]
-"""Takes the place of a row and its answer."""
+"""Takes the index of a row and its answer."""
 
 
 class Backend(Protocol):
@@ -58,14 +59,10 @@ class Backend(Protocol):
     """Most tokens of prompt and completion."""
     max_lora_rank: int
     """Largest rank of an adapter that it has room for."""
-
-    @property
-    def computes_in_float32(self) -> bool:
-        """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
-
-    @property
-    def running(self) -> bool:
-        """Whether it has been started."""
+    computes_in_float32: bool
+    """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
+    running: bool
+    """Whether it has been started."""
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
         """Prepare for a batch of this many adapters of at most this rank, and for rows of this many tokens."""
@@ -133,8 +130,5 @@ def completion_of(answer: Answer, row: Row) -> Completion:
     if not finite.all():
         end = int(np.argmin(finite)) + 1
         return Completion(answer.token_ids[:end], answer.logprobs[:end], "error")
-    if answer.finish_reason == "stop":
-        return Completion(answer.token_ids, answer.logprobs, "stop")
-    if answer.finish_reason == "length":
-        return Completion(answer.token_ids, answer.logprobs, "context" if row.cut_by_context else "length")
-    return Completion(answer.token_ids, answer.logprobs, "error")
+    reasons: dict[str, FinishReason] = {"stop": "stop", "length": "context" if row.cut_by_context else "length"}
+    return Completion(answer.token_ids, answer.logprobs, reasons.get(answer.finish_reason, "error"))

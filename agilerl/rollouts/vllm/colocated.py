@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
 
 _CPU_BATCH = 8192
+_SAME_NAMES = (
+    *("tensor_parallel_size", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
+    *("enable_prefix_caching", "kv_cache_memory_bytes", "kv_cache_dtype", "quantization"),
+)
+"""Settings that vLLM calls as we do."""
 
 _ENVIRONMENT = {
     # The engine in this process: no second copy of what both need, and its errors are exceptions here.
@@ -36,9 +41,9 @@ def check_installed(config: VLLMConfig, device: str) -> None:
         raise ConfigError(
             f"use_vllm needs vLLM, which is not installed: {how_to_install_vllm()}; or leave out use_vllm"
         )
-    name, found = installed
-    if not found.startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"{name} {found} is installed; expected {SUPPORTED}.x: pip install {name}=={SUPPORTED}.0")
+    name, version = installed
+    if not version.startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"{name} {version} is installed; expected {SUPPORTED}.x: pip install {name}=={SUPPORTED}.0")
     if device != "cuda" and (config.sleep_mode or config.tensor_parallel_size > 1):
         name = "sleep_mode" if config.sleep_mode else "tensor_parallel_size"
         raise ConfigError(f"vllm_config.{name} needs a GPU, found training on {device!r}; leave it out")
@@ -51,21 +56,11 @@ class ColocatedVLLM:
         self.base, self.config, self.tokenizer = base, config, tokenizer
         self.context_length = min(base.context_length, config.max_model_len or base.context_length)
         self.max_lora_rank = 0
-        wanted = config.dtype or str(base.dtype).removeprefix("torch.")
-        self.dtype = str(base.dtype).removeprefix("torch.") if wanted == "auto" else wanted
+        self.dtype = str(base.dtype).removeprefix("torch.") if config.dtype in (None, "auto") else config.dtype
+        plain = config.quantization is None and config.kv_cache_dtype in (None, "auto")
+        self.computes_in_float32 = plain and self.dtype == "float32" and base.dtype == torch.float32
         self._llm: Any = None
-        self._asleep = False
-
-    @property
-    def computes_in_float32(self) -> bool:
-        """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
-        plain = self.config.quantization is None and self.config.kv_cache_dtype in (None, "auto")
-        return plain and self.dtype == "float32" and self.base.dtype == torch.float32
-
-    @property
-    def running(self) -> bool:
-        """Whether vLLM has loaded the base."""
-        return self._llm is not None
+        self.running = self._asleep = False
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
         """Load the base, with room for ``adapters`` adapters in a batch, of at most ``rank``, or as settings say."""
@@ -78,7 +73,8 @@ class ColocatedVLLM:
         if c.max_model_len is None and context_length is not None:
             self.context_length = min(self.base.context_length, context_length)
         self.max_lora_rank = c.max_lora_rank or lora_capacity(max(rank, 1))
-        self._llm = self._made(self.options(source, adapters))
+        self._llm = self._launched(self.options(source, adapters))
+        self.running = True
         if c.stop_sequences and self.tokenizer is not None:
             self._check_tokenizer(source)
 
@@ -89,11 +85,7 @@ class ColocatedVLLM:
             "model": source,
             "dtype": self.dtype,
             "max_model_len": self.context_length,
-            "tensor_parallel_size": c.tensor_parallel_size,
-            "gpu_memory_utilization": c.gpu_memory_utilization,
-            "max_num_seqs": c.max_num_seqs,
             "enforce_eager": on_cpu if c.enforce_eager is None else c.enforce_eager,
-            "enable_prefix_caching": c.enable_prefix_caching,
             "enable_sleep_mode": c.sleep_mode,
             "enable_lora": True,
             "max_loras": c.max_loras or max(adapters, 1),
@@ -103,28 +95,19 @@ class ColocatedVLLM:
             "skip_tokenizer_init": not c.stop_sequences,
             "trust_remote_code": False,
             "use_tqdm_on_load": False,
-            "kv_cache_memory_bytes": c.kv_cache_memory_bytes,
-            "max_num_batched_tokens": c.max_num_batched_tokens,
-            "quantization": c.quantization,
-            "kv_cache_dtype": c.kv_cache_dtype,
+            **{name: getattr(c, name) for name in _SAME_NAMES},
             "language_model_only": c.strip_multimodal_towers or None,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        return {**(self._cpu_options() if on_cpu else {}), **c.engine_kwargs, **given}
-
-    def _cpu_options(self) -> dict[str, Any]:
-        """Return what suits a CPU, unless settings say otherwise.
-
-        vLLM 0.32 rewinds a row's generator when it computes a prompt in parts, which generators of a CPU cannot do; so
-        prompts are computed whole.
-        """
-        return {
+        # vLLM 0.32 rewinds a row's generator when it computes a prompt in parts, which generators of a CPU cannot do.
+        of_cpu = {
             "kv_cache_memory_bytes": VLLM_CPU_CACHE,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_BATCH, self.context_length),
         }
+        return {**(of_cpu if on_cpu else {}), **c.engine_kwargs, **given}
 
-    def _made(self, options: dict[str, Any]) -> Any:
+    def _launched(self, options: dict[str, Any]) -> Any:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         threads = torch.get_num_threads()
@@ -144,22 +127,17 @@ class ColocatedVLLM:
             torch.set_num_threads(threads)
 
     def _check_tokenizer(self, source: str) -> None:
-        theirs, own = self._llm.get_tokenizer().get_vocab(), self.tokenizer.get_vocab()
-        if theirs != own:
+        theirs, ours = self._llm.get_tokenizer().get_vocab(), self.tokenizer.get_vocab()
+        if theirs != ours:
             raise ConfigError(
-                f"vLLM's tokenizer, of {source!r}, is not the trainer's: {len(theirs)} and {len(own)} tokens, "
-                f"{len(theirs.items() ^ own.items())} differ; name a folder with the trainer's tokenizer as "
+                f"vLLM's tokenizer, of {source!r}, is not the trainer's: {len(theirs)} and {len(ours)} tokens, "
+                f"{len(theirs.items() ^ ours.items())} differ; name a folder with the trainer's tokenizer as "
                 "vllm_config.vllm_model_name_or_path"
             )
 
-    @contextmanager
-    def _stance(self) -> Iterator[None]:
+    def _stance(self) -> AbstractContextManager[Any]:
         """On a CPU, let nothing of vLLM's be compiled: it takes half a minute, for functions of a few operations."""
-        if self.base.device.type == "cpu":
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        else:
-            yield
+        return torch.compiler.set_stance("force_eager") if self.base.device.type == "cpu" else nullcontext()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -211,7 +189,7 @@ class ColocatedVLLM:
 
     def close(self) -> None:
         """Stop the engine; the next rows start another one."""
-        llm, self._llm, self._asleep = self._llm, None, False
+        llm, self._llm, self._asleep, self.running = self._llm, None, False, False
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
 

@@ -7,14 +7,13 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
@@ -56,15 +55,12 @@ class AdapterVersions:
     def __init__(self, store: AdapterStore, lora_config: Any, base_name: str, folder: str | None) -> None:
         self.store, self.lora_config, self.base_name = store, lora_config, base_name
         self.folder = _staging_folder(folder)
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        """Remove the staging folder."""
         self._digests: dict[int, str] = {}
         self._staged: dict[str, StagedAdapter] = {}
         self._bank: Tensor | None = None
         self._written: tuple[int, int] = (-1, -1)
-
-    def close(self) -> None:
-        """Remove the staging folder."""
-        self._finalizer()
 
     def current(self, slots: Sequence[int]) -> dict[int, StagedAdapter]:
         """Return the present version of each slot, written to its folder if it is new; equal adapters share one."""
@@ -148,18 +144,6 @@ _TEMPERATURE = 0.8
 """Not 1, so that a vLLM that reports log-probs from before the temperature is noticed too."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What vLLM sampled with one adapter."""
-
-    slot: int | None
-    """None: the base model."""
-    agent: str
-    """Name of the agent, for the error message."""
-    prompt_ids: list[int]
-    answer: Answer
-
-
 def probe_request(request: GenerationRequest, tokens: int) -> GenerationRequest:
     """Return a request for ``tokens`` sampled after the beginning of a request's own prompt.
 
@@ -178,34 +162,36 @@ def trainer_logprobs(
 ) -> list[list[float]]:
     """Return the trainer's log-probs of the tokens of rows (slot, prompt, tokens), from one forward pass."""
     order = sorted(range(len(rows)), key=lambda k: (rows[k][0] is None, k))  # rows without an adapter come last
-    whole = [[*rows[k][1], *rows[k][2]] for k in order]
-    ids = torch.zeros((len(rows), max(map(len, whole))), dtype=torch.int64)
-    for place, tokens in enumerate(whole):
-        ids[place, : len(tokens)] = torch.tensor(tokens)
+    ids = pad_sequence([torch.tensor([*rows[k][1], *rows[k][2]]) for k in order], batch_first=True)
     slots = tuple(slot for k in order if (slot := rows[k][0]) is not None)
     with store.routed(Route(slots, (1,) * len(slots)) if slots else None):
         hidden = base.hidden(ids.to(base.device))
-    found: list[list[float]] = [[] for _ in rows]
-    for place, k in enumerate(order):
+    logprobs: list[list[float]] = [[] for _ in rows]
+    for states, k in zip(hidden, order):
         first, targets = len(rows[k][1]), torch.tensor(list(rows[k][2]), dtype=torch.int64, device=base.device)
-        states = hidden[place, first - 1 : first - 1 + len(targets)]
-        found[k] = base.logprobs(states, targets, temperature)[0].tolist()
-    return found
+        logprobs[k] = base.logprobs(states[first - 1 : first - 1 + len(targets)], targets, temperature)[0].tolist()
+    return logprobs
 
 
-def check_probes(base: BaseModel, store: AdapterStore, probes: Sequence[Probe], limit: float) -> Mapping[str, float]:
-    """Return the mean difference in nats for each agent; raise EngineError for one that is above the limit."""
-    rows = [(p.slot, p.prompt_ids, p.answer.token_ids) for p in probes]
+def check_probes(
+    base: BaseModel, store: AdapterStore, probes: Sequence[tuple[GenerationRequest, Answer, str]], limit: float
+) -> Mapping[str, float]:
+    """Return the mean difference in nats for each agent; raise EngineError for one that is above the limit.
+
+    ``probes`` are what vLLM was asked, what it sampled, and the name of the agent.
+    """
+    rows = [(request.slot, request.prompt_ids, answer.token_ids) for request, answer, _ in probes]
     differences = {}
-    for probe, own in zip(probes, trainer_logprobs(base, store, rows, _TEMPERATURE)):
-        gaps = [abs(mine - theirs) for mine, theirs in zip(own, probe.answer.logprobs, strict=True)]
-        mean = differences[probe.agent] = sum(gaps) / len(gaps) if gaps else float("nan")
+    for (request, answer, agent), ours in zip(probes, trainer_logprobs(base, store, rows, _TEMPERATURE)):
+        gaps = [abs(mine - theirs) for mine, theirs in zip(ours, answer.logprobs, strict=True)]
+        mean = differences[agent] = sum(gaps) / len(gaps) if gaps else float("nan")
         if not mean <= limit:  # NaN is above it
-            what = "the base model" if probe.slot is None else f"the adapter of {probe.agent}"
+            of_base = request.slot is None
+            what = agent if of_base else f"the adapter of {agent}"
             cause = (
                 "the base that vLLM has loaded is not the trainer's (name the same folder as "
                 "vllm_config.vllm_model_name_or_path, or serve it)"
-                if probe.slot is None
+                if of_base
                 else "vLLM does not apply the adapter as the trainer does (a layer that it cannot adapt, or the "
                 "weights of another agent); adapt fewer layers (lora_config.target_modules), or leave out use_vllm"
             )
@@ -271,7 +257,10 @@ class VLLMEngine:
         self.base, self.store, self.config, self.seed, self.own = base, store, config, seed, own
         self.probed: Mapping[str, float] = {}
         """Of the last probes: mean difference of the log-probs in nats, by agent."""
-        self.backend = _backend(base, config, tokenizer) if backend is None else backend
+        if backend is None and config.base_url is None:
+            check_installed(config, base.device.type)
+        kind = ColocatedVLLM if config.base_url is None else VLLMServer
+        self.backend: Backend = backend or kind(base, config, tokenizer)
         shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
         self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
         self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
@@ -332,8 +321,8 @@ class VLLMEngine:
         others = [k for k, r in enumerate(requests) if r.purpose not in _TRAINING]
         results: dict[int, list[Completion]] = {}
         if training:
-            own = of_part(on_completion, training)
-            results |= zip(training, self._sampled([requests[k] for k in training], own))
+            handed = of_part(on_completion, training)
+            results |= zip(training, self._sampled([requests[k] for k in training], handed))
         if others:
             results |= zip(others, self.own.generate([requests[k] for k in others], of_part(on_completion, others)))
         return [results[k] for k in range(len(requests))]
@@ -347,14 +336,14 @@ class VLLMEngine:
         self._check(requests)
         versions = self.versions.current(slots)
         asked = self._probes(requests, versions)
-        samples = [(place, sample) for place, r in enumerate(requests) for sample in range(r.samples)]
-        rows = [self._row(requests[place], versions, sample) for place, sample in samples]
-        found: dict[int, Completion] = {}
+        samples = [(k, sample) for k, r in enumerate(requests) for sample in range(r.samples)]
+        rows = [self._row(requests[k], versions, sample) for k, sample in samples]
+        early: dict[int, Completion] = {}
 
         def answered(k: int, answer: Answer) -> None:
             if on_completion is not None and k < len(rows):  # the rest are probes
-                found[k] = completion_of(answer, rows[k])
-                on_completion(*samples[k], found[k])
+                early[k] = completion_of(answer, rows[k])
+                on_completion(*samples[k], early[k])
 
         with self._engine():
             self._send(versions)
@@ -363,15 +352,12 @@ class VLLMEngine:
             except EngineError:
                 self._loaded.clear()  # a restarted vLLM has none
                 raise
-        own = answers[len(rows) :]
-        probes = [
-            Probe(r.slot, _whose(requests, r.slot), list(r.prompt_ids), answer)
-            for r, answer in zip(asked, own, strict=True)
-        ]
+        probes = [(r, answer, _whose(requests, r.slot)) for r, answer in zip(asked, answers[len(rows) :], strict=True)]
         if probes:
-            self.probed = check_probes(self.base, self.store, probes, self._limit)
+            rounding = _FLOAT32_LIMIT if self.backend.computes_in_float32 else _HALF_LIMIT
+            self.probed = check_probes(self.base, self.store, probes, self.config.probe_tolerance or rounding)
         self._trusted.update(None if r.slot is None else versions[r.slot].number for r in asked)
-        done = iter([found.get(k) or completion_of(answer, row) for k, (answer, row) in enumerate(zip(answers, rows))])
+        done = iter([early.get(k) or completion_of(answer, row) for k, (answer, row) in enumerate(zip(answers, rows))])
         return [[next(done) for _ in range(r.samples)] for r in requests]
 
     def _send(self, versions: Mapping[int, StagedAdapter]) -> None:
@@ -427,8 +413,11 @@ class VLLMEngine:
         for of_base in (False, True):
             part = [k for k, row in enumerate(rows) if (row.adapter is None) is of_base]
             if part:
-                own = partial(_answered, answered, part)
-                answers |= zip(part, self.backend.complete([rows[k] for k in part], own), strict=True)
+
+                def report(k: int, answer: Answer, part: Sequence[int] = part) -> None:
+                    answered(part[k], answer)
+
+                answers |= zip(part, self.backend.complete([rows[k] for k in part], report), strict=True)
         return [answers[k] for k in range(len(rows))]
 
     @property
@@ -442,30 +431,11 @@ class VLLMEngine:
     def _context_length(self) -> int:
         return min(self.backend.context_length, self.base.context_length)
 
-    @property
-    def _limit(self) -> float:
-        return self.config.probe_tolerance or (_FLOAT32_LIMIT if self.backend.computes_in_float32 else _HALF_LIMIT)
-
     @contextmanager
     def _engine(self) -> Iterator[None]:
         """Give vLLM the GPU: the trainer's base leaves first, and returns when vLLM has gone to sleep."""
-        if self._offloaded is None:
-            with self.backend.awake():
-                yield
-        else:
-            with self._offloaded.away(), self.backend.awake():
-                yield
-
-
-def _backend(base: BaseModel, config: VLLMConfig, tokenizer: Any) -> Backend:
-    if config.base_url is not None:
-        return VLLMServer(base, config, tokenizer)
-    check_installed(config, base.device.type)
-    return ColocatedVLLM(base, config, tokenizer)
-
-
-def _answered(answered: OnAnswer, part: Sequence[int], k: int, answer: Answer) -> None:
-    answered(part[k], answer)
+        with self._offloaded.away() if self._offloaded else nullcontext(), self.backend.awake():
+            yield
 
 
 def _whose(requests: Sequence[GenerationRequest], slot: int | None) -> str:
@@ -492,23 +462,15 @@ class OffloadedBase:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         devices = [tensor.device for tensor in tensors]
         if self._host is None:
-            self._host = [_host_copy(tensor) for tensor in tensors]
-        for tensor, kept in zip(tensors, self._host, strict=True):
-            tensor.data = kept
-        _free()
+            pinned = [torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda") for t in tensors]
+            self._host = [host.copy_(tensor.detach()) for host, tensor in zip(pinned, tensors)]
+        for tensor, on_host in zip(tensors, self._host, strict=True):
+            tensor.data = on_host
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
         try:
             yield
         finally:
             for tensor, device in zip(tensors, devices, strict=True):
                 # A copy even if the device is the host: training must never use the copy that is kept.
                 tensor.data = tensor.data.to(device, copy=True, non_blocking=True)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return copy.copy_(tensor.detach())
-
-
-def _free() -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Annotated, Any, Self
 
-import httpx2
 import torch
 from pydantic import Field, model_validator
 
@@ -19,7 +18,7 @@ from agilerl.config.vllm import API_KEY, LORA_RANKS, SUPPORTED, VLLMConfig, lora
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
-from agilerl.servers import Logprob, Many, Reply, RequestError, Server, Tokens
+from agilerl.servers import CONNECTING, Logprob, Many, Reply, RequestError, Server, Tokens
 
 COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "
@@ -31,8 +30,6 @@ _RANKS = re.compile(r"LoRA rank (\d+) is greater than max_lora_rank (\d+)")
 """vLLM's message about an adapter that it has no room for."""
 _CONNECTIONS = 64
 _POLL, _SHOWN = 0.5, 10
-_PATIENCE = 5.0
-"""Seconds to wait for an answer that the server need not compute."""
 SAMPLE = "What is 12 + 34? Résumé: naïve <b>HTML</b>\n\t1,234.5"
 """A text that different tokenizers cut differently."""
 
@@ -89,66 +86,53 @@ class VLLMServer:
         self.context_length = min(base.context_length, config.max_model_len or base.context_length)
         # The server does not report its limit; it refuses an adapter that is too large when it is sent.
         self.max_lora_rank = LORA_RANKS[-1]
-        self.model = ""
+        self.computes_in_float32 = base.dtype == torch.float32  # the server is taken to have the trainer's type
+        self.running, self.model = False, ""
         self._names: set[str] = set()
         self._server = Server(
             "the vLLM server",
             self.url,
-            timeout=httpx2.Timeout(config.request_timeout, connect=_PATIENCE),
             seconds=config.request_timeout,
             connections=_CONNECTIONS,
             key=os.environ.get(API_KEY),
         )
         self._finalizer = weakref.finalize(self, _leave, self._server, self._names)
 
-    @property
-    def computes_in_float32(self) -> bool:
-        """Whether neither side rounds to 16 bits; the server is taken to have the trainer's type."""
-        return self.base.dtype == torch.float32
-
-    @property
-    def running(self) -> bool:
-        """Whether a server has been found that serves the base."""
-        return bool(self.model)
-
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
         """Wait until the server is up, and check what it serves; its size was set when it was started."""
         self._wait()
-        found = self._ask("/version", shape=_Version).version
-        if not found.startswith(f"{SUPPORTED}."):
-            raise ConfigError(f"the server at {self.url} runs vLLM {found}; expected {SUPPORTED}.x")
+        version = self._ask("/version", shape=_Version).version
+        if not version.startswith(f"{SUPPORTED}."):
+            raise ConfigError(f"the server at {self.url} runs vLLM {version}; expected {SUPPORTED}.x")
         model = self._chosen(self._ask("/v1/models", shape=_Models).data)
         self._check_tokenizer(model.id)
         self.context_length = min(self.context_length, model.max_model_len or self.context_length)
-        self.model = model.id
+        self.running, self.model = True, model.id
 
     def _wait(self) -> None:
         """Return once the server answers; raise EngineError after the timeout, or if something else answers."""
-        deadline, said = time.monotonic() + self.config.server_timeout, False
+        patience = f"{self.config.server_timeout:g} s (vllm_config.server_timeout)"
+        deadline, warned = time.monotonic() + self.config.server_timeout, False
         while True:
             try:
-                self._server.send("/health", seconds=_PATIENCE)
+                self._server.send("/health", seconds=CONNECTING)
                 return
             except RequestError as error:
-                late = time.monotonic() + _POLL > deadline
-                if error.status is None and late:
-                    raise EngineError(
-                        f"no vLLM server at {self.url}: {error.text} (waited {self.config.server_timeout:g} s, "
-                        f"vllm_config.server_timeout); start one: {COMMAND}"
-                    ) from None
-                if error.status is not None and (late or error.status != 503):
-                    raise EngineError(
-                        f"{self.url} is not a vLLM server that is ready: it answers /health with status "
-                        f"{error.status}; if another program has this port, start vLLM on a free one (--port) and "
-                        "name that as vllm_config.base_url"
-                    ) from None
-                if error.status is None and not said:
-                    warnings.warn(
-                        f"no vLLM server answers at {self.url} yet; waiting up to {self.config.server_timeout:g} s "
-                        "for one (vllm_config.server_timeout)",
-                        stacklevel=2,
-                    )
-                    said = True
+                status, text = error.status, error.text
+            late = time.monotonic() + _POLL > deadline
+            if status is not None and (late or status != 503):
+                raise EngineError(
+                    f"{self.url} is not a vLLM server that is ready: it answers /health with status {status}; if "
+                    "another program has this port, start vLLM on a free one (--port) and name that as "
+                    "vllm_config.base_url"
+                )
+            if late:
+                raise EngineError(f"no vLLM server at {self.url}: {text} (waited {patience}); start one: {COMMAND}")
+            if status is None and not warned:
+                warnings.warn(
+                    f"no vLLM server answers at {self.url} yet; waiting up to {patience} for one", stacklevel=2
+                )
+                warned = True
             time.sleep(_POLL)
 
     def _chosen(self, models: Sequence[_Model]) -> _Model:
@@ -170,8 +154,7 @@ class VLLMServer:
             return
         body = {"model": model, "prompt": SAMPLE, "add_special_tokens": False}
         theirs = self._ask("/tokenize", body, shape=Tokenized).tokens
-        own = self.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        if theirs != own:
+        if theirs != self.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]:
             raise ConfigError(
                 f"the server at {self.url} cuts a text into other tokens than the trainer does; serve the model with "
                 "the trainer's tokenizer (vllm serve --tokenizer)"
@@ -205,8 +188,7 @@ class VLLMServer:
                         answered(futures[future], future.result())
                 return [future.result() for future in futures]
             finally:
-                for future in futures:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _completed(self, row: Row) -> Answer:
         model = self.model if row.adapter is None else row.adapter.name
@@ -266,7 +248,7 @@ class VLLMServer:
 def _leave(server: Server, names: set[str]) -> None:
     for name in sorted(names):
         try:
-            server.send("/v1/unload_lora_adapter", {"lora_name": name}, seconds=_PATIENCE)
+            server.send("/v1/unload_lora_adapter", {"lora_name": name}, seconds=CONNECTING)
         except RequestError as error:
             if error.status is None:
                 break
