@@ -488,7 +488,7 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
     evolution = population.evolve(
         exam,
         session.selection,
-        session.mutations,
+        session.resolved.mutations,
         generation=progress.generation,
         seed=seed,
         collapse_guard=config.selection_strategy.collapse_guard,

@@ -6,15 +6,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agilerl.config.run import RunConfig, SelectionConfig, SharingConfig
-from agilerl.distributed.topology import SOLITARY
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.events import PreflightDone
 from agilerl.training.probe import Answer, Group, Probe, probe
-from agilerl.training.resolved import Resolved, resolve
-from agilerl.training.setup import Session, first_generation, load, lone_agent, start_sampling
+from agilerl.training.resolved import Resolved
+from agilerl.training.setup import Session, build, check, load_runtime, lone_agent
 
 QUESTIONS, MOST = 16, 64
 """Questions that a preflight asks at a time, and those without a signal after which it gives up. If only one group in
@@ -123,59 +122,36 @@ def problem(config: RunConfig, population: Population, found: Probe) -> str:
 # -- one row of a table: settings without a run -----------------------------------------------------------------------
 
 
-def alone(config: RunConfig) -> RunConfig:
-    """Return the settings of one agent that only answers training questions: the smallest panels, no selection."""
-    return config.replaced(
-        training=config.training.model_copy(update={"pop_size": 1, "init": "same"}),
-        environment=config.environment.model_copy(update={"eval_prompts": 2, "test_prompts": 2}),
-        selection_strategy=SelectionConfig(name="none"),
-        sharing=SharingConfig(),
-    )
-
-
 class Bases:
     """The last base that was loaded, for settings that differ only in their task."""
 
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._runtime: Runtime | None = None
+    key: Any = None
+    runtime: Runtime | None = None
 
-    def of(self, resolved: Resolved) -> Runtime | None:
-        """Return the base if it is the one that these settings ask for."""
-        return self._runtime if self._key == self._key_of(resolved) else None
-
-    def keep(self, resolved: Resolved, runtime: Runtime) -> None:
-        """Keep a base."""
-        self._key, self._runtime = self._key_of(resolved), runtime
-
-    def _key_of(self, resolved: Resolved) -> Any:
-        t = resolved.config.training
-        own = (t.seed, t.device, t.dtype, t.threads, t.max_tokens_in_flight, t.max_rows_in_flight)
-        return resolved.config.network.model_dump(), resolved.options, own
+    def of(self, resolved: Resolved) -> Runtime:
+        """Return the base that these settings ask for."""
+        t, network = resolved.config.training, resolved.config.network.model_dump()
+        sizes = (t.seed, t.device, t.dtype, t.threads, t.max_tokens_in_flight, t.max_rows_in_flight)
+        key = (network, resolved.options, sizes)
+        if self.runtime is None or self.key != key:
+            self.runtime = None  # first, so that memory never holds two
+            self.key, self.runtime = key, load_runtime(resolved)
+        return self.runtime
 
 
 def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Population:
     """Return one agent on the task of a configuration; ``close`` its task and ``clean_up`` the agent afterwards.
 
-    Raises ConfigError or EnvError as ``agilerl.training.setup.build`` does, and for algorithms that learn from data.
+    It only answers training questions: the panels are the smallest, and nothing is selected. Raises ConfigError or
+    EnvError as ``agilerl.training.setup.build`` does, and for algorithms that learn from data.
     """
-    config = alone(config)
-    resolved = resolve(config)
+    config = config.replaced(
+        training=config.training.model_copy(update={"pop_size": 1, "init": "same"}),
+        environment=config.environment.model_copy(update={"eval_prompts": 2, "test_prompts": 2}),
+        selection_strategy=SelectionConfig(name="none"),
+        sharing=SharingConfig(),
+    )
+    resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    loaded = load(resolved, allow_code=allow_code, runtime=bases.of(resolved))
-    bases.keep(resolved, loaded.runtime)
-    (agent,) = first_generation(loaded.resolved, loaded.runtime, SOLITARY)
-    try:
-        made = Population(
-            [agent],
-            loaded.task,
-            prompts_per_step=config.environment.data_batch_size_per_gpu,
-            max_error_rate=config.training.max_error_rate,
-        )
-        start_sampling(config, made)
-    except BaseException:
-        agent.clean_up()
-        loaded.task.close()
-        raise
-    return made
+    return build(config, allow_code=allow_code, runtime=bases.of(resolved)).population

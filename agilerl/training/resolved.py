@@ -32,7 +32,7 @@ from agilerl.hpo.parameters import (
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
-from agilerl.models.base import EMBEDDED
+from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
@@ -41,9 +41,10 @@ COMPLETION = 128
 """Most tokens of a completion in a run that bounds neither completions nor the context."""
 
 
-def usual_rate(base_name: str, hidden_size: int, family: str) -> float:
+def usual_rate(base: BaseModel) -> float:
     """Return the learning rate with which a search on this base begins."""
-    return EMBEDDED_RATE if base_name == EMBEDDED else lora_rate(hidden_size, family)
+    family = str(base.model.config.get_text_config().model_type)
+    return EMBEDDED_RATE if base.name == EMBEDDED else lora_rate(base.hidden_size, family)
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,16 @@ class Resolved:
     """Of the first algorithm, with the run's seed unless set; pydantic records which fields were set."""
     options: SharedOptions
     """Options of the base: those under ``algorithm``, and their equivalents under ``network``."""
-    own_options: SharedOptions
-    """Only those under ``algorithm``, as in run.json."""
     genes: Mapping[str, Gene]
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
     selection: SelectionStrategy | None
     """None for custom code until it is loaded (``agilerl.training.setup``)."""
+
+    @property
+    def own_options(self) -> SharedOptions:
+        """The options of the base under ``algorithm`` only, as in run.json."""
+        return _own_options(self.config)
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
@@ -77,21 +81,20 @@ class Resolved:
         given = "max_output_tokens" in self.config.algorithm
         return not given and getattr(self.hyperparameters, "max_output_tokens", None) == COMPLETION
 
-    def with_rate(self, base_name: str, hidden_size: int, family: str) -> "Resolved":
-        """Return the settings with a learning rate for this base, if none was given and one is known.
+    def with_rate(self, rate: float) -> "Resolved":
+        """Return the settings with the usual learning rate of the base, if none was given.
 
         The documented tournament keeps the algorithm's own default, and so do algorithms that learn from data.
         """
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
-        rate = usual_rate(base_name, hidden_size, family)
         replay = self.config.training.replay
         given = {*self.config.algorithm, *(replay.genes if replay else ())}
         missing = [name for name in LEARNING_RATES if name in self.algorithm.Config.model_fields and name not in given]
         # A range that the user gave is kept, even if it excludes the rate.
         rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
         values = self.hyperparameters.model_dump(exclude_unset=True) | rates
-        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self
+        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm"))
 
     @property
     def without_effect(self) -> list[str]:
@@ -113,9 +116,11 @@ class Resolved:
             for name, gene in self.genes.items()
         }
 
-    def with_evo_steps(self, steps: int) -> "Resolved":
-        """Return the settings with this number of iterations between selections."""
-        return replace(self, config=_derived(self.config, evo_steps=steps))
+    def derived(self, **training: Any) -> "Resolved":
+        """Return the settings with values of ``training`` that do not count as set by the user."""
+        section = self.config.training.model_copy(update=training)
+        section.model_fields_set.difference_update(training)
+        return replace(self, config=self.config.replaced(training=section))
 
     def with_epochs(self, rows: int | None) -> "Resolved":
         """Return the settings with the ``max_steps`` that ``num_epochs`` passes over so many training rows take.
@@ -131,19 +136,19 @@ class Resolved:
                 "fixed number; set training.max_steps"
             )
         samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
-        return replace(self, config=_derived(self.config, max_steps=samples))
+        return self.derived(max_steps=samples)
 
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
         here = local_share(self.config, topology)
-        return self if here is self.config else replace(self, config=here, options=_options(here, _own_options(here)))
+        return self if here is self.config else replace(self, config=here, options=_options(here))
 
     def document(self) -> dict[str, Any]:
         """Return the resolved manifest, defaults included, as plain data; it reproduces the run.
 
         It does not include the number of processes: any number can resume the run.
         """
-        return _document(self.config, self.algorithms, self.hyperparameters, self.own_options)
+        return _document(self.config, self.algorithms, self.hyperparameters)
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
@@ -153,13 +158,6 @@ class Resolved:
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
-
-
-def _derived(config: RunConfig, **values: Any) -> RunConfig:
-    """Return the configuration with values of ``training`` that do not count as set by the user."""
-    training = config.training.model_copy(update=values)
-    training.model_fields_set.difference_update(values)
-    return config.replaced(training=training)
 
 
 @checked
@@ -174,8 +172,7 @@ def resolve(config: RunConfig) -> Resolved:
     # First: with the wrong algorithm, errors about other settings would not help.
     check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
     starts = list[AlgorithmConfig]()
-    own_options = _own_options(config)
-    options = _options(config, own_options)
+    options = _options(config)
     genes: dict[str, Gene] = {}
     for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
@@ -188,7 +185,7 @@ def resolve(config: RunConfig) -> Resolved:
     _check_adapters(config)
     if config.sharing.experience:
         _check_sharing(config, algorithms, starts)
-    return Resolved(config, algorithms, starts[0], options, own_options, genes, _mutations(config), _selection(config))
+    return Resolved(config, algorithms, starts[0], options, genes, _mutations(config), _selection(config))
 
 
 def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
@@ -254,8 +251,9 @@ def _own_options(config: RunConfig) -> SharedOptions:
     return validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
 
 
-def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
+def _options(config: RunConfig) -> SharedOptions:
     """Return the options under ``algorithm`` with their equivalents under ``network``, unless they conflict."""
+    options = _own_options(config)
     same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
     for name, option in same.items():
         value, present = getattr(config.network, name), getattr(options, option)
@@ -269,46 +267,21 @@ def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
     return options
 
 
-def _document(
-    config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], made: AlgorithmConfig, options: SharedOptions
-) -> dict[str, Any]:
-    values = made.model_dump(mode="json")
+def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], start: AlgorithmConfig) -> dict[str, Any]:
+    values = start.model_dump(mode="json")
     # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
     # setting replaces others, because an explicit default would contradict it.
-    if len(algorithms) > 1 or not _is_valid(type(made), values):
-        values = made.model_dump(mode="json", exclude_unset=True)
+    if len(algorithms) > 1 or not _is_valid(type(start), values):
+        values = start.model_dump(mode="json", exclude_unset=True)
     resolved = config.model_dump(mode="json", exclude={"distributed"})
     resolved["selection_strategy"] = _strategy_document(config)
     resolved["mutation"]["rl_hp_selection"] = {
         name: gene.model_dump(mode="json") for name, gene in config.genes.items()
     }
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
-    if config.training.replay is None:
-        del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
-    for name, usual in (
-        ("eval_temperature", 0.0),
-        ("eval_samples", 1),
-        ("price_per_hour", None),
-        ("preflight", "stop"),
-    ):
-        if resolved["training"][name] == usual:
-            del resolved["training"][name]
-    for name in ("chat_template_path", "chat_template_kwargs"):
-        if not resolved["network"][name]:
-            del resolved["network"][name]
-    for name in ("dataset", "dataset_exam", "dataset_test"):
-        for part in resolved["environment"][name] or ():
-            if part["rows"] is None:
-                del part["rows"]  # the same
-    if not config.training.trackers:
-        del resolved["training"]["trackers"]
-    shared = options.model_dump(mode="json")
-    if not options.stop_sequences:
-        del shared["stop_sequences"]
-    if shared["vllm_config"] and not shared["vllm_config"]["engine_kwargs"]:
-        del shared["vllm_config"]["engine_kwargs"]
+    shared = _own_options(config).model_dump(mode="json")
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
 
 
@@ -322,17 +295,21 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
         own = {**defaults_of(s.strategy), **s.settings}
         if "pulses" in own:
             own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
-    own = {name: value for name, value in own.items() if name not in values}
-    # Only if given, so that the files of runs without it keep their bytes.
-    values |= {} if s.objectives is None else {"objectives": s.objectives}
-    values |= {"candidates": config.candidates, "soup": s.soup, "equal_tokens": config.equal_tokens}
-    return {**values, "collapse_guard": s.collapse_guard, **own}
+    return {
+        **own,
+        **values,
+        "objectives": s.objectives,
+        "candidates": config.candidates,
+        "soup": s.soup,
+        "equal_tokens": config.equal_tokens,
+        "collapse_guard": s.collapse_guard,
+    }
 
 
 def document_of(config: RunConfig) -> dict[str, Any]:
     """Return the document without checking the genes: with today's defaults they may exclude the start."""
     algorithms = _algorithms(config)
-    return _document(config, algorithms, _hyperparameters(config, algorithms[0]), _own_options(config))
+    return _document(config, algorithms, _hyperparameters(config, algorithms[0]))
 
 
 def _genes_of(
@@ -460,20 +437,17 @@ def _selection(config: RunConfig) -> SelectionStrategy | None:
 def recorded(info: Mapping[str, Any]) -> RunConfig:
     """Return a run's configuration from its ``run.json``, with its date and its explicitly set values.
 
-    A default that has changed since keeps its recorded value. If an old run did not record what was set, all of it
-    counts as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
+    A default that has changed since keeps its recorded value. If a run did not record what was set, all of it counts
+    as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
     """
-    return _with_defaults_of(info["config"], info.get("given")).dated(run_date(info))
-
-
-def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | None) -> RunConfig:
-    if was_set is None:
-        return RunConfig.from_dict(whole)
+    whole, date = info["config"], run_date(info)
+    was_set = info.get("given", whole)
     config = RunConfig.from_dict(was_set)
-    if (now := document_of(config)) == whole:
-        return config
-    config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-    return config if document_of(config) == whole else RunConfig.from_dict(whole)
+    if (now := document_of(config)) != whole:
+        config = RunConfig.from_dict(_with_differences(was_set, now, whole))
+        if document_of(config) != whole:
+            config = RunConfig.from_dict(whole)
+    return config.dated(date)
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -29,7 +30,6 @@ from agilerl.envs.prompts import generation_prompt, text_ids
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, lacks_memory
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
-from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
@@ -140,27 +140,7 @@ class Session:
     @property
     def usual_rate(self) -> float | None:
         """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
-        if self.resolved.algorithm.env_type != "reasoning":
-            return None
-        base = self.population.runtime.base
-        return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
-
-    @property
-    def mutations(self) -> Mutations:
-        """The mutation operators."""
-        return self.resolved.mutations
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What agents need: the base with its engine, and a task."""
-
-    resolved: Resolved
-    here: Resolved
-    """The settings as seen by this process."""
-    task: Task | EpisodeTask
-    runtime: Runtime
-    topology: Topology
+        return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
 
 
 @checked
@@ -171,30 +151,78 @@ def build(
     allow_code: bool = False,
     topology: Topology = SOLITARY,
     all_rows: bool = False,
+    runtime: Runtime | None = None,
 ) -> Session:
     """Load the base, make the task and the population, new or from a ``checkpoint`` folder; nothing is written.
 
     ``allow_code`` runs Python that the configuration names, such as ``rewards.py:my_reward``: never allow it for a file
     that you have not read. Each process makes its island's share of the agents; only the writer needs the
     ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``. ``all_rows``
-    puts every row of a dataset into the test, for an evaluation.
+    puts every row of a dataset into the test, for an evaluation. ``runtime`` is the base if it is loaded already.
 
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
     """
-    topology.check(config.training.pop_size)
     _check_islands(config, topology)
-    resolved = resolve(config)
+    resolved = check(config)
     trackers = load_trackers(config, allow_code=allow_code)
+    if resolved.selection is None:
+        resolved = replace(resolved, selection=selection_strategy(config, allow_code=allow_code))
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
+    here = resolved.seen_from(topology)
     with at_date(date):
-        session = assemble(load(resolved, topology, allow_code=allow_code, all_rows=all_rows), checkpoint, date)
-    session.trackers = trackers
-    return session
+        source = task(here.config, allow_code=allow_code, all_rows=all_rows)
+        try:
+            runtime = load_runtime(here) if runtime is None else runtime
+            runtime.share(topology.island, here.config.distributed.base_sharding())
+            resolved = resolved.with_rate(usual_rate(runtime.base))
+            saved = received(topology, checkpoint, runtime)
+            population = _population(resolved, here.config, source, runtime, topology, saved)
+            try_prompts(population)
+            resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
+            steps, population.exam_prompts = _generation(resolved, population)
+            check_memory(estimate(here.config, population), here.config.training.device)
+            start_sampling(here.config, population)
+        except BaseException:
+            source.close()
+            raise
+    if config.training.evo_steps is None:
+        resolved = resolved.derived(evo_steps=steps)
+    return Session(resolved, source, population, saved, digests(here.config), topology, date, trackers)
+
+
+def _population(
+    resolved: Resolved,
+    here: RunConfig,
+    source: Task | EpisodeTask,
+    runtime: Runtime,
+    topology: Topology,
+    saved: SavedCheckpoint | None,
+) -> Population:
+    """Assemble the population of this process, which has the settings ``here``, new or from a checkpoint."""
+    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(here, saved, runtime)
+    t, islands = here.training, topology.peers.size > 1
+    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
+        agents,
+        source,
+        prompts_per_step=here.environment.data_batch_size_per_gpu,
+        eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
+        eval_temperature=t.eval_temperature,
+        eval_samples=t.eval_samples,
+        max_error_rate=t.max_error_rate,
+        test_prompts=here.environment.test_prompts,
+        objectives=here.selection_strategy.objectives or ("reward",),
+        sharing=Sharing(**here.sharing.model_dump()),
+    )
+    if saved is not None:
+        population.next_index = saved.next_index
+        runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
+    return population
 
 
 def _check_islands(config: RunConfig, topology: Topology) -> None:
+    topology.check(config.training.pop_size)
     islands, left = topology.peers.size, config.smallest_population
     if islands > 1 and (config.sharing.distillation or config.sharing.experience):
         raise ConfigError(
@@ -211,43 +239,17 @@ def _check_islands(config: RunConfig, topology: Topology) -> None:
         )
 
 
-def check(config: RunConfig) -> None:
-    """Check what needs no model: hyperparameters, genes and their start, operators, adapters, this machine.
+def check(config: RunConfig) -> Resolved:
+    """Return what a configuration resolves to, checked as far as that needs no model: this machine included.
 
     Raises ConfigError.
     """
-    _check_loadable(resolve(config))
-
-
-def _check_loadable(resolved: Resolved) -> None:
-    trackers = resolved.config.training.trackers
+    resolved = resolve(config)
+    trackers = config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
-    check_sampling(resolved.config, resolved.options)
-    check_device(resolved.config.training.device, "training.device")
-
-
-def load(
-    resolved: Resolved,
-    topology: Topology = SOLITARY,
-    *,
-    allow_code: bool = False,
-    all_rows: bool = False,
-    runtime: Runtime | None = None,
-) -> Loaded:
-    """Make the task and load the base, on the device of this process, unless it is loaded as ``runtime``."""
-    _check_loadable(resolved)
-    if resolved.selection is None:
-        resolved = replace(resolved, selection=selection_strategy(resolved.config, allow_code=allow_code))
-    here = resolved.seen_from(topology)
-    check_device(here.config.training.device, "training.device")
-    torch.set_num_threads(here.config.training.threads)
-    made = task(here.config, allow_code=allow_code, all_rows=all_rows)
-    runtime = load_runtime(here) if runtime is None else runtime
-    base = runtime.base
-    family = str(base.model.config.get_text_config().model_type)
-    resolved, here = (one.with_rate(base.name, base.hidden_size, family) for one in (resolved, here))
-    runtime.share(topology.island, here.config.distributed.base_sharding())
-    return Loaded(resolved, here, made, runtime, topology)
+    check_sampling(config, resolved.options)
+    check_device(config.training.device, "training.device")
+    return resolved
 
 
 def load_agent(config: RunConfig) -> LLMAlgorithm:
@@ -256,8 +258,6 @@ def load_agent(config: RunConfig) -> LLMAlgorithm:
     Raises as :func:`build` does.
     """
     resolved = resolve(config)
-    check_device(config.training.device, "training.device")
-    torch.set_num_threads(config.training.threads)
     return first_generation(resolved, load_runtime(resolved), SOLITARY)[0]
 
 
@@ -295,38 +295,6 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     own = files.dtype or "float32" if dtype == "auto" else dtype
     merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, str(own).removeprefix("torch."))), tokenizer
-
-
-def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session:
-    """Assemble the population, new or from a checkpoint, and try the first prompts."""
-    resolved, runtime, topology = loaded.resolved, loaded.runtime, loaded.topology
-    config, t = loaded.here.config, loaded.here.config.training
-    saved = received(topology, checkpoint, runtime)
-    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(config, saved, runtime)
-    islands = topology.peers.size > 1
-    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
-        agents,
-        loaded.task,
-        prompts_per_step=config.environment.data_batch_size_per_gpu,
-        eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
-        eval_temperature=t.eval_temperature,
-        eval_samples=t.eval_samples,
-        max_error_rate=t.max_error_rate,
-        test_prompts=config.environment.test_prompts,
-        objectives=config.selection_strategy.objectives or ("reward",),
-        sharing=Sharing(**config.sharing.model_dump()),
-    )
-    if saved is not None:
-        population.next_index = saved.next_index
-        runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
-    try_prompts(population)
-    resolved = resolved.with_epochs(loaded.task.train_size if isinstance(loaded.task, Task) else None)
-    steps, population.exam_prompts = _generation(resolved, population)
-    if config.training.evo_steps is None:
-        resolved = resolved.with_evo_steps(steps)
-    check_memory(estimate(config, population), t.device)
-    start_sampling(config, population)
-    return Session(resolved, loaded.task, population, saved, digests(config), topology, date)
 
 
 def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
@@ -486,6 +454,8 @@ def load_runtime(resolved: Resolved) -> Runtime:
     """
     config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
+    check_device(t.device, "training.device")
+    torch.set_num_threads(t.threads)
     path = resolve_model(name)
     check_weights(path, t.device, options.quantization_config)
     _spare_retries(name)
@@ -498,11 +468,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
         )
     settings = _lora(network, tokenizer)
     layers = lora_layers(base.model, settings, options.lora_target_scope)
-    sizes = {
-        "base": base.weight_bytes,
-        "adapters": adapter_bytes(config, resolved.algorithm, layers),
-    }
-    check_memory(sizes, t.device)
+    check_memory({"base": base.weight_bytes, "adapters": adapter_bytes(config, resolved.algorithm, layers)}, t.device)
     return Runtime(
         base,
         lora_config=settings,
@@ -625,11 +591,22 @@ def _training_row(population: Population, limit: int) -> tuple[int, int]:
 _WHERE = "selection_strategy.name"
 
 
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes a ConfigError that begins with ``what``."""
+    try:
+        with contained():
+            yield
+    except Exception as error:
+        kind = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+
+
 class CustomSelection:
     """Calls a custom strategy, and checks that it returns a plan for these agents."""
 
     def __init__(self, name: str, inner: Any) -> None:
-        self.name, self.inner = name, inner
+        self.name, self.inner = f"{_WHERE}={shown(name)}", inner
 
     def plan(
         self,
@@ -640,45 +617,34 @@ class CustomSelection:
         standing: Standing = AT_THE_START,
     ) -> Plan:
         """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
-        try:
-            with contained():
-                plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
-        except KeyboardInterrupt:
-            raise
-        except AgileRLError as error:
-            raise ConfigError(f"{_WHERE}={shown(self.name)}: {error}") from error
-        except Exception as error:
-            raise ConfigError(
-                f"{_WHERE}={shown(self.name)} failed in plan(): {type(error).__name__}: {error}"
-            ) from error
+        with _reported(f"{self.name} failed in plan()"):
+            plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
         if not isinstance(plan, Plan):
             raise ConfigError(
-                f"{_WHERE}={shown(self.name)}: expected plan() to return an agilerl.hpo.selection.Plan, found "
-                f"{type(plan).__name__}"
+                f"{self.name}: expected plan() to return an agilerl.hpo.selection.Plan, found {type(plan).__name__}"
             )
-        self._check(plan, fitness, next_index, standing)
-        return plan
-
-    def _check(self, plan: Plan, fitness: Mapping[int, Fitness], next_index: int, standing: Standing) -> None:
-        children = [birth.child for birth in plan.births]
+        children, known = [birth.child for birth in plan.births], list(fitness)
+        parents = [birth.parent for birth in plan.births if not birth.from_best]
+        donors = {index for birth in plan.births for index in (birth.hyperparameters_from, birth.mate)}
         wrong = ""
         if children != list(range(next_index, next_index + len(children))):
             wrong = f"children get the indices from next_index={next_index} on, found {children}"
-        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(fitness):
+        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(known):
             wrong = (
-                f"each of the agents {list(fitness)} is in slots or in deaths and at least one in slots, found slots "
+                f"each of the agents {known} is in slots or in deaths and at least one in slots, found slots "
                 f"{list(plan.slots)} and deaths {list(plan.deaths)}"
             )
-        elif plan.elite not in fitness:
-            wrong = f"the elite is one of the agents {list(fitness)}, found {plan.elite}"
-        elif any(birth.parent not in fitness and not birth.from_best for birth in plan.births):
-            wrong = f"parents are among the agents {list(fitness)}, found {[birth.parent for birth in plan.births]}"
-        elif any({birth.hyperparameters_from, birth.mate} - {None, *fitness} for birth in plan.births):
-            wrong = f"hyperparameters_from and mate are one of the agents {list(fitness)} or None"
-        elif standing.best is None and any(birth.from_best for birth in plan.births):
+        elif plan.elite not in known:
+            wrong = f"the elite is one of the agents {known}, found {plan.elite}"
+        elif not set(parents) <= set(known):
+            wrong = f"parents are among the agents {known}, found {parents}"
+        elif donors - {None, *known}:
+            wrong = f"hyperparameters_from and mate are one of the agents {known} or None"
+        elif standing.best is None and len(parents) < len(children):
             wrong = "from_best needs standing.best, which is None"
         if wrong:
-            raise ConfigError(f"{_WHERE}={shown(self.name)}: in a plan, {wrong}")
+            raise ConfigError(f"{self.name}: in a plan, {wrong}")
+        return plan
 
 
 def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
@@ -686,22 +652,13 @@ def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrat
 
     Raises ConfigError if code is not allowed, cannot be loaded, refuses the parameters, or has no ``plan``.
     """
-    section = config.selection_strategy
-    assert names_code(section.strategy)
-    found = load_code(_WHERE, section.strategy, allowed=allow_code)
-    try:
-        with contained():
-            inner = found(**section.params or {})
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{_WHERE}={shown(section.strategy)} cannot be made with selection_strategy.params="
-            f"{shown(section.params or {})}: {type(error).__name__}: {error}"
-        ) from error
+    name, params = config.selection_strategy.strategy, config.selection_strategy.params or {}
+    strategy = load_code(_WHERE, name, allowed=allow_code)
+    with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
+        inner = strategy(**params)
     if not callable(getattr(inner, "plan", None)):
         raise ConfigError(
-            f"{_WHERE}={shown(section.strategy)}: expected a class with a method plan(fitness, generation, seed, "
-            f"next_index, standing), found {shown(inner)}"
+            f"{_WHERE}={shown(name)}: expected a class with a method plan(fitness, generation, seed, next_index, "
+            f"standing), found {shown(inner)}"
         )
-    return CustomSelection(section.strategy, inner)
+    return CustomSelection(name, inner)
