@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
@@ -47,38 +47,24 @@ AnyTask = Annotated[
 ]
 
 
-class Known(Protocol):
-    """What is known about an agent, on whichever process it lives."""
+@dataclass(frozen=True)
+class AgentFacts:
+    """What every process knows about an agent, wherever it lives; an agent of this process has the same attributes."""
 
-    @property
-    def index(self) -> int:
-        """The agent's number in the run."""
-        ...
+    index: int
+    parent: int | None
+    """The agent that it was cloned from."""
+    mut: str
+    """The effect of its last mutation."""
+    tokens: Mapping[str, int]
+    genes: Mapping[str, Gene]
+    """Genes in force."""
+    hyperparameters: Mapping[str, Value]
+    """Value of each gene."""
+    group_size: int
 
-    @property
-    def parent(self) -> int | None:
-        """The agent that it was cloned from."""
-        ...
 
-    @property
-    def mut(self) -> str:
-        """The effect of its last mutation."""
-        ...
-
-    @property
-    def tokens(self) -> Mapping[str, int]:
-        """Tokens it has used."""
-        ...
-
-    @property
-    def genes(self) -> Mapping[str, Gene]:
-        """Genes in force."""
-        ...
-
-    @property
-    def hyperparameters(self) -> Mapping[str, Value]:
-        """Value of each gene."""
-        ...
+Known = LLMAlgorithm | AgentFacts
 
 
 @dataclass
@@ -669,8 +655,7 @@ class Population:
         """Clone and remove agents by a plan; returns all agents' gene values before any mutation."""
 
         def revive(child: int) -> LLMAlgorithm:
-            assert best is not None
-            agent = ALGORITHMS[best.algorithm].from_state(best, self.runtime, self.agents[0].loss)
+            agent = self.revived(best)
             agent.index, agent.parent = child, agent.index
             return agent
 
@@ -703,6 +688,11 @@ class Population:
         return {agent.index: Checkup.of(agent) for agent in self.agents}
 
     # -- copies ---------------------------------------------------------------------------------------------------
+
+    def revived(self, state: AgentState | None) -> LLMAlgorithm:
+        """Return an agent with this state, which the process has to hold, on this population's base."""
+        assert state is not None
+        return ALGORITHMS[state.algorithm].from_state(state, self.runtime, self.agents[0].loss)
 
     @checked
     def state_of(self, index: int) -> AgentState | None:

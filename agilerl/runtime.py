@@ -228,16 +228,13 @@ class Runtime:
             base.check_head()
             return cls(base, **options)
         wanted = options.get("lora_config")
-        if wanted is not None and wanted.target_modules != known.lora_config.target_modules:
-            raise ConfigError(
-                f"this model already carries a population whose adapters target {known.lora_config.target_modules!r}; "
-                f"found lora_config.target_modules={wanted.target_modules!r}. Agents on one base adapt the same layers"
-            )
-        if wanted is not None and tuple(wanted.alora_invocation_tokens or ()) != known.invocation:
-            raise ConfigError(
-                f"this model already carries a population with alora_invocation_tokens={list(known.invocation)}; found "
-                f"{wanted.alora_invocation_tokens}. Agents on one base are activated by the same tokens"
-            )
+        for name in ("target_modules", "alora_invocation_tokens") if wanted is not None else ():
+            before, now = getattr(known.lora_config, name), getattr(wanted, name)
+            if (now or None) != (before or None):
+                raise ConfigError(
+                    f"this model already carries a population with {name}={before!r}, found lora_config.{name}="
+                    f"{now!r}; agents on one base adapt the same layers and are activated by the same tokens"
+                )
         known.configure(options.get("options") or SharedOptions())
         return known
 
@@ -255,11 +252,11 @@ class Runtime:
         **options: Any,
     ) -> "Runtime":
         """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
-        given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
+        sources = {"runtime": runtime, "model_name": name, "actor_network": model}
+        given = [argument for argument, value in sources.items() if value is not None]
         if len(given) != 1:
             raise ConfigError(
-                "an agent needs exactly one of runtime, model_name and actor_network, found "
-                f"{' and '.join(given) or 'none'}"
+                f"an agent needs exactly one of {', '.join(sources)}, found {' and '.join(given) or 'none'}"
             )
         if accelerator is not None and not hasattr(accelerator, "num_processes"):
             raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
@@ -303,7 +300,7 @@ class Runtime:
                 f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
                 "pass tokenizer= to Runtime, or load the base by its name"
             )
-        special = zip(*(getattr(self.tokenizer, f"all_special_{what}", ()) for what in ("tokens", "ids")))
+        special = zip(getattr(self.tokenizer, "all_special_tokens", ()), getattr(self.tokenizer, "all_special_ids", ()))
         # Those that end completions anyway do no harm.
         silent = [token for token, number in special if number not in self.base.eos_token_ids]
         for text in options.stop_sequences or ():
@@ -328,11 +325,11 @@ class Runtime:
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
-        own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
-        if isinstance(own, TorchEngine):
-            own.prompts_at_once = options.hf_generate_chunk_size
-            own.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
-        self.engine = self._vllm(options, own) if options.use_vllm else own
+        engine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
+        if isinstance(engine, TorchEngine):
+            engine.prompts_at_once = options.hf_generate_chunk_size
+            engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
+        self.engine = self._vllm(options, engine) if options.use_vllm else engine
         self.options = options
 
     def _not_activated(self, options: SharedOptions) -> str | None:
@@ -483,15 +480,15 @@ class Runtime:
 
         If memory runs out, the rows of a forward are halved; raises MemoryExhaustedError if not even one row fits.
         """
-        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._logprobs)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, partial(self._output, "logp"))
 
     def fixed_values(self, slot: int, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most, self._values)
+        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most, partial(self._output, "values"))
 
     def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._entropy)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, partial(self._output, "entropy"))
 
     def fixed_kl(self, slot: int | None, reference: int | None, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return KL(slot || reference) ``[B, T-1]`` in nats at each action token, without gradient.
@@ -501,20 +498,9 @@ class Runtime:
         """
         return self._without_gradient(AgentRows(slot, batch, 1.0), most, partial(self._kl, reference))
 
-    def _logprobs(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows])[0].logp
-        assert found is not None
-        return found
-
-    def _values(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows])[0].values
-        assert found is not None
-        return found
-
-    def _entropy(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows], entropy=True)[0].entropy
-        assert found is not None
-        return found
+    def _output(self, name: str, rows: AgentRows) -> Tensor:
+        values: Tensor = getattr(self.forward([rows], entropy=name == "entropy")[0], name)
+        return values
 
     def _kl(self, reference: int | None, rows: AgentRows) -> Tensor:
         mask, device = rows.batch.action_mask.cpu(), self.base.device
@@ -532,21 +518,16 @@ class Runtime:
         """
         if self.lockstep is not None:
             raise EngineError("the base is divided among processes already; make a new runtime to divide it again")
-        if sharding != "none" and self.options.torch_compiler is not None:
-            raise ConfigError(
-                f"torch_compiler={self.options.torch_compiler!r} compiles layers whose weights come and go where "
-                f"sharding={sharding!r} divides the base; leave one of the two out"
-            )
-        if sharding != "none" and self.options.use_vllm:
-            raise ConfigError(
-                f"use_vllm=True compares vLLM with the whole base, of which sharding={sharding!r} leaves each "
-                "process a part; leave one of the two out"
-            )
-        if sharding != "none" and self.invocation:
-            raise ConfigError(
-                f"activated adapters (lora_config.alora_invocation_tokens) keep prompts that each process computes by "
-                f"itself, which sharding={sharding!r} does not let it; leave one of the two out"
-            )
+        reasons = (
+            (self.options.torch_compiler, "torch_compiler compiles layers whose weights come and go"),
+            (self.options.use_vllm, "use_vllm compares vLLM with the whole base"),
+            (
+                self.invocation,
+                "activated adapters (alora_invocation_tokens) let each process compute prompts alone",
+            ),
+        )
+        if sharding != "none" and (why := next((text for present, text in reasons if present), None)):
+            raise ConfigError(f"sharding={sharding!r} leaves each process a part of the base, but {why}; leave out one")
         self.lockstep = shard_base(self.base, self.store, processes, sharding)
         self.processes = processes
 
@@ -666,21 +647,21 @@ class Runtime:
         if self.processes.size == 1:
             self._fill(result, range(count), rows, most, measure)
             return result
-        own, *others = (range(s.start, s.stop) for s in (self.processes.share(count), *self.processes.shares(count)))
+        mine, shares = self.processes.share(count), self.processes.shares(count)
 
         def compute() -> bytes:
-            self._fill(result, own, rows, most, measure)
-            learned = self.limits.train_tokens or 0
-            return learned.to_bytes(8) + result[own.start : own.stop].cpu().numpy().tobytes()
+            self._fill(result, mine, rows, most, measure)
+            limit = self.limits.train_tokens or 0
+            return limit.to_bytes(8) + result[mine.start : mine.stop].cpu().numpy().tobytes()
 
         try:
             received = agreed(self.processes, compute, self.lockstep)
         except MemoryExhaustedError:
             self.limits.train_tokens = before
             raise
-        for share, part in zip(others, received):
-            found = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
-            result[share.start : share.stop] = found.view(len(share), *result.shape[1:]).to(result.device)
+        for share, part in zip(shares, received):
+            values = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
+            result[share.start : share.stop] = values.view(len(share), *result.shape[1:]).to(result.device)
         # What one of them has learned of memory, all keep to: they have to cut the same rows in the same way.
         self.limits.train_tokens = min((n for part in received if (n := int.from_bytes(part[:8]))), default=None)
         return result
@@ -688,32 +669,32 @@ class Runtime:
     def _fill(
         self,
         result: Tensor,
-        places: range,
+        which: range,
         rows: AgentRows,
         most: MicroBatch,
         measure: Callable[[AgentRows], Tensor],
     ) -> None:
         """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
-        before, waiting = self.limits.train_tokens, [torch.arange(places.start, places.stop)]
+        before, waiting = self.limits.train_tokens, [torch.arange(which.start, which.stop)]
         flat, alone = self.base.flattens, most._replace(unit=1)
         while waiting:
             left = waiting.pop()
             if not len(left):
                 continue
-            own, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
+            first, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
             waiting += others[::-1]
-            part = replace(rows, batch=rows.batch.select(own))
-            found = attempt(partial(measure, part))
-            if found is None:
-                if len(own) == 1:
+            part = replace(rows, batch=rows.batch.select(first))
+            values = attempt(partial(measure, part))
+            if values is None:
+                if len(first) == 1:
                     self.limits.train_tokens = before
                     raise MemoryExhaustedError(
                         f"memory does not hold a forward pass over one row of {int(part.batch.lengths)} tokens"
                     )
-                waiting.append(own)
+                waiting.append(first)
                 self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
-            result[own, : found.shape[1]] = found.float()
+            result[first, : values.shape[1]] = values.float()
 
 
 def _give_back(base: BaseModel, store: AdapterStore, before: AdapterStore | None) -> None:

@@ -124,11 +124,6 @@ def cached_tokens(
     return max(rows * said + ceil(rows / group) * asked, exam_rows * (asked + said))
 
 
-def cache_bytes(widths: Widths, rows: int, length: float) -> float:
-    """Return the bytes of keys and values of ``rows`` rows of ``length`` tokens."""
-    return rows * padded_length(length) * widths.kv_bytes
-
-
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
     """Return the bytes of each part on the fullest device of a layout.
 
@@ -145,7 +140,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
     in_flight = max(trained, examined, 1)
     longest = load.prompt + load.longest
     tokens = tokens_in_flight(load, local)
-    vllm = (shape.weight_bytes + cache_bytes(shape, in_flight, longest)) / split.tensor_parallel
+    vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
     held = Held(
         widths=shape,
         base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
@@ -167,10 +162,8 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
     lasting = {name: size for name, size in parts.items() if name not in _TURNS}
-    found = [lasting | {name: parts[name]} for name in _TURNS if name in parts]
-    for sizes in found:
-        if "vllm_alone" in sizes:
-            sizes.pop("base", None)
+    alone = {name: size for name, size in lasting.items() if name != "base"}
+    found = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
     return found or [lasting]
 
 
@@ -181,11 +174,8 @@ def peak(parts: Mapping[str, float]) -> float:
 
 def is_too_much(parts: Mapping[str, float], there: float) -> bool:
     """Return whether any turn needs too much of ``there`` bytes. vLLM stays within its part, so it needs no margin."""
-    for sizes in turns(parts):
-        reserved = sum(sizes.get(name, 0) for name in _RESERVED)
-        if sum(sizes.values()) - reserved > SHARE * (there - reserved):
-            return True
-    return False
+    reserved = [(sizes, sum(sizes.get(name, 0) for name in _RESERVED)) for sizes in turns(parts)]
+    return any(sum(sizes.values()) - vllm > SHARE * (there - vllm) for sizes, vllm in reserved)
 
 
 def money(amount: float) -> str:

@@ -224,12 +224,8 @@ class Work:
 
     def floor(self, machine: Machine) -> float:
         """Return the least seconds: the slowest of computing, reading, sending and writing, all else hidden."""
-        return max(
-            self.flops / machine.flops,
-            self.bytes / machine.bandwidth,
-            self.link / machine.link,
-            self.disk / machine.disk,
-        )
+        computed, read = self.flops / machine.flops, self.bytes / machine.bandwidth
+        return max(computed, read, self.link / machine.link, self.disk / machine.disk)
 
 
 @dataclass(frozen=True)
@@ -298,7 +294,8 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int,
         return Work()
     batches = max(1, ceil(rows / rows_at_once(rows, local.agents, load.max_rows)))
     steps, said = batches * load.longest, load.completion / 2
-    tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
+    padding = load.row_multiple
+    tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
     parallel = local.split.tensor_parallel
     flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + said))
     cache = tokens * (load.prompt / group + said) * shape.kv_bytes
@@ -353,10 +350,6 @@ def _optimizer(shape: ModelShape, load: Workload, local: Local) -> Work:
     return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
 
 
-def _filled(rows: float, multiple: int) -> float:
-    return ceil(rows / multiple) * multiple if multiple > 1 else rows
-
-
 def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
     """Forward operations of causal attention over one row, all of which sees so many tokens before it."""
     return 2 * shape.layers * shape.query_width * (length**2 + 2 * length * seen)
@@ -408,8 +401,5 @@ def scored_at_once(load: Workload, local: Local) -> int:
 def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
     """Return the predicted seconds of a phase's work."""
     cost = costs.phases[phase.removeprefix("exam_")]
-    return (
-        cost.floor * work.floor(machine)
-        + cost.traffic * work.traffic / machine.bandwidth
-        + cost.call * work.layer_calls
-    )
+    traffic = cost.traffic * work.traffic / machine.bandwidth
+    return cost.floor * work.floor(machine) + traffic + cost.call * work.layer_calls

@@ -11,6 +11,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -145,29 +146,26 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
     """Give a loop the arguments of :class:`LoopOptions`, which it gets as ``options``."""
 
     def decorate(loop: LoopT) -> LoopT:
-        own = [p for p in inspect.signature(loop).parameters.values() if p.name != "options"]
-        body = checked(loop)
-        known = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
+        body, parameters = checked(loop), dict(inspect.signature(loop).parameters)
+        del parameters["options"]
+        options = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
+        for name, value in options.items():
+            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
 
         @wraps(loop)
-        def door(*args: Any, **kwargs: Any) -> Finetuned:
-            unknown = [name for name in kwargs if name not in known and name not in (p.name for p in own)]
-            if unknown:
-                names = [*(p.name for p in own), *known]
-                raise ConfigError(f"{loop.__name__} has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
-            given = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
-            found = body(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
-            mine = args[0] if args else kwargs.get("pop")
-            if isinstance(mine, list):  # programs read their list afterwards, and who was replaced is gone
-                mine[:] = found[0]
-            return found
+        def with_options(*args: Any, **kwargs: Any) -> Finetuned:
+            for name in kwargs:
+                if name not in parameters:
+                    raise ConfigError(f"{loop.__name__} has no argument {name!r}; {nearest(name, parameters)}")
+            given = {name: kwargs.pop(name) for name in options if name in kwargs}
+            result = body(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+            population = args[0] if args else kwargs.get("pop")
+            if isinstance(population, list):  # programs read their list afterwards, and who was replaced is gone
+                population[:] = result[0]
+            return result
 
-        parameters = [
-            *own,
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in known.items()),
-        ]
-        door.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return door  # type: ignore[return-value]
+        with_options.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+        return with_options  # type: ignore[return-value]
 
     return decorate
 
@@ -190,7 +188,7 @@ def finetune_llm_reasoning(
     reads all of them. An environment is a function of the position in its stream, so ``env_fn`` is called once.
     Returns the population and each agent's fitness.
     """
-    agents, gym = _checked(pop, ("reasoning",)), _gym(ReasoningGym, env, env_fn)
+    agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
         task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
@@ -210,7 +208,7 @@ def finetune_llm_preference(
 
     Environments as in :func:`finetune_llm_reasoning`.
     """
-    return _from_data(pop, _gym(PreferenceGym, env, env_fn), env is not None, init_hp, options)
+    return _from_data(PreferenceGym, pop, env, env_fn, init_hp, options)
 
 
 @documented_loop()
@@ -226,7 +224,7 @@ def finetune_llm_sft(
 
     Environments as in :func:`finetune_llm_reasoning`.
     """
-    return _from_data(pop, _gym(SFTGym, env, env_fn), env is not None, init_hp, options)
+    return _from_data(SFTGym, pop, env, env_fn, init_hp, options)
 
 
 @documented_loop(max_steps=32768, evaluation_interval=50)
@@ -245,7 +243,7 @@ def finetune_llm_multiturn(
     ``reset`` and ``step`` speak text. An iteration plays ``init_hp["BATCH_SIZE"]`` seeds (by default the first agent's
     ``batch_size`` divided by its ``group_size``, at least one), ``group_size`` times each.
     """
-    agents = _checked(pop, ("reasoning",))
+    agents = _checked(pop, "reasoning")
     task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
     return _Loop(agents, task, tokenizer, options, init_hp=init_hp).run()
 
@@ -274,44 +272,37 @@ def train_llm_dataset(
     options: LoopOptions,
 ) -> Finetuned:
     """Train DPO, KTO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
-    return _from_data(pop, _gym(DataGym, env, env_fn), env is not None, init_hp, options)
+    return _from_data(DataGym, pop, env, env_fn, init_hp, options)
 
 
 # -- the agents and the environment -----------------------------------------------------------------------------------
 
 
-def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgorithm]:
-    """Return the agents; raises ConfigError unless they learn from one of these kinds of environment."""
+def _checked(pop: Sequence[LLMAlgorithm], kind: str) -> list[LLMAlgorithm]:
+    """Return the agents, all on the first one's base; raises ConfigError unless they learn from this kind of source."""
     if not pop:
         raise ConfigError("expected a population of at least one agent as pop, found none")
-    wrong = next((agent for agent in pop if agent.env_type not in kinds), None)
+    wrong = next((agent for agent in pop if agent.env_type != kind), None)
     if wrong is not None:
         loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft", "unpaired": "train_llm_dataset"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
-    return _on_one_base(pop)
-
-
-def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
-    """Return the agents, those on another copy of the first one's base moved to it, which is said."""
-    runtime = agents[0].runtime
-    apart = [agent for agent in agents if agent.runtime is not runtime]
+    runtime = pop[0].runtime
+    apart = [agent for agent in pop if agent.runtime is not runtime]
     if not apart or any(agent.runtime.base.source != runtime.base.source for agent in apart):
-        return list(agents)  # different models have an error of their own
+        return list(pop)  # different models have an error of their own
     warnings.warn(
-        f"{len(apart)} of {len(agents)} agents have a separate copy of the base model: they are moved to that of "
+        f"{len(apart)} of {len(pop)} agents have a separate copy of the base model: they are moved to that of "
         "the first; make them with population(), or pass runtime=pop[0].runtime, to load it once",
-        stacklevel=6,
+        stacklevel=5,
     )
-    found = []
-    for agent in agents:
+    agents = list(pop)
+    for number, agent in enumerate(agents):
         if agent in apart:
-            moved = type(agent).from_state(agent.state(), runtime, agent.loss)
-            moved.hp_config = agent.hp_config
+            agents[number] = type(agent).from_state(agent.state(), runtime, agent.loss)
+            agents[number].hp_config = agent.hp_config
             agent.clean_up()
-            agent = moved
-        found.append(agent)
-    return found
+    return agents
 
 
 def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
@@ -319,21 +310,27 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
     try:
-        made = env if env is not None else env_fn()
+        gym = env if env is not None else env_fn()
     except AgileRLError:
         raise
     except Exception as error:  # a factory may raise anything; report its reason
         raise EnvError(f"env_fn could not make an environment: {reason(error)}") from error
-    if not isinstance(made, kind):
-        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(made)}")
-    return made
+    if not isinstance(gym, kind):
+        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")
+    return gym
 
 
 def _from_data(
-    pop: Sequence[LLMAlgorithm], gym: DataGym, shared: bool, init_hp: Mapping[str, Any] | None, options: LoopOptions
+    kind: type[DataGym],
+    pop: Sequence[LLMAlgorithm],
+    env: DataGym | None,
+    env_fn: Callable[[], DataGym] | None,
+    init_hp: Mapping[str, Any] | None,
+    options: LoopOptions,
 ) -> Finetuned:
-    agents = _checked(pop, (gym.kind,))
-    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=shared, init_hp=init_hp).run()
+    gym = _gym(kind, env, env_fn)
+    agents = _checked(pop, gym.kind)
+    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 
 
 def _episodes(
@@ -369,7 +366,7 @@ def _episodes(
         step_timeout=options.io_timeout_s,
         **settings,
     )
-    for limit in {one for one in limits if one is not None}:
+    for limit in filter(None, limits):
         for agent in agents:
             if limit < agent.context_length:
                 agent.set_hyperparameters({"max_model_len": limit})
@@ -400,51 +397,46 @@ class _Loop:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        o, runtime = self.options, self.agents[0].runtime
+        o, runtime, first = self.options, self.agents[0].runtime, self.agents[0].config
         runtime.accelerate(o.accelerator)
-        world = runtime.processes.size
-        self.batch = self._batch() * world
-        self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
         self.rows = len(self.gym) if self.gym is not None else 0
         """Rows of one epoch; 0: endless."""
-        self.budget = self._budget()
-        self.writes = runtime.processes.rank == 0
-        self.consumers: list[Callable[[Event], None]] = [announce] if o.verbose and self.writes else []
-        self.trackers = trackers(o)
-        check_trackers(self.trackers)
-
-    def _batch(self) -> int:
         if self.gym is not None:
-            return self.gym.data_batch_size_per_gpu
-        first = self.agents[0]
-        default = max(1, first.config.batch_size // first.config.group_size)  # type: ignore[attr-defined]
-        return int(taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE"))
-
-    def _budget(self) -> int:
-        o = self.options
+            batch = self.gym.data_batch_size_per_gpu
+        else:
+            default = max(1, first.batch_size // first.group_size)  # type: ignore[attr-defined]
+            batch = taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE")
+        self.batch = batch * runtime.processes.size
         if o.num_epochs is None and o.max_steps is not None:
-            return o.max_steps
-        if not self.rows:
+            self.budget = o.max_steps
+        elif self.rows:
+            self.budget = (o.num_epochs or 1) * self.rows * (1 if self.shared else len(self.agents))
+        else:
             raise ConfigError("this environment has no end, so there are no epochs; pass max_steps=")
-        return (o.num_epochs or 1) * self.rows * (1 if self.shared else len(self.agents))
+        self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
+        self.consumers: list[Callable[[Event], None]] = []
 
     def run(self) -> Finetuned:
         """Train to the end of the budget."""
-        followed = Trackers(self.trackers, None, self.init_hp or {}) if self.trackers and self.writes else None
-        if followed is not None:
-            self.consumers.append(followed)
-        try:
-            return self._train()
-        finally:
-            if followed is not None:
-                followed.finish()
+        wanted = trackers(self.options)
+        check_trackers(wanted)
+        with ExitStack() as opened:
+            opened.callback(self.population.task.close)
+            if self.agents[0].runtime.processes.rank == 0:
+                self.consumers += [announce] if self.options.verbose else []
+                if wanted:
+                    tracked = Trackers(wanted, None, self.init_hp or {})
+                    opened.callback(tracked.finish)
+                    self.consumers.append(tracked)
+            self._train()
+        return self.population.agents, [self.fitness[agent.index].mean for agent in self.population.agents]
 
-    def _train(self) -> Finetuned:
-        o, population = self.options, self.population
-        began, checkpoints = monotonic(), 0
-        while self.samples < self.budget and not self._is_late(began):
+    def _train(self) -> None:
+        o = self.options
+        start, checkpoints = monotonic(), 0
+        while self.samples < self.budget and not self._is_late(start):
             self._iterate()
-            last = self.samples >= self.budget or self._is_late(began)
+            last = self.samples >= self.budget or self._is_late(start)
             if self.iteration % o.evaluation_interval == 0:
                 self._examine()
             if o.checkpoint_steps is not None and self.samples // o.checkpoint_steps > checkpoints:
@@ -452,28 +444,25 @@ class _Loop:
                 self._save(o.checkpoint_path or o.elite_path)
             if o.mutation is not None and not last and self.iteration % (o.evo_steps or 1) == 0:
                 self._evolve()
-        if not self.fitness:
-            self._examine()
+        self._examine()
         if o.save_elite or (o.save_elite is None and o.elite_path is not None):
             self._save(o.elite_path)
         if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
             self._save(o.checkpoint_path)
-        population.task.close()
-        return population.agents, [self.fitness[agent.index].mean for agent in population.agents]
 
-    def _is_late(self, began: float) -> bool:
+    def _is_late(self, start: float) -> bool:
         """Return whether time is up, by the first process's clock."""
         limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
         if limit is None:
             return False
-        late = monotonic() - began >= limit
+        late = monotonic() - start >= limit
         return late if processes.size == 1 else processes.gather(bytes([late]))[0] == b"\1"
 
     def _iterate(self) -> None:
         population, start = self.population, perf_counter()
-        for place, agent in enumerate(population.agents):
-            if self.shared and self.gym is not None:
-                agent.position = (self.iteration * len(population) + place) * self.batch
+        for number, agent in enumerate(population.agents):
+            if self.shared:
+                agent.position = (self.iteration * len(population) + number) * self.batch
             # A pass over the data makes the present policy the reference, as documented.
             if self.rows and getattr(agent.config, "use_separate_reference_adapter", False):
                 read = self.samples if self.shared else agent.position
@@ -493,7 +482,7 @@ class _Loop:
             agent.metrics = dict(values)
         spent = min(self.samples / self.budget, 1.0)
         outcomes = {agent.index: agent.outcome for agent in population.agents}
-        self._tell(IterationDone(self.generation, self.iteration, spent, metrics, outcomes))
+        self._show(IterationDone(self.generation, self.iteration, spent, metrics, outcomes))
 
     def _examine(self) -> None:
         if self.fitness:
@@ -501,21 +490,17 @@ class _Loop:
         population, start = self.population, perf_counter()
         if population.learns_from_data:
             assert self.gym is not None
-            rows = self._exam_rows(self.gym)
+            batches = self.options.eval_loop
+            if batches is None:
+                with self.gym.eval_mode():
+                    batches = -(-min(len(self.gym), EXAM) // self.batch)
             for agent in population.agents:
-                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, rows).tolist())
+                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, batches).tolist())
         else:
             self.fitness = population.evaluate("exam")
         tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
         seconds = perf_counter() - start
-        self._tell(ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds))
-
-    def _exam_rows(self, gym: Gym[Any]) -> int:
-        """Return the batches of an exam of data."""
-        if self.options.eval_loop is not None:
-            return self.options.eval_loop
-        with gym.eval_mode():
-            return -(-min(len(gym), EXAM) // self.batch)
+        self._show(ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds))
 
     def _evolve(self) -> None:
         self._examine()
@@ -525,15 +510,10 @@ class _Loop:
         assert o.selection_strategy is not None
         assert o.mutation is not None
         fitness, seed = self.fitness, o.mutation.rand_seed
-        change = population.evolve(
-            fitness,
-            o.selection_strategy,
-            o.mutation,
-            generation=self.generation,
-            seed=population.agents[0].config.seed if seed is None else seed,
-        )
+        seed = population.agents[0].config.seed if seed is None else seed
+        change = population.evolve(fitness, o.selection_strategy, o.mutation, generation=self.generation, seed=seed)
         seconds = perf_counter() - start
-        self._tell(evolved(population.everyone, change, self.generation, self.iteration, fitness, seconds))
+        self._show(evolved(population.everyone, change, self.generation, self.iteration, fitness, seconds))
         self.generation += 1
         self.fitness = {}
 
@@ -548,7 +528,7 @@ class _Loop:
         best = population.agent(ranking(quarantined(latest, sick))[0])
         save_llm_checkpoint(best, path or Path("saved_checkpoints") / best.algo, overwrite=True)
 
-    def _tell(self, event: Event) -> None:
+    def _show(self, event: Event) -> None:
         for consumer in self.consumers:
             consumer(event)
 
@@ -562,23 +542,23 @@ def _turns(rows: Sequence[Trajectory]) -> list[int]:
     return [t.outcome.turns if t.outcome is not None else 1 for t in _episode_ends(rows)]
 
 
-# -- those who follow -------------------------------------------------------------------------------------------------
+# -- consumers of events ----------------------------------------------------------------------------------------------
 
 
 def trackers(options: LoopOptions) -> dict[str, Any]:
-    """Return the trackers that were asked for, with the keywords of their libraries' start."""
-    found: dict[str, Any] = {}
+    """Return the trackers that the options ask for, with the keywords of their libraries' start."""
+    wanted: dict[str, Any] = {}
     if options.wb:
-        found["wandb"] = dict(options.wandb_kwargs or {})
+        wanted["wandb"] = dict(options.wandb_kwargs or {})
         if options.wandb_api_key is not None:
             # Not by wandb.login, which would write it to the user's .netrc.
-            found["wandb"]["settings"] = {"api_key": options.wandb_api_key, **found["wandb"].get("settings", {})}
+            wanted["wandb"]["settings"] = {"api_key": options.wandb_api_key, **wanted["wandb"].get("settings", {})}
     if options.tensorboard:
-        where = options.tensorboard_log_dir
-        found["tensorboard"] = {} if where is None else {"logging_dir": str(where)}
+        folder = options.tensorboard_log_dir
+        wanted["tensorboard"] = {} if folder is None else {"logging_dir": str(folder)}
     if options.csv:
-        found["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
-    return found
+        wanted["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
+    return wanted
 
 
 def announce(event: Event) -> None:

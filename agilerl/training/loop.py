@@ -2,9 +2,8 @@
 
 import math
 import sys
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.state import AgentState, soup
 from agilerl.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
@@ -46,20 +45,7 @@ from agilerl.training.setup import Session
 from agilerl.training.trackers import Trackers, Wanted, check_trackers
 
 CANDIDATE = 0.8
-"""Probability of being better, by the second panel, with which an earlier agent is handed over in place of the last."""
-
-
-@dataclass(frozen=True)
-class Tested:
-    """The best agent of a run and its test result."""
-
-    index: int
-    hyperparameters: dict[str, Any]
-    result: Fitness
-    answers: list[dict[str, Any]]
-    """Its answers to a few of the questions, beside the base's."""
-    soup: dict[str, Any] | None = None
-    """What came of the soup of the candidates; None without one."""
+"""Probability of being better, by the second panel, needed to prefer an earlier agent to the last."""
 
 
 def samples_per_iteration(session: Session) -> int:
@@ -98,14 +84,13 @@ def train(
     session.check_new()
     preflight(session)
     if not session.topology.is_writer:
-        yield from _work(session, out, None, None, stop or StopRequest())
+        yield from _work(session, out, None, stop)
         return
     check_trackers(trackers or (), list(session.trackers))
-    config = session.config
     run = RunDirectory.create(
         out,
         session.resolved.document(),
-        config.training.seed,
+        session.config.training.seed,
         given=session.resolved.given(),
         command=command,
         files=session.files,
@@ -114,7 +99,7 @@ def train(
         usual_rate=session.usual_rate,
     )
     with run:
-        yield from _work(session, out, run, None, stop or StopRequest(), trackers)
+        yield from _work(session, out, run, stop, trackers)
 
 
 @checked
@@ -130,75 +115,58 @@ def resume(
 
     What the run wrote after that checkpoint is discarded and written again, the same to the bit on a CPU. Closes the
     run directory. Non-writing processes pass no ``run``, and at most its ``root``. ``trackers`` are those of
-    :func:`train`, and go on where they ended. Raises Interrupted as :func:`train`
-    does.
+    :func:`train`, and continue where they ended. Raises ConfigError if prompts would show another date than before, and
+    Interrupted as :func:`train` does.
     """
     if run is None:
         session.check_new()
-        yield from _work(session, root or Path(), None, session.saved, stop or StopRequest())
+        yield from _work(session, root or Path(), None, stop, resumes=True)
         return
     with run:
         session.check_new()
-        _check_date(session, run)
+        date = run_date(run.info)
+        if asks_for_date(session.population.runtime.tokenizer) and session.date != date:
+            raise ConfigError(
+                f"the chat template of this run shows the date, which was {date} and is {session.date} in this "
+                "session; build the session from the configuration that open_run returns"
+            )
         check_trackers(trackers or (), list(session.trackers))
-        yield from _work(session, run.root, run, session.saved, stop or StopRequest(), trackers, resumes=True)
-
-
-def _check_date(session: Session, run: RunDirectory) -> None:
-    """Raise ConfigError if prompts would show a different date than before; warn if the date is unknown."""
-    date = run_date(run.info)
-    if not asks_for_date(session.population.runtime.tokenizer):
-        return
-    if session.date != date:
-        raise ConfigError(
-            f"the chat template of this run shows the date, which was {date} and is {session.date} in this session; "
-            "build the session from the configuration that open_run returns"
-        )
-    if "date" not in run.info:
-        warnings.warn(
-            f"the chat template of this run shows the date, which is missing from its run.json: prompts are rendered "
-            f"with {date}, the date when the run was started",
-            stacklevel=2,
-        )
+        yield from _work(session, run.root, run, stop, trackers, resumes=True)
 
 
 def _work(
     session: Session,
     root: Path,
     run: RunDirectory | None,
-    saved: SavedCheckpoint | None,
-    stop: StopRequest,
+    stop: StopRequest | None,
     trackers: Wanted | None = None,
     *,
     resumes: bool = False,
 ) -> Iterator[Event]:
-    writer = None if run is None else RunWriter(run, saved)
-    followed: Trackers | None = None
+    writer: RunWriter | None = None
+    tracked: Trackers | None = None
+    saved = session.saved if resumes else None
     progress = Progress() if saved is None else saved.progress
-    checkpoints = _Checkpoints(session, writer, saved)
-    try:
-        if saved is not None:
-            checkpoints.prune(progress)
-        wanted = session.config.training.trackers if trackers is None else trackers
-        if run is not None and wanted:
-            at = progress.iteration if resumes else None
-            followed = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
+    wanted = session.config.training.trackers if trackers is None else trackers
+    with ExitStack() as opened, at_date(session.date):
+        opened.callback(session.task.close)
+        if run is not None:
+            writer = RunWriter(run, saved)
+            opened.callback(writer.close)
+            if saved is not None:  # a crash right after the newest commit may have left old ones behind
+                writer.prune(progress, keep=session.config.training.keep_checkpoints)
+            if wanted:
+                at = progress.iteration if resumes else None
+                tracked = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
+                opened.callback(tracked.finish)
         session.begun = True
-        with at_date(session.date):
-            for event in _run(session, root, writer, checkpoints, progress, stop):
-                if writer is not None:
-                    writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
-                if followed is not None:
-                    followed(event)
-                yield event
-    finally:
-        try:
-            if followed is not None:
-                followed.finish()
-        finally:
+        checkpoints = _Checkpoints(session, writer, saved)
+        for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
             if writer is not None:
-                writer.close()
-            session.task.close()
+                writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
+            if tracked is not None:
+                tracked(event)
+            yield event
 
 
 def _run(
@@ -241,7 +209,7 @@ def _run(
         assert progress.exam is not None
         if progress.median is None:
             ranked = ranking(progress.exam)
-            middle = ranked[(len(ranked) - 1) // 2]
+            middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
             progress.median = (middle, population.evaluate_agent(middle, "test"))
             yield HeldOutTest("median_first_generation", *progress.median)
         if _spent(session, progress) < 1:
@@ -252,12 +220,21 @@ def _run(
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
     yield PhaseStarted("test")
-    front = _front(session, progress)
-    tested = _test_elite(session, writer, progress)
+    summary = _summary(session, progress)
+    tested = _tested_elite(session, writer, progress)
     if tested is not None:
-        yield HeldOutTest("elite", tested.index, tested.result)
-    summary = session.topology.peers.first(lambda: _finish(session, writer, progress, tested, front))
-    yield RunFinished(root, {"status": "finished", **summary})
+        elite, fitness, answers = tested
+        yield HeldOutTest("elite", elite["index"], fitness)
+        summary["test"]["elite"] = fitness.to_dict()
+        summary |= {"elite": elite, "answers": answers}
+    summary["seconds"] = progress.seconds
+
+    def finish() -> dict[str, Any]:
+        if writer is not None:
+            writer.finish(summary, None if tested is None else tested[0]["index"])
+        return summary
+
+    yield RunFinished(root, {"status": "finished", **session.topology.peers.first(finish)})
 
 
 def _spent(session: Session, progress: Progress) -> float:
@@ -269,9 +246,9 @@ def _spent(session: Session, progress: Progress) -> float:
 
 def _asked(session: Session, stop: StopRequest) -> bool:
     """Return whether any process was signalled to stop; then all stop for the same signal."""
-    found = [number for number in session.topology.world.all(stop.signal) if number is not None]
-    stop.signal = found[0] if found else stop.signal
-    return bool(found)
+    signals = [number for number in session.topology.world.all(stop.signal) if number is not None]
+    stop.signal = signals[0] if signals else stop.signal
+    return bool(signals)
 
 
 class _Checkpoints:
@@ -305,11 +282,6 @@ class _Checkpoints:
                 pass
         self._saved = progress.iteration
 
-    def prune(self, progress: Progress) -> None:
-        """Delete the old checkpoints that a crash right after the newest commit left behind."""
-        if self._writer is not None:
-            self._writer.prune(progress, keep=self._keep)
-
 
 def _iterate(session: Session, progress: Progress) -> IterationDone:
     population = session.population
@@ -335,7 +307,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         "time/elapsed": progress.seconds,
         "memory/peak": _peak_memory(population.runtime.base.device),
     }
-    own: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     for agent in population.active:
         spent = {name: count - before[agent.index][name] for name, count in agent.tokens.items()}
         agent.scores.append(learned[agent.index].get("reward", float("nan")))
@@ -343,8 +315,8 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         rate = sum(spent.values()) / (end - start)
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
-        own[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
-    merged = session.topology.peers.merged(own)
+        results[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
+    merged = session.topology.peers.merged(results)
     for index, done in merged.items():
         progress.samples += done["samples"]
         if session.config.equal_tokens:
@@ -358,7 +330,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         progress=min(_spent(session, progress), 1.0),
         metrics={index: done["metrics"] for index, done in merged.items()},
         outcomes={index: done["outcome"] for index, done in merged.items()},
-        completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
+        completions=[] if population.learns_from_data else _completions(session, progress, rollout),
         changes=changes,
     )
 
@@ -398,36 +370,26 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
 
 
 def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:
-    """Return the first completions of each agent's batch, in order."""
+    """Return the first completions of the batch of each agent of the run, in the order of the population."""
     tokenizer: Any = session.population.tokenizer
     rows = []
     for index, trajectories in rollout.trajectories.items():
         for number, t in enumerate(trajectories[: session.config.training.log_completions]):
-            reward = t.episode_return
-            rows.append(
-                CompletionRecord(
-                    generation=progress.generation,
-                    step=progress.iteration,
-                    agent=index,
-                    group=t.group,
-                    sample=sum(1 for other in trajectories[:number] if other.group == t.group),
-                    prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
-                    completion=t.text,
-                    answer="" if t.row.get("answer") is None else str(t.row["answer"]),
-                    reward=reward if np.isfinite(reward) else None,
-                    length=len(t.token_ids),
-                    finish_reason=t.finish_reason,
-                )
-            )
-    return rows
-
-
-def _of_all(session: Session, rows: list[CompletionRecord]) -> list[CompletionRecord]:
-    """Return the rows of all islands, in the order of the population."""
-    peers = session.topology.peers
-    if peers.size == 1:
-        return rows
-    return [CompletionRecord(**row) for part in peers.all([asdict(row) for row in rows]) for row in part]
+            row = {
+                "generation": progress.generation,
+                "step": progress.iteration,
+                "agent": index,
+                "group": t.group,
+                "sample": sum(1 for other in trajectories[:number] if other.group == t.group),
+                "prompt": str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
+                "completion": t.text,
+                "answer": "" if t.row.get("answer") is None else str(t.row["answer"]),
+                "reward": t.episode_return if np.isfinite(t.episode_return) else None,
+                "length": len(t.token_ids),
+                "finish_reason": t.finish_reason,
+            }
+            rows.append(row)
+    return [CompletionRecord(**row) for part in session.topology.peers.all(rows) for row in part]
 
 
 def _exam(session: Session, progress: Progress) -> ExamDone:
@@ -541,22 +503,38 @@ def _diversity(agents: Iterable[Known]) -> float:
     return float(np.mean(spreads)) if spreads else 0.0
 
 
-def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) -> Tested | None:
-    """Save and test the best agent of the run, on the first island."""
+def _tested_elite(
+    session: Session, writer: RunWriter | None, progress: Progress
+) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
+    """Save and test the best agent of the run, on the first island.
+
+    Returns what the summary says of it, its result, and its answers to a few of the questions beside the base's.
+    """
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None:
         return None
-    # Every process takes part in this: an agent's state may be on another one.
-    last = _last(session, progress) if session.config.candidates > 1 else None
+    last = None
+    if session.config.candidates > 1:  # the agent that was best in the last exam, as it is now
+        present = {agent.index for agent in population.everyone}
+        best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
+        # Every process takes part in this: an agent's state may be on another one.
+        last = Kept(best, progress.iteration, progress.fitness[best], population.state_of(best))
     if peers.rank > 0:
         return None
-    elite, mixed = _chosen(session, progress, last)
+    agent, mixed = _chosen(session, progress, last)
     if writer is not None:
-        writer.elite(elite)
-    tested = population.evaluate("test", agents=[elite])[elite.index]
-    answers = before_and_after(population, elite)
-    elite.clean_up()
-    return Tested(elite.index, dict(elite.hyperparameters), tested, answers, mixed)
+        writer.elite(agent)
+    fitness = population.evaluate("test", agents=[agent])[agent.index]
+    answers = before_and_after(population, agent)
+    agent.clean_up()
+    elite = {
+        "index": agent.index,
+        "adapter": "elite",
+        "exam": progress.best,
+        "step": progress.elite_iteration,
+        "hyperparameters": dict(agent.hyperparameters),
+    }
+    return elite | ({} if mixed is None else {"soup": mixed}), fitness, answers
 
 
 def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
@@ -564,51 +542,46 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
 
     The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
     the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence. So does the
-    soup of all candidates, if there is to be one; the second value says what came of it.
+    soup of all candidates, if there is to be one; the second value reports its result.
     """
     population, wanted, result = session.population, session.config.selection_strategy.soup, None
 
-    def revived(state: AgentState | None) -> LLMAlgorithm:
-        assert state is not None
-        return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
-
     def assess(state: AgentState | None) -> Fitness:
-        agent = revived(state)
+        agent = population.revived(state)
         before = agent.tokens["evaluated"]
-        found = population.evaluate("second", agents=[agent])[agent.index]
+        fitness = population.evaluate("second", agents=[agent])[agent.index]
         progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
         agent.clean_up()
-        return found
+        return fitness
 
-    earlier = (
-        [] if last is None else [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
-    )
+    candidates = [] if last is None else [last]
+    # The last exam may itself be one of the best ones.
+    candidates += [k for k in progress.kept if last and (k.agent, k.iteration) != (last.agent, last.iteration)]
     # A task with few questions may have none left for a second panel.
-    if last is not None and earlier and population.places("second"):
-        candidates = [last, *earlier]
+    if len(candidates) > 1 and population.places("second"):
         panel = [assess(kept.state) for kept in candidates]
         # At equal results the better exam's; kept exams are in that order.
-        best = max(range(1, len(panel)), key=lambda place: panel[place].value)
-        sure = probability_better(panel[best], panel[0])
-        place = best if sure >= CANDIDATE else 0
-        chosen = candidates[place]
+        best = max(range(1, len(panel)), key=lambda number: panel[number].value)
+        number = best if probability_better(panel[best], panel[0]) >= CANDIDATE else 0
+        chosen = candidates[number]
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
-            states = [kept.state for kept in (chosen, *candidates) if kept.state is not None]
-            del states[place + 1]  # the chosen one stands at the front already
+            # The soup has the state of the first one apart from the adapter.
+            first = sorted(candidates, key=lambda kept: kept is not chosen)
+            states = [kept.state for kept in first if kept.state is not None]
             mixed = soup(states, [1 / len(states)] * len(states))
-            found = assess(mixed)
-            sure = probability_better(found, panel[place])
+            fitness = assess(mixed)
+            sure = probability_better(fitness, panel[number])
             result = {
                 "of": [{"agent": kept.agent, "step": kept.iteration} for kept in candidates],
-                "second": found.to_dict(),
-                "candidate": panel[place].to_dict(),
+                "second": fitness.to_dict(),
+                "candidate": panel[number].to_dict(),
                 "probability_better": sure,
                 "is_elite": sure >= wanted and sure > 0.5,
             }
             if result["is_elite"]:
                 progress.elite = mixed
-    return revived(progress.elite), result
+    return population.revived(progress.elite), result
 
 
 def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
@@ -634,21 +607,8 @@ def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
     ]
 
 
-def _last(session: Session, progress: Progress) -> Kept:
-    """Return the agent that was best in the last exam, as it is now."""
-    present = {agent.index for agent in session.population.everyone}
-    best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
-    return Kept(best, progress.iteration, progress.fitness[best], session.population.state_of(best))
-
-
-def _finish(
-    session: Session,
-    writer: RunWriter | None,
-    progress: Progress,
-    tested: Tested | None,
-    front: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Write the summary and the report, and return the summary."""
+def _summary(session: Session, progress: Progress) -> dict[str, Any]:
+    """Return the summary of the run, as far as it goes without an elite."""
     base, median = progress.base, progress.median
     assert base is not None
     summary: dict[str, Any] = {
@@ -660,25 +620,10 @@ def _finish(
         "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},
         "elite": None,
     }
-    if front:
+    if front := _front(session, progress):
         summary["front"] = front
     if median is not None:
         summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
-    if tested is not None:
-        summary["test"]["elite"] = tested.result.to_dict()
-        summary["elite"] = {
-            "index": tested.index,
-            "adapter": "elite",
-            "exam": progress.best,
-            "step": progress.elite_iteration,
-            "hyperparameters": tested.hyperparameters,
-        }
-        if tested.soup is not None:
-            summary["elite"]["soup"] = tested.soup
-        summary["answers"] = tested.answers
-    summary["seconds"] = progress.seconds
-    if writer is not None:
-        writer.finish(summary, None if tested is None else tested.index)
     return summary
 
 
@@ -691,7 +636,7 @@ def _peak_memory(device: torch.device) -> int:
     except ImportError:  # Windows, which keeps the peak of its own
         import psutil
 
-        found = psutil.Process().memory_info()
-        return int(getattr(found, "peak_wset", found.rss))
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
