@@ -21,7 +21,7 @@ from typing import Any, Self
 import filelock
 
 from agilerl.arguments import Location, Seed, checked, shown
-from agilerl.bounds import check_links
+from agilerl.bounds import check_links, memory_bytes
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
@@ -45,15 +45,14 @@ _PARTS = frozenset(
     | {"elite", "report.html", "trackers.json", "tensorboard", "wandb", _LOCK}
 )
 """All that a run writes into its directory."""
-_RUN_KEYS = {
-    "schema_version": int,
-    "config": dict,
-    "config_sha256": str,
-    "seed": int,
-    "versions": dict,
-    "started": str,
-    "command": list,
+_KINDS: dict[type, tuple[str, ...]] = {
+    int: ("schema_version", "seed"),
+    str: ("config_sha256", "started"),
+    list: ("command",),
+    dict: ("config", "versions", "files", "given", "hardware"),
 }
+_OPTIONAL = ("files", "given", "hardware")
+"""Keys of ``run.json`` by the type of their values."""
 
 
 class RunLayout:
@@ -179,7 +178,10 @@ class RunDirectory(RunLayout, Closing):
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
-                _make(folder)
+                try:
+                    folder.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
             # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
@@ -203,7 +205,13 @@ class RunDirectory(RunLayout, Closing):
             run = cls(root, lock, read_run(root))
             if run.is_finished:
                 raise CheckpointError(f"the run in {root} is finished: there is nothing left to do.")
-            _check_arithmetic(root, run.info)
+            if (version := run.info.get("arithmetic_version", 1)) != ARITHMETIC_VERSION:
+                raise CheckpointError(
+                    f"the run in {root} was started with version {shown(version)} of the arithmetic, this agilerl "
+                    f"computes with version {ARITHMETIC_VERSION}: it rounds or selects differently, so the run cannot "
+                    "be resumed to the same bits. Resume it with the agilerl that started it, or start a new run; its "
+                    "agents can still be loaded."
+                )
             for folder in (root, run.completions, run.checkpoints):
                 remove_leftovers(folder)
         except BaseException:
@@ -251,13 +259,13 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
         raise CheckpointError(f"expected a run with an elite, found none in {root}; resume the run{hint}")
     folder = root / "actor" if (root / "actor" / ADAPTER_CONFIG).is_file() else root
     if not (folder / ADAPTER_CONFIG).is_file():
-        found = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"
+        what = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"
         raise CheckpointError(
-            f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {found}"
+            f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {what}"
         )
     check_links(folder, error=CheckpointError)
     above = list(folder.absolute().parents)[:_ABOVE]
-    return folder, next((place for place in above if (place / "run.json").is_file()), None)
+    return folder, next((parent for parent in above if (parent / "run.json").is_file()), None)
 
 
 def _reached(path: Location) -> Path:
@@ -280,8 +288,7 @@ def read_run(path: Location) -> dict[str, Any]:
     """
     root = _reached(path)
     if not root.is_dir():
-        found = "a file" if root.exists() else "nothing"
-        raise CheckpointError(f"expected a run directory at {root}, found {found}.")
+        raise CheckpointError(f"expected a run directory at {root}, found {'a file' if root.exists() else 'nothing'}.")
     file = root / "run.json"
     if not file.exists():
         raise CheckpointError(
@@ -295,20 +302,16 @@ def read_run(path: Location) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} has schema version {version}, but this agilerl reads up to {SCHEMA_VERSION}; install a newer one."
         )
-    for key, kind in _RUN_KEYS.items():
-        if not isinstance(info.get(key), kind):
+    for kind, key in ((kind, key) for kind, keys in _KINDS.items() for key in keys):
+        if (key in info or key not in _OPTIONAL) and not isinstance(info.get(key), kind):
             raise CheckpointError(f"{file}: expected {key} as {kind.__name__}, found {shown(info.get(key))}.")
-    if _sha256(info["config"]) != info["config_sha256"]:
-        raise CheckpointError(f"{file}: the configuration does not match its sha256; the file was changed or damaged.")
+    for key in ("config", "given"):
+        if key in info and _sha256(info[key]) != info.get(f"{key}_sha256"):
+            raise CheckpointError(f"{file}: {key} does not match its sha256; the file was changed or damaged.")
     try:
         run_date(info)
     except ValueError as error:
         raise CheckpointError(f"{file}: expected dates as 2026-01-31T12:00:00: {error}.") from error
-    for key in ("files", "given", "hardware"):
-        if not isinstance(info.get(key, {}), dict):
-            raise CheckpointError(f"{file}: expected {key} as dict, found {shown(info[key])}.")
-    if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
-        raise CheckpointError(f"{file}: the given settings do not match their sha256; the file was changed or damaged.")
     return info
 
 
@@ -324,18 +327,6 @@ def as_written(root: Path) -> Iterator[None]:
             f"{root} does not hold what a run writes ({type(error).__name__}: {error}); its summary.json, run.json or "
             "lineage.jsonl is damaged"
         ) from error
-
-
-def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a run begun with another version of the arithmetic."""
-    found = info.get("arithmetic_version", 1)
-    if found == ARITHMETIC_VERSION:
-        return
-    raise CheckpointError(
-        f"the run in {root} was started with version {shown(found)} of the arithmetic, this agilerl computes with "
-        f"version {ARITHMETIC_VERSION}: it rounds or selects differently, so the run cannot be resumed to the same "
-        "bits. Resume it with the agilerl that started it, or start a new run; its agents can still be loaded."
-    )
 
 
 def run_date(info: Mapping[str, Any]) -> datetime:
@@ -357,13 +348,6 @@ def check_not_in_use(root: Path) -> None:
         DirectoryLock(root / _LOCK).release()
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
-
-
 def _check_plain(root: Path) -> None:
     """Raise CheckpointError if a part of a run is a link: writing to it or truncating it would change another file."""
     for path, mode in ((path, path.lstat().st_mode) for path in listed(root)):
@@ -382,10 +366,10 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
     if not root.is_dir():
         raise CheckpointError(f"expected a directory for the run at {root}, found a file; choose another path.")
     layout = RunLayout(root)
+    if layout.run_json.exists() and overwrite:
+        _check_deletable(root, locked=locked)
+        return
     if layout.run_json.exists():
-        if overwrite:
-            _check_deletable(root, locked=locked)
-            return
         if layout.is_finished:
             raise CheckpointError(
                 f"{root} holds a finished run; choose another directory, or delete that one first (train --overwrite)."
@@ -395,8 +379,7 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         raise CheckpointError(
             f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
         )
-    foreign = [path.name for path in listed(root) if not _is_of_interrupted_start(path)]
-    if foreign:
+    if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
         )
@@ -408,8 +391,7 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    foreign = [path.name for path in listed(root) if not _is_part(path)]
-    if foreign:
+    if foreign := [path.name for path in listed(root) if not _is_part(path)]:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
@@ -430,7 +412,7 @@ def delete_run(root: Path) -> None:
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
-    parts = [path for path in listed(root) if _is_part(path) and path.name not in (_LOCK, "run.json")]
+    parts = [path for path in listed(root) if path.name not in (_LOCK, "run.json")]
     try:
         for path in [*parts, root / "run.json"]:
             if path.is_dir():
@@ -564,7 +546,7 @@ def collect_hardware() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "cuda": _cuda_devices(),
     }
 
@@ -580,13 +562,6 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
-
-
 def _cuda_devices() -> list[dict[str, Any]]:
     try:
         import torch  # Slow to import, and only needed here.
@@ -594,5 +569,5 @@ def _cuda_devices() -> list[dict[str, Any]]:
         return []
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in found]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices]

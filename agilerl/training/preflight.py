@@ -1,7 +1,6 @@
 """The preflight: a run without a signal stops before its first update, with what to change."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -38,21 +37,22 @@ def preflight(session: Session) -> Probe | None:
     Raises ConfigError, with what to change, if none has after ``MOST`` questions, unless ``training.preflight`` is
     ``warn``. Every process of the run calls it. A second call asks nothing.
     """
-    found = session.preflight
-    if found is None and is_due(session):
+    result = session.preflight
+    if result is None and is_due(session):
         with at_date(session.date):
-            while found is None or (len(found.groups) < MOST and not found.has_signal):
-                known: list[Group] = [] if found is None else found.groups
-                part = probe(session.population, QUESTIONS, first=len(known))
-                asked = [g for plain in session.topology.peers.all(_plain(part.groups)) for g in _groups(plain)]
-                found = replace(part, groups=[*known, *asked])
-        session.preflight = found
-    if found is not None and not found.has_signal and session.config.training.preflight == "stop":
+            while result is None or (len(result.groups) < MOST and not result.has_signal):
+                groups: list[Group] = [] if result is None else result.groups
+                part = probe(session.population, QUESTIONS, first=len(groups))
+                for plain in session.topology.peers.all([asdict(group) for group in part.groups]):
+                    groups = [*groups, *(Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)]
+                result = replace(part, groups=groups)
+        session.preflight = result
+    if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(
-            f"nothing could be learned: {problem(session.config, session.population, found)}; or start anyway, with "
+            f"nothing could be learned: {problem(session.config, session.population, result)}; or start anyway, with "
             "--force (training.preflight=warn)"
         )
-    return found
+    return result
 
 
 def event_of(found: Probe, advice: str = "") -> PreflightDone:
@@ -81,14 +81,6 @@ def tried(session: Session) -> PreflightDone | None:
         return None
     with at_date(session.date):
         return event_of(probe(population, 1, 1))
-
-
-def _plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    return [asdict(group) for group in groups]
-
-
-def _groups(plain: Sequence[dict[str, Any]]) -> list[Group]:
-    return [Group(**{**one, "answers": [Answer(**a) for a in one["answers"]]}) for one in plain]
 
 
 def problem(config: RunConfig, population: Population, found: Probe) -> str:
