@@ -667,12 +667,7 @@ class Runtime:
         return result
 
     def _fill(
-        self,
-        result: Tensor,
-        which: range,
-        rows: AgentRows,
-        most: MicroBatch,
-        measure: Callable[[AgentRows], Tensor],
+        self, result: Tensor, which: range, rows: AgentRows, most: MicroBatch, measure: Callable[[AgentRows], Tensor]
     ) -> None:
         """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
         before, waiting = self.limits.train_tokens, [torch.arange(which.start, which.stop)]

@@ -41,11 +41,7 @@ class IslandPopulation(Population):
     """
 
     def __init__(
-        self,
-        agents: Sequence[LLMAlgorithm],
-        task: Task | EpisodeTask,
-        exchange: Exchange,
-        **settings: Any,
+        self, agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, exchange: Exchange, **settings: Any
     ) -> None:
         super().__init__(agents, task, **settings)
         self.exchange = exchange

@@ -346,9 +346,7 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
     actor = (
         ray.remote(Server)
         .options(
-            num_cpus=1,
-            num_gpus=config.gpus_per_server,
-            scheduling_strategy=cluster.bundle(config.islands + number),
+            num_cpus=1, num_gpus=config.gpus_per_server, scheduling_strategy=cluster.bundle(config.islands + number)
         )
         .remote(list(command), cluster.key, cluster.host)
     )

@@ -147,12 +147,7 @@ class Evaluation:
 
 @checked
 def evaluate(
-    session: Session,
-    *,
-    samples: Whole = 0,
-    temperature: NotNegative = 1.0,
-    full: float = 1.0,
-    with_base: bool = True,
+    session: Session, *, samples: Whole = 0, temperature: NotNegative = 1.0, full: float = 1.0, with_base: bool = True
 ) -> Evaluation:
     """Ask the first agent of a session, and the base, the questions of the test, greedy and ``samples`` times each.
 
